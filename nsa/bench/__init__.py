@@ -10,7 +10,6 @@ Each benchmark is the module of its name; `__main__.py` lists them. Shared modul
     kernel_launches    records every kernel launch of the library, for `aot`
     compile_gate       compiles these without a GPU and checks limits of the binaries
     register_hazards   finds results in a binary that an assembler bug makes wrong
-    comm_ranks, netns  the rank processes of `comm` and the link between them
 
 `train` and `recipe` also hold what other benchmarks use: training steps, and the recipe's config.
 """

@@ -1,4 +1,4 @@
-"""`python -m nsa.bench <benchmark>`: speed, memory and communication, printed and saved as JSON.
+"""`python -m nsa.bench <benchmark>`: speed and memory, printed and saved as JSON.
 
 Each benchmark is a module of this package with `run(report)` and, if it has flags besides --out,
 `add_flags(parser)`. `run` adds rows to the report, or returns entries to add to it.
@@ -14,16 +14,12 @@ from pathlib import Path
 from nsa.validation import Parser
 
 BENCHMARKS = {  # name: one line of help
-    "cpu": "attention and a layer of M7C on this CPU, against SDPA",
-    "data": "tokenising, loading, and what data costs a training step",
-    "health": "what recording gates and selection costs a training step",
     "aot": "compile the kernels without a GPU and check their limits",
     "roofline": "least FLOPs and bytes of each kernel, and the time floor that follows",
     "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",
     "schedule": "how evenly the attention kernels fill a GPU, counted without one",
     "ablations": "train and time the demo with parts of its attention changed",
     "text": "loss on far text: NSA, its parts and dense attention, several seeds",
-    "comm": "what each DeepSpeed config sends, and what that costs a step",
     "kernels": "each function of nsa.ops, on each backend",
     "module": "NSA against dense attention and other NSA implementations",
     "train": "a training step of M7C, NSA against dense attention",
@@ -50,16 +46,13 @@ def parser(arguments: Sequence[str]) -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one benchmark and save its report; exit with 1 if the report lists failures."""
+    """Run one benchmark and save its report."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     flags = parser(words).parse_args(words)
-    from nsa.bench.results import Report  # late: imports PyTorch
+    from nsa.bench.results import run_and_save  # late: imports PyTorch
 
-    report = Report(flags, words)
-    report.data |= import_module(f"nsa.bench.{flags.benchmark}").run(report) or {}
-    report.finish()
-    if report.data.get("failures"):
-        raise SystemExit(1)
+    run = import_module(f"nsa.bench.{flags.benchmark}").run
+    run_and_save(run, flags, " ".join(["python -m nsa.bench", *words]))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nsa.bench.options import Shape
 from nsa.bench.results import Report, Result, figure, ratio
-from nsa.bench.timing import peak_bytes
+from nsa.bench.roofline import FP32
+from nsa.bench.timing import peak_bytes, tensor_bytes
 from nsa.ops import (
     NSASpec,
     compress_mean,
@@ -25,7 +26,8 @@ from nsa.ops import (
     window_attention,
 )
 
-FIGURES = ("forward", "forward_backward", "peak_bytes")
+PASSES = ("forward", "forward_backward")
+FIGURES = (*PASSES, "peak_bytes")
 PARTS = ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
 FUNCTIONS = (*PARTS, "nsa_attention")
 
@@ -135,6 +137,34 @@ def nsa_functions(
         "window_attention": Implementation(window, x.q, x.k_win, x.v_win),
         "nsa_attention": Implementation(partial(nsa_attention, spec=spec, backend=backend), *x),
     }
+
+
+def least_flops(function: str, shape: Shape, visible: Mapping[str, int]) -> dict[str, int]:
+    """Count the FLOPs of visible pairs; backward has 5 products (scores again, dp, dq, dk, dv)."""
+    if function == "nsa_attention":
+        parts = [least_flops(part, shape, visible) for part in PARTS]
+        return {what: sum(part[what] for part in parts) for what in PASSES}
+    if function == "select_blocks":
+        return dict.fromkeys(PASSES, 2 * visible["compressed"] * shape.key)
+    per_number = 2 * visible[function.removesuffix("_attention")]
+    return {
+        "forward": per_number * (shape.key + shape.value),
+        "forward_backward": per_number * (4 * shape.key + 3 * shape.value),
+    }
+
+
+def least_bytes(
+    function: str, shape: Shape, spec: NSASpec, inputs: Sequence[Tensor]
+) -> dict[str, int]:
+    """Count the least bytes: inputs and saved outputs read once, results written once."""
+    read, q = tensor_bytes(inputs), inputs[0]
+    tokens = q.shape[:2].numel()
+    if function == "select_blocks":
+        return dict.fromkeys(PASSES, read + tokens * shape.kv_heads * spec.select_top * FP32)
+    row = shape.value * q.element_size() + FP32 * (function != "nsa_attention")  # o and lse
+    output = tokens * shape.heads * row
+    gradients = tensor_bytes(x for x in inputs if x.requires_grad)
+    return {"forward": read + output, "forward_backward": 2 * read + 3 * output + gradients}
 
 
 Builders = dict[str, Callable[[], Implementation]]

@@ -6,7 +6,7 @@ the case. Kinds of case:
     module         three branches and gates, compressed keys given, against dense attention
     peers          shared keys and values, mean pooling included: other kernels of the same pattern
     same-pattern   the same with l = d = l' = 64, as fla does it
-    parts          the forward pass, total and by function, and each function's fraction
+    parts          each function of nsa.ops: its rates, and its fraction of the forward pass
 
 Random queries select different blocks. In nsa-local, neighbouring queries are similar and select
 mostly the same ones.
@@ -15,7 +15,7 @@ mostly the same ones.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -28,15 +28,20 @@ from nsa.bench import baselines
 from nsa.bench.implementations import (
     FIGURES,
     PARTS,
+    PASSES,
     Builders,
     Implementation,
     Inputs,
+    least_bytes,
+    least_flops,
     measure,
     nsa_functions,
     ratios,
+    select,
 )
 from nsa.bench.options import Shape, add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
+from nsa.bench.roofline import pairs
 from nsa.ops import (
     NSASpec,
     compress_mean,
@@ -84,21 +89,27 @@ def _plot_file(text: str) -> Path:
 
 def run(report: Report) -> None:
     """Measure every case within the time limit; print a table per case."""
-    flags = report.flags
     report.data["libraries"] = baselines.versions()
-    for shape in flags.shapes:
+    run_cases(report, report.flags.kinds, [report.backend])
+    if report.flags.plot is not None:
+        _plot(report.data["rows"], report.flags.plot)
+
+
+def run_cases(report: Report, kinds: Sequence[str], backends: Sequence[str]) -> None:
+    """Measure these kinds at every shape and length; `parts` on all of the backends."""
+    for shape in report.flags.shapes:
         if report.on_gpu:
             torch.compiler.reset()  # lengths of one shape share FlexAttention's compiled code
-        for seq_len in flags.lengths:
-            for kind in flags.kinds:
-                case = partial(_case, kind, shape, seq_len, report)
+        for seq_len in report.flags.lengths:
+            for kind in kinds:
+                case = partial(_case, kind, shape, seq_len, backends, report)
                 report.attempt(f"{kind} {shape} T={seq_len}", case)
-        if flags.plot is not None:
-            _plot(report.data["rows"], flags.plot)
 
 
-def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
-    batch, backend = max(1, report.flags.tokens // seq_len), report.backend
+def _case(kind: str, shape: Shape, seq_len: int, backends: Sequence[str], report: Report) -> None:
+    batch = max(1, report.flags.tokens // seq_len)
+    spec = baselines.FLA_SPEC if kind == "same-pattern" else SPEC
+    inputs = Inputs.random(shape, batch, seq_len, spec, report.device, report.dtype)
     row: dict[str, Any] = {
         "kind": kind,
         "shape": shape.name,
@@ -106,35 +117,29 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
         "length": seq_len,
         "batch": batch,
     }
-    spec = baselines.FLA_SPEC if kind == "same-pattern" else SPEC
-    inputs = Inputs.random(shape, batch, seq_len, spec, report.device, report.dtype)
-    if kind == "same-pattern":
-        builders = _same_pattern(inputs, shape, backend)
-    elif kind == "peers":
-        builders = _peers(inputs, shape, backend)
-    elif kind == "parts":
-        builders = _parts(inputs, backend)
-    else:
-        builders = _module(inputs, shape, report)
-    results = measure(builders, report, REFERENCES)
-    row |= {"implementations": results, "ratios": {}}
     if kind == "parts":
-        total = figure(results["nsa_attention"], "forward")
-        row["forward_fraction"] = {
-            name: ratio(figure(results[name], "forward"), total) for name in PARTS
-        }
+        row |= _measure_parts(inputs, shape, backends, report)
     else:
-        row["ratios"] = ratios(results, lambda name: BASES.get(name, "nsa"))
+        builders: Builders
+        if kind == "module":
+            builders = _module(inputs, shape, backends[0], report.flags.against)
+        elif kind == "peers":
+            builders = _peers(inputs, shape, backends[0])
+        else:
+            builders = _same_pattern(inputs, shape, backends[0])
+        results = measure(builders, report, REFERENCES)
+        over = ratios(results, lambda name: BASES.get(name, "nsa"))
+        row |= {"implementations": results, "ratios": over}
     report.add(row)
     _print(row)
 
 
-def _module(inputs: Inputs, shape: Shape, report: Report) -> Builders:
+def _module(inputs: Inputs, shape: Shape, backend: str, against: Sequence[str]) -> Builders:
     """Three branches and gates on random and on local queries, against dense attention."""
-    attention = partial(nsa_attention, spec=SPEC, backend=report.backend)
+    attention = partial(nsa_attention, spec=SPEC, backend=backend)
     variants = {"nsa": inputs, "nsa-local": inputs.local(SPEC)}
-    ours = {name: partial(Implementation, attention, *x) for name, x in variants.items()}
-    return ours | {name: partial(AGAINST[name], inputs, shape) for name in report.flags.against}
+    ours: Builders = {name: partial(Implementation, attention, *x) for name, x in variants.items()}
+    return ours | {name: partial(AGAINST[name], inputs, shape) for name in against}
 
 
 def _peers(inputs: Inputs, shape: Shape, backend: str) -> Builders:
@@ -174,22 +179,47 @@ def _shared_keys(
     return partial(Implementation, nsa, *tensors, note=baselines.SHARED_KV_NOTE)
 
 
-def _parts(inputs: Inputs, backend: str) -> Builders:
-    """The forward pass, and each function's on the outputs of the previous one."""
-    return {
-        name: partial(Implementation, call.function, *call.inputs, differentiable=False)
-        for name, call in nsa_functions(inputs, SPEC, backend).items()
+def _measure_parts(
+    inputs: Inputs, shape: Shape, backends: Sequence[str], report: Report
+) -> dict[str, Any]:
+    """Measure each function on each backend, on the outputs of the previous function."""
+    selection = select(inputs, SPEC, "auto")
+    functions = {
+        f"{name} {backend}": call
+        for backend in backends
+        for name, call in nsa_functions(inputs, SPEC, backend, selection).items()
     }
+    results = measure({name: partial(functions.__getitem__, name) for name in functions}, report)
+    batch, seq_len = inputs.q.shape[:2]
+    fractions, visible = {}, pairs(shape, batch, seq_len, SPEC)
+    for label, result in results.items():
+        name, backend = label.split()
+        flops = least_flops(name, shape, visible)
+        moved = least_bytes(name, shape, SPEC, functions[label].inputs)
+        ms = {what: figure(result, what) for what in PASSES}
+        result |= {"flops": flops, "bytes": moved}
+        result["tflops"] = {what: ratio(flops[what] / 1e9, ms[what]) for what in PASSES}
+        result["gbps"] = {what: ratio(moved[what] / 1e6, ms[what]) for what in PASSES}
+        if name in PARTS:
+            total = figure(results[f"nsa_attention {backend}"], "forward")
+            fractions[label] = ratio(ms["forward"], total)
+    over = ratios(results, lambda label: f"{label.split()[0]} {backends[0]}")
+    return {"implementations": results, "ratios": over, "forward_fraction": fractions}
 
 
 def _print(row: dict[str, Any]) -> None:
     title = f"{row['kind']} {row['shape']} T={row['length']} batch {row['batch']}"
-    lines = [[title, "fwd ms", "fwd+bwd ms", "peak GB", "/ nsa", "/ nsa", "/ nsa"]]
+    heads = [title, "fwd ms", "fwd+bwd ms", "peak GB", "/ base", "/ base", "/ base"]
     results: dict[str, Result] = row["implementations"]
+    if row["kind"] == "parts":
+        heads += ["fwd TFLOP/s", "fwd+bwd", "fwd GB/s", "fwd+bwd"]
+    lines = [heads]
     for name, result in results.items():
         over = row["ratios"].get(name, {})
         times = figure(result, "forward"), figure(result, "forward_backward")
-        cells = *times, ratio(result["peak_bytes"], 1e9), *(over.get(what) for what in FIGURES)
+        cells = [*times, ratio(result["peak_bytes"], 1e9), *(over.get(what) for what in FIGURES)]
+        if row["kind"] == "parts":
+            cells += [*result["tflops"].values(), *result["gbps"].values()]
         lines.append([name, *map(cell, cells)])
     print_table(lines, results)
 

@@ -31,7 +31,7 @@ class Report:
     A time limit, a hanging kernel or a lost device loses only the case that it interrupts.
     """
 
-    def __init__(self, flags: argparse.Namespace, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, flags: argparse.Namespace, command: str = "") -> None:
         self.flags = flags
         given = vars(flags)  # not every benchmark has all of these flags
         self.device = pick_device(given.get("device", "auto"))
@@ -43,7 +43,7 @@ class Report:
         self.end = math.inf if limit is None else time.monotonic() + limit
         chosen = {"dtype": self.dtype_name, "device": self.device.type, "backend": self.backend}
         self.data: dict[str, Any] = {
-            "environment": environment(arguments, self.device),
+            "environment": environment(command, self.device),
             "settings": given | {name: value for name, value in chosen.items() if name in given},
             "finished": False,
             "rows": [],
@@ -124,6 +124,17 @@ class Report:
         self.save()
 
 
+def run_and_save(
+    run: Callable[[Report], Mapping[str, Any] | None], flags: argparse.Namespace, command: str
+) -> None:
+    """Run a benchmark and save its report; exit with 1 if the report lists failures."""
+    report = Report(flags, command)
+    report.data |= run(report) or {}
+    report.finish()
+    if report.data.get("failures"):
+        raise SystemExit(1)
+
+
 def pick_device(name: str) -> torch.device:
     """Return the device of `--device`; `auto` is the GPU if there is one."""
     available = torch.cuda.is_available()
@@ -132,7 +143,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
-def environment(arguments: Sequence[str], device: torch.device) -> dict[str, Any]:
+def environment(command: str, device: torch.device) -> dict[str, Any]:
     """Return date, command, hardware and software of a benchmark."""
     hardware: dict[str, Any] = {
         "device": device.type,
@@ -156,7 +167,7 @@ def environment(arguments: Sequence[str], device: torch.device) -> dict[str, Any
         }
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m nsa.bench", *arguments]),
+        "command": command,
         "processor": cpu_model(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -207,12 +218,3 @@ def print_table(
             for what, error in result["errors"].items():
                 print(f"  {name}, {what}: {error}")
         print(flush=True)
-
-
-def print_figures(result: Mapping[str, Any], path: str = "") -> None:
-    """Print every number of a nested result beside its dotted name."""
-    for name, value in result.items():
-        if isinstance(value, Mapping):
-            print_figures(value, f"{path}{name}.")
-        elif isinstance(value, int | float):
-            print(f"{path + name:<48} {value:,.4g}", flush=True)

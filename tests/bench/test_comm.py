@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.bench.__main__ import main
-from nsa.bench.comm import CONFIGS, Bench, CommCase
-from nsa.bench.netns import INTERFACE, PREFIX, link, link_obstacle, remove_leftovers
+from tests.bench.comm import CONFIGS, Bench, CommCase, main
+from tests.netns import INTERFACE, PREFIX, link, link_obstacle, remove_leftovers
 from tests.ranks import ROOT
 
 needs_link = pytest.mark.skipif(bool(link_obstacle()), reason=f"needs a link: {link_obstacle()}")
@@ -29,7 +28,7 @@ TINY = {
     "mlp_width": 512,
     "spec": {"block_len": 8, "block_stride": 4, "select_len": 8, "select_top": 4, "window": 12},
 }
-HOLD = "import sys, time\nfrom nsa.bench.netns import link\nwith link():\n"
+HOLD = "import sys, time\nfrom tests.netns import link\nwith link():\n"
 HOLD += "    print('up', flush=True)\n    time.sleep(60)\n"
 GBIT = 0.2
 
@@ -123,7 +122,7 @@ def test_without_root_the_error_says_what_is_needed() -> None:
     os.seteuid(65_534)
     try:
         with pytest.raises(ValueError, match=r"needs root on Linux with ip and tc: .* as root"):
-            main(["comm"])
+            main([])
     finally:
         os.seteuid(0)
 
@@ -131,13 +130,13 @@ def test_without_root_the_error_says_what_is_needed() -> None:
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="ip and tc not found; install iproute2"):
-        main(["comm"])
+        main([])
 
 
 def test_the_readme_of_ds_configs_has_the_measured_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main(["comm", "--show", str(MEASURED)])
+    main(["--show", str(MEASURED)])
     table = capsys.readouterr().out
     assert table.count("\n") == 2 + len(CONFIGS)
     assert table in (ROOT / "ds_configs/README.md").read_text()

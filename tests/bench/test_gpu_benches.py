@@ -72,19 +72,23 @@ def test_kernels_reports_times_and_rates_of_every_function(bench: Bench, device:
     assert {"torch", "python", "date"} <= set(results["environment"])
     assert {"device", "triton"} <= set(results["environment"]["hardware"])
     assert results["ceilings"]["matrix_product_tflops"] > 0
-    assert [row["function"] for row in results["rows"]] == list(FUNCTIONS)
-    for row in results["rows"]:
-        assert (row["length"], row["batch"], row["heads"]) == (96, 2, [4, 2, 16, 16])
-        for result in row["implementations"].values():
-            assert result["errors"] == {}
-            assert (result["forward"]["clock"] == "wall") == (device == "cpu")
-            differentiable = row["function"] != "select_blocks"
-            assert (result["forward_backward"] is not None) == differentiable
-            for what in ("forward", "forward_backward")[: 1 + differentiable]:
-                ms = figure(result, what)
-                assert ms is not None
-                assert result["tflops"][what] == pytest.approx(row["flops"][what] / ms / 1e9)
-                assert result["gbps"][what] == pytest.approx(row["bytes"][what] / ms / 1e6)
+    (row,) = results["rows"]
+    assert (row["length"], row["batch"], row["heads"]) == (96, 2, [4, 2, 16, 16])
+    backends = "blockwise", "reference"
+    assert list(row["implementations"]) == [f"{x} {y}" for y in backends for x in FUNCTIONS]
+    for name, result in row["implementations"].items():
+        assert result["errors"] == {}
+        assert (result["forward"]["clock"] == "wall") == (device == "cpu")
+        differentiable = not name.startswith("select_blocks")
+        assert (result["forward_backward"] is not None) == differentiable
+        for what in ("forward", "forward_backward")[: 1 + differentiable]:
+            ms = figure(result, what)
+            assert ms is not None
+            assert result["tflops"][what] == pytest.approx(result["flops"][what] / ms / 1e9)
+            assert result["gbps"][what] == pytest.approx(result["bytes"][what] / ms / 1e6)
+    over = row["ratios"]["window_attention reference"]["forward"]
+    ours, base = (row["implementations"][f"window_attention {x}"] for x in reversed(backends))
+    assert over == pytest.approx(figure(ours, "forward") / figure(base, "forward"))
 
 
 def test_counted_pairs_are_the_visible_ones_of_each_branch() -> None:
@@ -129,10 +133,14 @@ def test_ratios_are_quotients_of_times_in_the_same_case(bench: Bench, device: st
     assert dense["ratios"]["sdpa-flash"]["forward_backward"] > 0
     allowed = 1e-5 if device == "cpu" else 0.01  # fp32, bf16
     assert dense["implementations"]["flex-causal"]["difference"]["relative"] < allowed
-    forward = {name: figure(result, "forward") for name, result in parts["implementations"].items()}
+    forward = {
+        name.removesuffix(" blockwise"): figure(result, "forward")
+        for name, result in parts["implementations"].items()
+    }
     assert set(forward) == set(FUNCTIONS)
     assert parts["forward_fraction"] == {
-        name: pytest.approx(forward[name] / forward["nsa_attention"]) for name in PARTS
+        f"{name} blockwise": pytest.approx(forward[name] / forward["nsa_attention"])
+        for name in PARTS
     }
 
 
@@ -203,7 +211,10 @@ def test_cases_beyond_the_time_limit_are_visible(bench: Bench) -> None:
                   "--tokens", "64", "--limit", "0")  # fmt: skip
     assert results["rows"] == []
     assert not results["finished"]
-    assert [case["case"] for case in results["skipped"]] == ["4x2x16 T=64", "4x2x16 T=128"]
+    assert [case["case"] for case in results["skipped"]] == [
+        "parts 4x2x16 T=64",
+        "parts 4x2x16 T=128",
+    ]
     assert "--limit 0 s over" in results["skipped"][0]["reason"]
 
 

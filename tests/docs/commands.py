@@ -28,6 +28,7 @@ from nsa.bench.__main__ import main as bench_main
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
 from nsa.watchdog.command import split_command
+from tests.bench import comm, costs
 from tests.ranks import ROOT, spawn_ranks
 
 # Programs that are neither run nor parsed, and why.
@@ -123,8 +124,8 @@ def multinode(arguments: list[str]) -> None:
     recipe("recipes/m7c.py", own.parse_known_args(arguments)[1], ranks=4)
 
 
-def bench(arguments: list[str]) -> None:
-    """Parse a benchmark's arguments and stop."""
+def parsed(main: Callable[[list[str]], None], arguments: list[str]) -> None:
+    """Parse a script's arguments and stop."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +134,7 @@ def bench(arguments: list[str]) -> None:
 
     patch = mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop)
     with patch:
-        bench_main(arguments)
+        main(arguments)
 
 
 def gpu(arguments: list[str]) -> None:
@@ -150,7 +151,7 @@ def gpu(arguments: list[str]) -> None:
         _, separator, flags = line.partition(" -m nsa.bench ")
         if separator:
             with contextlib.suppress(_Parsed):
-                bench(flags.split())
+                parsed(bench_main, flags.split())
 
 
 def tests(arguments: list[str]) -> None:
@@ -215,6 +216,8 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/test.sh": tests,
     "bash launch/setup.sh": no_arguments,
     "bash launch/soak.sh": soak,
+    "python -m tests.bench.comm": partial(parsed, comm.main),
+    "python -m tests.bench.costs": partial(parsed, costs.main),
     "python -m tests.bench.host_time": no_arguments,
     "python -m tests.faults.table": no_arguments,
     "python -m build": no_arguments,
@@ -225,9 +228,9 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
     "python recipes/m7c_classic.py": partial(recipe, "recipes/m7c_classic.py"),
     "python recipes/m7c_dense.py": partial(recipe, "recipes/m7c_dense.py"),
-    "nsa bench": bench,
-    "python -m nsa.bench": bench,
-    "python -m nsa bench": bench,
+    "nsa bench": partial(parsed, bench_main),
+    "python -m nsa.bench": partial(parsed, bench_main),
+    "python -m nsa bench": partial(parsed, bench_main),
     "nsa train": train,
     "nsa watch": watch,
     "nsa": nsa,

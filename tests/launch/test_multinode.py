@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.bench import netns
+from tests import netns
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.launch.clone import run
 from tests.ranks import ROOT, SpawnedRanks, free_port, spawn_ranks, user_environment

@@ -1,4 +1,4 @@
-"""One rank of `python -m nsa.bench comm`: a process that builds engines and takes steps on request.
+"""One rank of `python -m tests.bench.comm`: it builds engines and takes steps on request.
 
 The backend is gloo or NCCL between two ranks, or torch's `fake` one, whose collectives return at
 once: what remains of a step is compute.
@@ -10,7 +10,6 @@ import gc
 import os
 import time
 import warnings
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as ds_comm
 
-from nsa.bench.netns import INTERFACE, RANKS
 from nsa.engine import disable_shared_memory_op
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import resolve_ds_config
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
+from tests.netns import INTERFACE, RANKS
 
 SETTLE_SECONDS = 0.15  # until packets queued at the throttle have left
 SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that DeepSpeed logs
@@ -35,6 +34,9 @@ SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that
     "reduce": 0.5,  # the owner receives the sum, the other rank sends; each owns half
     "broadcast": 0.5,
 }
+
+
+this_rank: Rank  # of this process, set by `start`
 
 
 class Rank:
@@ -151,12 +153,7 @@ def join(rank: int, backend: str, address: tuple[str, int]) -> torch.device:
     return device
 
 
-def serve(pipe: Connection, rank: int, backend: str, address: tuple[str, int]) -> None:
-    """Carry out requests until the pipe closes."""
-    actions = Rank(join(rank, backend, address))
-    while True:
-        try:
-            action, arguments = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        pipe.send(getattr(actions, action)(*arguments))
+def start(rank: int, backend: str, address: tuple[str, int]) -> None:
+    """Join the process group; requests call methods of `this_rank`."""
+    global this_rank
+    this_rank = Rank(join(rank, backend, address))

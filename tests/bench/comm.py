@@ -1,4 +1,4 @@
-"""`python -m nsa.bench comm`: what each DeepSpeed config sends, and what that costs a step.
+"""`python -m tests.bench.comm`: what each DeepSpeed config sends, and what that costs a step.
 
 Two ranks in two network namespaces, joined by a throttled link, take real steps under each config.
 Two more take the same steps with collectives that return at once, which leaves the compute time.
@@ -7,26 +7,27 @@ The difference is exposed communication. With two GPUs, the ranks use those and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa.bench.netns import RANKS, Link, link
-from nsa.bench.results import Report, cell
+from nsa.bench.results import Report, cell, run_and_save
 from nsa.report.markdown import table
 from nsa.resources import resource_path
 from nsa.system import free_port
+from nsa.validation import Parser
+from tests.netns import RANKS, Link, link
 
 # Muon sends what AdamW sends, and its arithmetic would blur which part of a step is communication.
 CONFIGS = {
@@ -76,42 +77,41 @@ class RankPair:
 
     def __init__(self, backend: str, link: Link | None = None) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns about missing host names
-        context = get_context("spawn")
         address = link.addresses[0] if link else "127.0.0.1", 29_500 if link else free_port()
-        self._pipes: list[Connection] = []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            options = theirs, rank, backend, link, address
-            context.Process(target=_rank, args=options, daemon=True).start()
-            theirs.close()
-            self._pipes.append(ours)
+        self._ranks = [
+            ProcessPoolExecutor(
+                1, get_context("spawn"), _start_rank, (rank, backend, link, address)
+            )
+            for rank in range(RANKS)
+        ]
 
     def request(self, action: str, *arguments: Any) -> Any:
         """Have both ranks call a method of comm_ranks.Rank; return rank 0's result."""
-        for pipe in self._pipes:
-            pipe.send((action, arguments))
-        try:
-            reply, _ = (pipe.recv() for pipe in self._pipes)
-        except EOFError:
-            raise RuntimeError(f"a rank ended during {action!r}; its error is above") from None
-        return reply
+        calls = [rank.submit(_call, action, arguments) for rank in self._ranks]
+        for call in as_completed(calls):
+            call.result()  # the first error ends the benchmark, whatever the other rank waits for
+        return calls[0].result()
 
     def close(self) -> None:
-        """End the ranks: they exit when their pipe closes."""
-        for pipe in self._pipes:
-            pipe.close()
+        """End the ranks."""
+        for rank in self._ranks:
+            rank.shutdown(wait=False)
 
 
-def _rank(
-    pipe: Connection, rank: int, backend: str, link: Link | None, address: tuple[str, int]
-) -> None:
-    os.setsid()  # Ctrl-C is for the benchmark, which then closes the pipe
+def _start_rank(rank: int, backend: str, link: Link | None, address: tuple[str, int]) -> None:
+    os.setsid()  # Ctrl-C is for the benchmark, which then ends its ranks
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
     if link:
         link.enter(rank)
-    from nsa.bench.comm_ranks import serve  # late: it imports DeepSpeed
+    from tests.bench import comm_ranks  # late: it imports DeepSpeed
 
-    serve(pipe, rank, backend, address)
+    comm_ranks.start(rank, backend, address)
+
+
+def _call(action: str, arguments: tuple[Any, ...]) -> Any:
+    from tests.bench import comm_ranks
+
+    return getattr(comm_ranks.this_rank, action)(*arguments)
 
 
 class Bench:
@@ -202,19 +202,25 @@ def _times(
     return row
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every case, or print the table of configs of an earlier measurement."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parser = Parser(prog="python -m tests.bench.comm", description="Measure communication.")
     add, every = parser.add_argument, list(CONFIGS)
     add("--config", nargs="+", choices=every, default=every, help="of ds_configs/; default: all")
     add("--accumulation", type=int, nargs="+", default=[1, 2, 8], help="micro-batches per step")
     add("--show", type=Path, help="only print the table of configs of this file")
+    add("--out", type=Path, help="write the results to this JSON file")
+    flags = parser.parse_args(words)
+    if flags.show is not None:
+        print("\n".join(config_table(json.loads(flags.show.read_text())["rows"])))
+        return
+    run_and_save(run, flags, " ".join([parser.prog, *words]))
 
 
 def run(report: Report) -> None:
     """Measure every case; print a line and save after each one."""
     flags = report.flags
-    if flags.show is not None:
-        print("\n".join(config_table(json.loads(flags.show.read_text())["rows"])))
-        return
     with ExitStack() as stack:
         if torch.cuda.device_count() >= RANKS:
             bench = Bench(None, [None], GPU_MODEL, GPU_TOKENS)
@@ -265,3 +271,11 @@ def config_table(rows: Sequence[Row]) -> list[str]:
         exposed = [max(0.0, row["exposed_seconds"]) / row["step_seconds"] for row in cases]
         lines.append([f"`{config}`", *sent, *(f"{fraction:.0%}" for fraction in exposed)])
     return table(["config", *heads], lines)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"comm: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,4 +1,4 @@
-"""The benchmarks for a CPU run at tiny sizes and save every figure that the pages show."""
+"""The measurements of costs run at tiny sizes and save every figure that the pages show."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from nsa.bench import cpu, data, health
-from nsa.bench.__main__ import main
 from nsa.data.config import DataConfig
 from nsa.engine.config import RunConfig
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
+from tests.bench import costs
 from tests.ops.cases import one_thread as one_thread
 
 TINY = ModelConfig(320, 1, 32, 2, 1, 16, mlp_width=32,
@@ -22,19 +21,19 @@ TINY = ModelConfig(320, 1, 32, 2, 1, 16, mlp_width=32,
 
 def figures(name: str, folder: Path) -> dict[str, Any]:
     out = folder / f"{name}.json"
-    main([name, "--out", str(out)])
+    costs.main([name, "--out", str(out)])
     result = json.loads(out.read_text())
     assert result["finished"]
-    assert result["environment"]["command"].startswith(f"python -m nsa.bench {name} ")
+    assert result["environment"]["command"].startswith(f"python -m tests.bench.costs {name} ")
     return result
 
 
 def test_cpu_compares_attention_and_a_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "SEQ_LEN", 128)
-    monkeypatch.setattr(cpu, "LENGTHS", (64, 128))
-    monkeypatch.setattr(cpu, "ROUNDS", 2)
+    monkeypatch.setattr(costs, "SEQ_LEN", 128)
+    monkeypatch.setattr(costs, "LENGTHS", (64, 128))
+    monkeypatch.setattr(costs, "ROUNDS", 2)
     result = figures("cpu", tmp_path)
     for name in ("fp32", "bf16"):
         times = result["attention"][name]
@@ -46,14 +45,14 @@ def test_cpu_compares_attention_and_a_layer(
 
 
 def test_health_fails_above_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "PAIRS", 2)
-    monkeypatch.setattr(health, "cases", lambda: {"tiny": (TINY, 1, 64)})
-    monkeypatch.setattr(health, "LIMIT", 100.0)
+    monkeypatch.setattr(costs, "PAIRS", 2)
+    monkeypatch.setattr(costs, "health_cases", lambda: {"tiny": (TINY, 1, 64)})
+    monkeypatch.setattr(costs, "LIMIT", 100.0)
     measured = figures("health", tmp_path)["models"]["tiny"]
     low, median, high = measured["on_over_off"]
     assert low <= median <= high
     assert measured["fraction_at_log_every"]["median"] == pytest.approx((median - 1) / 10)
-    monkeypatch.setattr(health, "LIMIT", -100.0)
+    monkeypatch.setattr(costs, "LIMIT", -100.0)
     with pytest.raises(SystemExit):
         figures("health", tmp_path)
     (failure,) = json.loads((tmp_path / "health.json").read_text())["failures"]
@@ -65,11 +64,11 @@ def test_data_measures_tokenising_loading_and_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demo = RunConfig(model=TINY, data=DataConfig(seq_len=128))
-    for name, value in (("SEQ_LEN", 128), ("MEGABYTES", 1), ("SECONDS", 0.01), ("ROUNDS", 3),
+    for name, value in (("SEQ_LEN", 128), ("MEGABYTES", 1), ("SECONDS", 0.01), ("STEPS", 3),
                         ("recipe_config", lambda profile: demo)):  # fmt: skip
-        monkeypatch.setattr(data, name, value)
+        monkeypatch.setattr(costs, name, value)
     result = figures("data", tmp_path)
     assert set(result["tokenise_mb_per_s"]) == {"byte", "bpe"}
     assert set(result["tokens_per_s"]) == {"prepared", "streamed"}
-    assert result["step"]["loaded_over_constant"] > 0
+    assert 0 < result["step"]["fraction"] < 1
     assert result["prepare_mb_per_s"] > 0
