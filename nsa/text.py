@@ -1,8 +1,10 @@
-"""Text for terminals and messages: aligned tables, the first line of an error."""
+"""Text for terminals, messages and files: aligned tables, a first line, JSON with lines of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nsa.untrusted import printable
 
@@ -23,3 +25,15 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type without one."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def row_json(result: Mapping[str, Any]) -> str:
+    """Return JSON with one line per entry, and one per row of an entry that is a list of rows."""
+    entries = []
+    for key, value in result.items():
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value)
+            text = f"[\n  {rows}\n ]"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import time
@@ -20,6 +19,7 @@ from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
 from nsa.ops.triton.configs import amd_chip
 from nsa.system import output_of, package_version
+from nsa.text import row_json
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Report:
     def save(self) -> None:
         """Write the results to --out, if given."""
         if self.flags.out is not None:
-            atomic_write_text(self.flags.out, to_json(self.data))
+            atomic_write_text(self.flags.out, row_json(self.data))
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row and save."""
@@ -174,18 +174,6 @@ def environment(command: str, device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "hardware": hardware,
     }
-
-
-def to_json(result: Mapping[str, Any]) -> str:
-    """Return JSON with one line per top-level entry and per row."""
-    entries = []
-    for key, value in result.items():
-        text = json.dumps(value, ensure_ascii=False, default=str)
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value)
-            text = f"[\n  {rows}\n ]"
-        entries.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def figure(result: Mapping[str, Any], what: str) -> float | None:

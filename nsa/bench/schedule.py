@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from nsa.bench.results import Report, Result, cell, print_table, ratio, to_json
+from nsa.bench.results import Report, Result, cell, print_table, ratio
 from nsa.bench.roofline import PEAKS
 from nsa.spec import NSASpec
+from nsa.text import row_json
 
 # Of --device: the name in PEAKS, the compiler's name, and the multiprocessors.
 CHIPS = {"a100": ("A100", "sm_80", 108), "h100": ("H100", "sm_90", 132)}
@@ -189,7 +190,7 @@ def run(report: Report) -> dict[str, Any]:
     over = {x: ratio(rows["dense"][-1][x], rows["nsa"][-1][x]) for x in TIMES}
     result = {"estimate": "from counts, not measurements", **rows, "nsa_over_dense": over}
     if report.flags.json:
-        print(to_json(result))
+        print(row_json(result))
         return result
     for kind, kernels in rows.items():
         columns = list(kernels[0])[1:]

@@ -27,7 +27,7 @@ from nsa.bench.implementations import (
     select,
 )
 from nsa.bench.options import shapes
-from nsa.bench.results import Report, figure, to_json
+from nsa.bench.results import Report, figure
 from nsa.bench.roofline import pairs
 from nsa.model import ModelConfig
 from nsa.ops import NSASpec
@@ -335,10 +335,3 @@ def test_the_library_and_its_benchmarks_import_with_torch_alone() -> None:
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "fla-core cannot be imported" in done.stdout
-
-
-def test_json_has_one_line_per_row() -> None:
-    result = {"a": 1, "rows": [{"b": [1, 2]}, {"b": None}], "none": []}
-    text = to_json(result)
-    assert json.loads(text) == result
-    assert text.splitlines()[2:5] == [' "rows": [', '  {"b": [1, 2]},', '  {"b": null}']

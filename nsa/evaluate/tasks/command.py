@@ -15,7 +15,7 @@ from nsa.validation import positive_flags, whole_number_list
 # The keys of train.VARIANTS, and model.config's, which import torch.
 COMPRESSORS = ("mean", "pool", "mlp")
 MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")
-OTHERS = ("half dense", "mostly dense", "sparsified")  # not among the default
+OTHERS = ("half dense", "sparsified")  # not among the default
 
 
 def add_parser(verbs: Any) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from nsa.evaluate.tasks.evaluate import FACT_COUNTS, Rows
 from nsa.report.markdown import table
 from nsa.report.paired import margin
 from nsa.report.plots import Panel, draw
+from nsa.text import row_json
 
 
 def by_model(result: Mapping[str, Any]) -> dict[str, Rows]:
@@ -60,22 +64,17 @@ def summary_json(result: Mapping[str, Any]) -> str:
     """
     rows = []
     for row in result["rows"]:
-        accuracies: dict[int, list[float]] = {}  # by length
-        for cell in row["needle"]:
-            accuracies.setdefault(cell["seq_len"], []).append(cell["right"])
         needles = [
             {
                 "seq_len": length,
-                "all": statistics.fmean(values),
+                "all": statistics.fmean(cell["right"] for cell in cells),
                 "far": far_needles(row, length, result["reach"]),
             }
-            for length, values in accuracies.items()
+            for length, cells in groupby(row["needle"], itemgetter("seq_len"))
         ]
         text = json.dumps({**row, "needle": needles})
-        rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
-        rows.append(f"  {json.dumps(rounded)}")
-    fields = [f" {json.dumps(key)}: {json.dumps(result[key])}" for key in result if key != "rows"]
-    return "{\n" + ",\n".join([*fields, ' "rows": [\n' + ",\n".join(rows) + "\n ]"]) + "\n}\n"
+        rows.append(json.loads(text, parse_float=lambda number: round(float(number), 4)))
+    return row_json({**result, "rows": rows})
 
 
 def draw_recall(result: Mapping[str, Any], out: Path) -> None:
@@ -88,44 +87,26 @@ def draw_recall(result: Mapping[str, Any], out: Path) -> None:
         facts = _means((cell["facts"], cell["far"]) for row in rows for cell in row["by_facts"])
         by_distance[name] = (list(distance), list(distance.values()))
         by_facts[name] = (list(facts), list(facts.values()))
-    common: dict[str, Any] = {"marked": True, "x_doubles": True, "fraction": True}
-    draw(
-        [
-            Panel("accuracy", by_distance, x="positions back to the fact, from", **common),
-            Panel("accuracy beyond the reach of windows", by_facts, x="facts", **common),
-        ],
-        out,
-    )
+    panel = partial(Panel, marked=True, x_doubles=True, fraction=True)
+    far = panel("accuracy beyond the reach of windows", by_facts, x="facts")
+    draw([panel("accuracy", by_distance, x="positions back to the fact, from"), far], out)
 
 
 def draw_needle(result: Mapping[str, Any], out: Path) -> None:
-    """Plot a grid for each model: depth of the needle by length of the context; means of seeds."""
-    from matplotlib.figure import Figure  # late: it takes a second
-
-    models = by_model(result)
-    columns = min(3, len(models))
-    lines = -(-len(models) // columns)
-    figure = Figure(figsize=(2.7 * columns + 0.9, 2.9 * lines), dpi=100, layout="constrained")
-    axes = list(figure.subplots(lines, columns, sharey=True, squeeze=False).flat)
-    for axis in axes[len(models) :]:
-        axis.set_axis_off()
-    for axis, (name, rows) in zip(axes, models.items(), strict=False):
-        cells = _means(
-            ((cell["depth"], cell["seq_len"]), cell["right"])
-            for row in rows
-            for cell in row["needle"]
-        )
-        depths, lengths = (sorted(set(values)) for values in zip(*cells, strict=True))
-        grid = [[cells[depth, length] for length in lengths] for depth in depths]
-        image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axis.set_title(name, fontsize="medium")
-        axis.set_xlabel("tokens")
-        axis.set_xticks(range(len(lengths)), lengths)
-        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    figure.supylabel("depth of the needle", fontsize="medium")
-    figure.colorbar(image, ax=axes, label="accuracy")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
+    """Plot accuracy over the needle's depth: a panel for each model; means of seeds."""
+    panels = []
+    for name, rows in by_model(result).items():
+        curves = {}
+        for length in sorted({cell["seq_len"] for cell in rows[0]["needle"]}):
+            depths = _means(
+                (cell["depth"], cell["right"])
+                for row in rows
+                for cell in row["needle"]
+                if cell["seq_len"] == length
+            )
+            curves[f"{length:,} tokens"] = (list(depths), list(depths.values()))
+        panels.append(Panel(name, curves, x="depth of the needle", marked=True, fraction=True))
+    draw(panels, out)
 
 
 def _means(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:

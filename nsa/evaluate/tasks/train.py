@@ -6,6 +6,7 @@ window's width back; only answers to facts beyond that reach count.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,8 +41,7 @@ VARIANTS = {
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
 }
-# "selector loss", but a fraction of its steps comes first and is dense, as train.dense_steps does.
-DENSE_STEPS = {"half dense": 0.5, "mostly dense": 0.9}
+HALF_DENSE = "half dense"  # "selector loss", dense for half of its steps, as train.dense_steps does
 BATCH = 2_048  # tokens of a step
 LEARNING_RATE = 8e-3
 WARMUP = 30
@@ -104,20 +104,18 @@ class TrainedModel:
 
     def without_selection(self) -> LanguageModel:
         """Return the same weights with only the blocks that are always selected."""
-        assert self.model.config.attention.kind == "nsa"
-        model = LanguageModel(self.model.config)
-        model.load_state_dict(self.model.state_dict())
+        model = copy.deepcopy(self.model)
         for block in model.blocks:
             attention = block.get_submodule("attention")
             assert isinstance(attention, NSAttention)
             forced = attention.spec.init_blocks + attention.spec.local_blocks
             attention.spec = replace(attention.spec, select_top=forced)
-        return model.eval()
+        return model
 
 
 def model_config(variant: str, task: Task) -> ModelConfig:
-    variant = "selector loss" if variant in DENSE_STEPS else variant
-    attention = replace(VARIANTS[variant], spec=task.spec)
+    attention = VARIANTS["selector loss" if variant == HALF_DENSE else variant]
+    attention = replace(attention, spec=task.spec)
     if attention.kind == "nsa" and "cmp" in attention.branch_names:
         attention = replace(attention, compressor=task.compressor)
     return ModelConfig(
@@ -144,23 +142,21 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@one_thread()
 def train(
     variant: str, task: Task, steps: int, seed: int, on_step: Callable[[int, float], None]
 ) -> TrainedModel:
     """Train a variant at all lengths; `on_step` receives each step and its loss."""
     torch.manual_seed(seed)
     model = LanguageModel(model_config(variant, task))
-    start = time.process_time()
+    dense_steps = round(steps / 2) if variant == HALF_DENSE else 0
 
     def rate(step: int) -> float:
         return LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
 
-    dense_steps = round(DENSE_STEPS.get(variant, 0) * steps)
-    losses = _optimize(model, task, steps, seed, rate, on_step, dense_steps=dense_steps)
-    return TrainedModel(model.eval(), losses, time.process_time() - start)
+    return _optimize(model, task, steps, seed, rate, on_step, dense_steps=dense_steps)
 
 
+@one_thread()
 def _optimize(
     model: LanguageModel,
     task: Task,
@@ -170,11 +166,13 @@ def _optimize(
     on_step: Callable[[int, float], None],
     selector_only: bool = False,
     dense_steps: int = 0,
-) -> list[float]:
-    """Train with AdamW and the rate of each step; return the losses."""
+) -> TrainedModel:
+    """Train with AdamW and the rate of each step."""
     rng, losses = torch.Generator().manual_seed(seed), list[float]()
     decay = 0.0 if selector_only else 0.01
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=decay)
+    start = time.process_time()
+    model.train()
     if dense_steps:
         model.start_dense()
     for step in range(steps):
@@ -189,7 +187,7 @@ def _optimize(
         optimizer.zero_grad()
         losses.append(loss.item())
         on_step(step + 1, losses[-1])
-    return losses
+    return TrainedModel(model.eval(), losses, time.process_time() - start)
 
 
 def sparsify(
@@ -204,27 +202,19 @@ def sparsify(
     model.load_state_dict(dense_to_nsa(dict(dense.model.state_dict()), config))
     yield "converted", TrainedModel(model.eval(), dense.losses, dense.seconds)
     alone, both = (round(x * steps) for x in SPARSIFY_STEPS)
-    start = time.process_time()
-    with one_thread():
-        model.train().attend_to_all(task.seq_len)
-        losses = _optimize(
-            model, task, alone, seed + 1_000, lambda _: SELECTOR_RATE, on_step, selector_only=True
-        )
-        model.attend_to_all(None)
-    seconds = time.process_time() - start
-    yield f"after {alone} steps of the selector", TrainedModel(model.eval(), losses, seconds)
-    start = time.process_time() - seconds  # without the caller's evaluation
-    with one_thread():
-        losses = _optimize(
-            model.train(),
-            task,
-            both,
-            seed + 2_000,
-            lambda step: SPARSE_RATE * (1 - step / both),
-            on_step,
-        )
-    seconds = time.process_time() - start
-    yield f"and {both} of all weights", TrainedModel(model.eval(), losses, seconds)
+
+    def selector_rate(step: int) -> float:
+        return SELECTOR_RATE
+
+    def sparse_rate(step: int) -> float:
+        return SPARSE_RATE * (1 - step / both)
+
+    model.attend_to_all(task.seq_len)
+    first = _optimize(model, task, alone, seed + 1_000, selector_rate, on_step, selector_only=True)
+    model.attend_to_all(None)
+    yield f"after {alone} steps of the selector", first
+    second = _optimize(model, task, both, seed + 2_000, sparse_rate, on_step)
+    yield f"and {both} of all weights", replace(second, seconds=first.seconds + second.seconds)
 
 
 @torch.no_grad()
