@@ -9,11 +9,11 @@ from typing import Any
 from nsa.untrusted import printable
 
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the columns of a table: the first and last to the left, the others to the right."""
+def align(rows: Sequence[Sequence[str]], last: str = "<") -> list[str]:
+    """Align the columns of a table: the first to the left, the others but the last to the right."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<", *[">"] * (len(widths) - 2), "<"]
+    sides = ["<", *[">"] * (len(widths) - 2), last]
     return [
         "  ".join(
             f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)

@@ -19,7 +19,7 @@ from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
 from nsa.ops.triton.configs import amd_chip
 from nsa.system import output_of, package_version
-from nsa.text import row_json
+from nsa.text import align, row_json
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -193,14 +193,10 @@ def cell(figure: float | None, form: str = ".3g") -> str:
 
 
 def print_table(
-    rows: Iterable[Sequence[str]], results: Mapping[str, Mapping[str, Any]] | None = None
+    rows: Sequence[Sequence[str]], results: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
     """Print aligned columns, the first left-aligned, and then the errors of `results`."""
-    cells = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for first, *rest in cells:
-        right = (text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
-        print("  ".join([first.ljust(widths[0]), *right]), flush=True)
+    print(*align(rows, last=">"), sep="\n", flush=True)
     if results is not None:
         for name, result in results.items():
             for what, error in result["errors"].items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +36,7 @@ MODELS = {
     "mean": ("attention.compressor=mean", "attention.selector_loss=0"),
     "dense": ("attention.kind=dense",),
 }
-DENSE_STEPS = {"half": 0.5, "most": 0.9}  # fractions of the steps; the others are those of "nsa"
+HALF = "half"  # "nsa", dense for the first half of the steps
 SETTINGS = (
     *COMMON,
     "train.eval_samples=16",
@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser, "runs/text", steps=2_000, jobs=1)
     add("--source", default="embedded:torch", help="data.source (%(default)s)")
     about = "models to train; the others are compared with the first (%(default)s)"
-    names = [*MODELS, *DENSE_STEPS]
+    names = *MODELS, HALF
     add("--models", type=choice(*names), default=",".join(names), help=about)
 
 
@@ -85,11 +85,8 @@ def run(report: Report) -> dict[str, Any]:
         config = recipe_config("demo", common)
         source = open_source(config.data, flags.source)
         train_tokenizer(source, config.model.vocab_size, tokenizer)
-    every = MODELS | {
-        name: (*MODELS["nsa"], f"train.dense_steps={round(fraction * flags.steps)}")
-        for name, fraction in DENSE_STEPS.items()
-    }
-    models = {name: every[name] for name in flags.models}
+    half = *MODELS["nsa"], f"train.dense_steps={flags.steps // 2}"
+    models = {name: half if name == HALF else MODELS[name] for name in flags.models}
     trainings, failures = train_variants(report, "demo", common, models)
     finished = [training for training in trainings if training.result()]
     documents = evaluated_documents(finished[0]) if finished else torch.empty(0)
@@ -109,21 +106,13 @@ def run(report: Report) -> dict[str, Any]:
     return result
 
 
-def _texts(source: str, split: str) -> Iterator[bytes]:
-    config = recipe_config("demo", (*SETTINGS, f"data.source={source}")).data
-    held = held_out(config, source)
-    for document in open_source(config, source).read():
-        if text := held.text_for(document.text, split):
-            yield text
-
-
 def evaluated_documents(training: Training) -> Tensor:
     """Return the first LENGTH + 1 tokens of held-out files, longer ones only: [documents, ..]."""
     data = recipe_config(training.profile, training.settings).data
     tokenizer, (source,) = build_tokenizer(data), data.sources()
-    rows: list[Tensor] = []
-    for text in _texts(source, "val"):
-        ids = tokenizer.encode(text)
+    held, rows = held_out(data, source), list[Tensor]()
+    for document in open_source(data, source).read():
+        ids = tokenizer.encode(held.text_for(document.text, "val"))
         if len(ids) > LENGTH:
             rows.append(torch.tensor(ids[: LENGTH + 1].astype("int64")))
         if len(rows) == DOCUMENTS:

@@ -342,12 +342,13 @@ def run(report: Report) -> dict[str, Any]:
 
 def _print(kind: str, rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> None:
     heads = ["operations", "GB", "launches", "their GB", "TFLOP", *(f"{x} ms" for x in PEAKS)]
-    lines = [[f"\n{kind}", *heads]]
+    lines = [[kind, *heads]]
     for row in rows:
         cells = [f"{row['operations']:,}", f"{row['bytes'] / 1e9:.2f}", f"{row['launches']:,}"]
         cells += [f"{row['launch_bytes'] / 1e9:.2f}", f"{row['flops'] / 1e12:.2f}"]
         lines.append([row["part"], *cells, *(f"{1e3 * x:.2f}" for x in row["seconds"].values())])
     lines.append(["tokens/s, estimated", *[""] * 5, *(f"{x:,.0f}" for x in rates.values())])
+    print()
     print_table(lines)
 
 
@@ -358,6 +359,7 @@ def _print_names(operations: Sequence[Operation]) -> None:
         for item in items:
             counts[item.name] += 1
             moved[item.name] += item.bytes
-        lines = [[f"\n{title}", "count", "GB"]]
+        lines = [[title, "count", "GB"]]
         lines += [[x, f"{counts[x]:,}", f"{y / 1e9:.2f}"] for x, y in moved.most_common()]
+        print()
         print_table(lines)

@@ -170,7 +170,8 @@ class Bench:
             for pair in self.compute_only:
                 compute += pair.request("steps", -(-steps // 2))[0]
         for rate, sent, seconds in measured:
-            yield {
+            step = statistics.median(seconds)
+            row = {
                 **asdict(case),
                 "stage": ds_config["zero_optimization"]["stage"],
                 "rate_gbit": rate,
@@ -178,28 +179,17 @@ class Bench:
                 "bytes_per_parameter_per_step": round(sent / parameters, 4),
                 "payload_bytes_per_parameter_per_step": round(payload / parameters, 4),
                 "step_seconds_all": [round(second, 4) for second in seconds],
-                **_times(statistics.median(seconds), compute, sent, rate),
+                "step_seconds": round(step, 4),
             }
+            if compute:
+                alone = statistics.median(compute)
+                row["compute_seconds"] = round(alone, 4)
+                row["exposed_seconds"] = round(step - alone, 4)
+            yield row
 
     def _throttle(self, rate: float | None) -> None:
         if self.link:
             self.link.throttle(rate)
-
-
-def _times(
-    step: float, compute_all: Sequence[float], sent: float, rate: float | None
-) -> dict[str, float]:
-    """Split a step's seconds into compute, exposed and hidden communication."""
-    row = {"step_seconds": round(step, 4)}
-    if compute_all:
-        compute = statistics.median(compute_all)
-        exposed = step - compute
-        row |= {"compute_seconds": round(compute, 4), "exposed_seconds": round(exposed, 4)}
-        if rate is not None:
-            wire = sent * 8 / rate / 1e9
-            hidden = min(1.0, max(0.0, 1 - exposed / wire))
-            row |= {"wire_seconds": round(wire, 4), "hidden_fraction": round(hidden, 3)}
-    return row
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
