@@ -26,8 +26,9 @@ from nsa.bench.options import Shape, add_gpu_flags, lengths
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.roofline import BF16, token_bytes
 from nsa.bench.timing import Step
+from nsa.bench.train import model_config
 from nsa.constants import BRANCHES
-from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model import LanguageModel, ModelConfig
 from nsa.model.cache import KVCache, cache_bytes
 from nsa.model.config import ATTENTION_KINDS as KINDS
 from nsa.model.decode import step
@@ -56,9 +57,7 @@ def run(report: Report) -> None:
 
 def _model(kind: str, report: Report) -> LanguageModel:
     torch.manual_seed(0)
-    attention = AttentionConfig(kind=kind, backend=report.backend)
-    flags = report.flags
-    config = ModelConfig(layers=flags.layers, vocab_size=flags.vocab, attention=attention)
+    config = model_config(report, kind)
     return LanguageModel(config).to(device=report.device, dtype=report.dtype).eval()
 
 
@@ -70,7 +69,7 @@ def _case(models: Mapping[str, LanguageModel], length: int, batch: int, report: 
         for kind, model in models.items()
     }
     attention, results = report.build(
-        {kind: partial(_attention, caches[kind], length, report.on_gpu) for kind in KINDS},
+        {kind: partial(_attention, caches[kind], length) for kind in KINDS},
         ("step_timing", "attention_timing"),
     )
     steps = {kind: partial(_decode, models[kind], caches[kind], length, count) for kind in KINDS}
@@ -81,17 +80,9 @@ def _case(models: Mapping[str, LanguageModel], length: int, batch: int, report: 
         result["attention_ms"] = figure(result, "attention_timing")
         result["tokens_per_s"] = ratio(1e3 * batch, result["step_ms"])
         result |= _counts(caches[kind], length)
-    report.add(
-        {
-            "length": length,
-            "batch": batch,
-            "layers": report.flags.layers,
-            "implementations": results,
-            "dense_over_nsa": {
-                what: ratio(results["dense"][what], results["nsa"][what]) for what in RATIOS
-            },
-        }
-    )
+    over = {what: ratio(results["dense"][what], results["nsa"][what]) for what in RATIOS}
+    row = {"length": length, "batch": batch, "layers": report.flags.layers}
+    report.add(row | {"implementations": results, "dense_over_nsa": over})
 
 
 def random_cache(
@@ -122,25 +113,23 @@ def _decode(model: LanguageModel, cache: KVCache, length: int, count: int) -> Te
 
 def _counts(cache: KVCache, length: int) -> Result:
     """Count the bytes that a sequence's attention reads per token, all layers, and caches."""
-    config, size = cache.config, cache.dtype.itemsize
-    value = config.value_dim or config.head_dim
-    shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
-    counts = token_bytes(shape, length, config.attention.spec)
+    config = cache.config
+    counts = token_bytes(Shape.of(config), length, config.attention.spec)
     read = counts["read" if config.attention.kind == "nsa" else "dense"]
     cached = cache_bytes(config, length, cache.dtype)
     return {
-        "read_bytes_per_token": config.layers * read * size // BF16,
+        "read_bytes_per_token": config.layers * read * cache.dtype.itemsize // BF16,
         "cache_bytes": cached,
         "cache_bytes_per_token": cached / length,
         "cache_bytes_measured": {"capacity": cache.capacity, "bytes": cache.nbytes},
     }
 
 
-def _attention(cache: KVCache, length: int, as_graph: bool) -> Step:
+def _attention(cache: KVCache, length: int) -> Step:
     """Return one layer's attention for one token of each sequence."""
     build = _sparse if cache.config.attention.kind == "nsa" else _dense
     call = build(cache, length)
-    return _graph(call) if as_graph else call
+    return _graph(call) if cache.device.type == "cuda" else call
 
 
 def _queries(cache: KVCache) -> Tensor:
@@ -188,20 +177,17 @@ def _graph(call: Step) -> Step:
 
 def _print(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:
     heads = [f"batch {batch}, context length", "nsa ms", "dense ms", "dense/nsa"]
-    heads += ["nsa attention ms", "dense attention ms", "dense/nsa", "KB read", "KB cached"]
-    lines, errors = [heads], dict[str, Result]()
+    heads += ["nsa attention ms", "dense attention ms", "dense/nsa"]
+    heads += ["nsa KB read", "dense KB read", "dense/nsa", "nsa KB cached", "dense KB cached"]
+    lines, errors = [[*heads, "dense/nsa"]], dict[str, Result]()
     for row in rows:
-        if row["batch"] != batch:
-            continue
-        results, over = row["implementations"], row["dense_over_nsa"]
-        cells = [f"{row['length']:,}"]
-        for what in ("step_ms", "attention_ms"):
-            cells += [cell(results[kind][what]) for kind in KINDS]
-            cells.append(cell(over[what]))
-        for what in ("read", "cache"):
-            kb = (results[kind][f"{what}_bytes_per_token"] / 1e3 for kind in KINDS)
-            cells.append(" / ".join(f"{size:,.1f}" for size in kb))
-        lines.append(cells)
-        errors |= {f"T={row['length']} {kind}": results[kind] for kind in KINDS}
+        if row["batch"] == batch:
+            results, cells = row["implementations"], [f"{row['length']:,}"]
+            for what in RATIOS:
+                unit = 1e3 if "bytes" in what else 1.0
+                cells += [cell(ratio(results[kind][what], unit)) for kind in KINDS]
+                cells.append(cell(row["dense_over_nsa"][what]))
+            lines.append(cells)
+            errors |= {f"T={row['length']} {kind}": results[kind] for kind in KINDS}
     if len(lines) > 1:
         print_table(lines, errors)

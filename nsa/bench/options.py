@@ -6,8 +6,12 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nsa.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from nsa.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,12 @@ class Shape:
     kv_heads: int
     key: int
     value: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Shape:
+        """Return the shape of a model's heads."""
+        value = config.value_dim or config.head_dim
+        return cls("", config.heads, config.kv_heads, config.head_dim, value)
 
     def __str__(self) -> str:
         return self.name

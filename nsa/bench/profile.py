@@ -65,7 +65,7 @@ def run(report: Report) -> None:
 
 def _case(kind: str, seq_len: int, report: Report) -> None:
     flags = report.flags
-    stepper = Stepper(model_config(flags, kind, report), report.device, report.dtype)
+    stepper = Stepper(model_config(report, kind), report.device, report.dtype)
     ids, labels = random_batch(flags, seq_len, report.device)
     step = partial(stepper.step, ids, labels)
     for _ in range(WARM_UP):

@@ -261,9 +261,7 @@ def record_operations(config: ModelConfig, micro_batch: int, seq_len: int) -> li
         model = LanguageModel(replace(config, attention=attention)).bfloat16()
         tokens = torch.empty(micro_batch, seq_len, dtype=torch.long)
     flatten_weights(model)
-    value = config.value_dim or config.head_dim
-    shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
-    kernels = work(shape, micro_batch, seq_len, config.attention.spec)
+    kernels = work(Shape.of(config), micro_batch, seq_len, config.attention.spec)
     with as_on_cuda(), Recorder({name: x.flops for name, x in kernels.items()}) as recorder:
         model(tokens, labels=tokens).backward()
     return recorder.operations

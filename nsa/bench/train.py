@@ -95,14 +95,12 @@ def _case(seq_len: int, report: Report) -> None:
     peak = peak_flops(chip, report.dtype_name)  # None if unknown
     ids, labels = random_batch(flags, seq_len, device)
     batch = len(ids)
-    configs = {kind: model_config(flags, kind, report) for kind in flags.kinds}
-    steppers, results = report.build(
-        {
-            kind: partial(Stepper, config, device, report.dtype, flags.compile)
-            for kind, config in configs.items()
-        },
-        FIGURES,
-    )
+    configs = {kind: model_config(report, kind) for kind in flags.kinds}
+    builders = {
+        kind: partial(Stepper, config, device, report.dtype, flags.compile)
+        for kind, config in configs.items()
+    }
+    steppers, results = report.build(builders, FIGURES)
     gradients = {kind: partial(x.gradients, ids, labels) for kind, x in steppers.items()}
     steps = {kind: partial(x.step, ids, labels) for kind, x in steppers.items()}
     report.time(gradients, results, "gradients_ms")
@@ -115,35 +113,26 @@ def _case(seq_len: int, report: Report) -> None:
             for name, dense in (("mfu", False), ("mfu_as_if_dense", True)):
                 flops = flops_per_token(configs[kind], seq_len, dense_equivalent=dense)
                 result[name] = ratio(result["tokens_per_s"] * flops, peak)
-    over_dense = {}
+    row: Result = {"length": seq_len, "batch": batch, "layers": flags.layers}
+    row |= {"vocab_size": flags.vocab, "checkpointing": flags.checkpointing}
+    row |= {"implementations": results, "nsa_over_dense": {}}
     if set(ATTENTION_KINDS) <= results.keys():
-        over_dense = {
+        row["nsa_over_dense"] = {
             what: ratio(results["nsa"][what], results["dense"][what])
             for what in ("tokens_per_s", "peak_bytes")
         }
-    report.add(
-        {
-            "length": seq_len,
-            "batch": batch,
-            "layers": flags.layers,
-            "vocab_size": flags.vocab,
-            "checkpointing": flags.checkpointing,
-            "implementations": results,
-            "nsa_over_dense": over_dense,
-        }
-    )
-    _print(f"T={seq_len} batch {batch}", results)
-    if over_dense:
-        print("NSA's tokens/s over dense:", cell(over_dense["tokens_per_s"]), "\n", flush=True)
+    report.add(row)
+    _print(f"T={seq_len} batch {batch}", results, row["nsa_over_dense"])
 
 
-def model_config(flags: argparse.Namespace, kind: str, report: Report) -> ModelConfig:
+def model_config(report: Report, kind: str) -> ModelConfig:
     """Return M7C with the flags' size, attention and activation checkpointing."""
+    flags = report.flags
     return ModelConfig(
         layers=flags.layers,
         vocab_size=flags.vocab,
         attention=AttentionConfig(kind=kind, backend=report.backend),
-        activation_checkpointing=flags.checkpointing,
+        activation_checkpointing=getattr(flags, "checkpointing", "none"),
     )
 
 
@@ -166,10 +155,12 @@ def _loop_ms(step: Step, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3 / LOOP
 
 
-def _print(title: str, results: dict[str, Result]) -> None:
+def _print(title: str, results: dict[str, Result], over: dict[str, float | None]) -> None:
     lines = [[title, "fwd+bwd ms", "step ms", "in a loop", "tokens/s", "MFU", "peak GB"]]
     for kind, result in results.items():
         times = (cell(figure(result, what)) for what in TIMES)
         rate, mfu = cell(result["tokens_per_s"], ",.0f"), cell(result["mfu"], ".1%")
         lines.append([kind, *times, rate, mfu, cell(ratio(result["peak_bytes"], 1e9))])
     print_table(lines, results)
+    if over:
+        print("NSA's tokens/s over dense:", cell(over["tokens_per_s"]), "\n", flush=True)
