@@ -7,7 +7,7 @@ Each benchmark is a module of this package with `run(report)` and, if it has fla
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -19,7 +19,6 @@ BENCHMARKS = {  # name: one line of help
     "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",
     "schedule": "how evenly the attention kernels fill a GPU, counted without one",
     "ablations": "train and time the demo with parts of its attention changed",
-    "text": "loss on far text: NSA, its parts and dense attention, several seeds",
     "kernels": "each function of nsa.ops, on each backend",
     "module": "NSA against dense attention and other NSA implementations",
     "train": "a training step of M7C, NSA against dense attention",
@@ -30,29 +29,38 @@ BENCHMARKS = {  # name: one line of help
 }
 
 
-def parser(arguments: Sequence[str]) -> Parser:
+def parser(
+    arguments: Sequence[str], package: str = "nsa.bench", benchmarks: Mapping[str, str] = BENCHMARKS
+) -> Parser:
     """Return the parser with the flags of the benchmark in `arguments`; import only that one."""
-    top = Parser(prog="python -m nsa.bench", description="Run a benchmark.")
+    top = Parser(prog=f"python -m {package}", description="Run a benchmark.")
     commands = top.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     selected = next((word for word in arguments if not word.startswith("-")), None)
-    for name, about in BENCHMARKS.items():
+    for name, about in benchmarks.items():
         command = commands.add_parser(name, help=about, description=about)
         if name == selected:
-            module = import_module(f"nsa.bench.{name}")
+            module = import_module(f"{package}.{name}")
             if hasattr(module, "add_flags"):
                 module.add_flags(command)
             command.add_argument("--out", type=Path, help="write the results to this JSON file")
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one benchmark and save its report."""
+def main(
+    arguments: Sequence[str] | None = None,
+    package: str = "nsa.bench",
+    benchmarks: Mapping[str, str] = BENCHMARKS,
+) -> None:
+    """Run one benchmark and save its report; exit with 1 if the report lists failures."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    flags = parser(words).parse_args(words)
-    from nsa.bench.results import run_and_save  # late: imports PyTorch
+    flags = parser(words, package, benchmarks).parse_args(words)
+    from nsa.bench.results import Report  # late: imports PyTorch
 
-    run = import_module(f"nsa.bench.{flags.benchmark}").run
-    run_and_save(run, flags, " ".join(["python -m nsa.bench", *words]))
+    report = Report(flags, " ".join([f"python -m {package}", *words]))
+    report.data |= import_module(f"{package}.{flags.benchmark}").run(report) or {}
+    report.finish()
+    if report.data.get("failures"):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

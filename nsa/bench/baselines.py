@@ -28,13 +28,11 @@ KERNELS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 FLEX_BLOCK = 128  # the only block size that all of FlexAttention's tile sizes divide
+NSA_PYTORCH = "native-sparse-attention-pytorch"
 # Optional library: its module, its distribution.
 LIBRARIES = {
     "fla": ("fla.ops.nsa", "fla-core"),
-    "native-sparse-attention-pytorch": (
-        "native_sparse_attention_pytorch",
-        "native-sparse-attention-pytorch",
-    ),
+    NSA_PYTORCH: ("native_sparse_attention_pytorch", NSA_PYTORCH),
     "scalable-flash-nsa": ("flash_nsa", "flash-nsa"),
     "flash-sparse-attention": ("fsa.ops", "flash-sparse-attention"),
 }
@@ -147,17 +145,9 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def versions() -> dict[str, str]:
-    """Return each optional library's version, or its folder, or why it is missing."""
-    result = {}
-    for name, (_, distribution) in LIBRARIES.items():
-        try:
-            folder = f"not installed, from {load(name).__file__}"
-        except ImportError as error:
-            result[name] = str(error)
-        else:
-            result[name] = package_version(distribution) or folder
-    return result
+def versions() -> dict[str, str | None]:
+    """Return each optional library's installed version; one from a folder has none."""
+    return {name: package_version(distribution) for name, (_, distribution) in LIBRARIES.items()}
 
 
 def load(name: str) -> ModuleType:
@@ -212,7 +202,7 @@ def pytorch_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
         raise ValueError("its keys and values have one size")
     if on_gpu and (shape.key > 128 or 16 % shape.group):
         raise ValueError("its kernel takes heads of up to 128, and groups that divide 16")
-    sparse_attention = load("native-sparse-attention-pytorch").SparseAttention
+    sparse_attention = load(NSA_PYTORCH).SparseAttention
     packed = torch.cat([x.flatten(2) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], -1)
     module = sparse_attention(
         dim=packed.shape[-1],
@@ -315,24 +305,16 @@ def flash_sparse_attention(inputs: Inputs, shape: Shape, spec: NSASpec) -> Imple
     window = _window(inputs, spec)
     seq_len, count = inputs.q.shape[1], spec.compressed_len(inputs.q.shape[1])
     pooled_offsets = offsets // seq_len * count
-    sizes = spec.block_len, spec.block_stride
+    pooling, selection = (spec.block_len, spec.block_stride), (spec.select_len, spec.select_top)
+    lengths, forced = (
+        (offsets, pooled_offsets, seq_len, count),
+        (spec.init_blocks, spec.local_blocks),
+    )
 
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        k_cmp, v_cmp = (library.avgpool_compress(x, None, offsets, *sizes)[0] for x in (k, v))
+        k_cmp, v_cmp = (library.avgpool_compress(x, None, offsets, *pooling)[0] for x in (k, v))
         o_cmp, index = library.compressed_attention(
-            q,
-            k_cmp,
-            v_cmp,
-            *sizes,
-            spec.select_len,
-            spec.select_top,
-            offsets,
-            pooled_offsets,
-            seq_len,
-            count,
-            None,
-            spec.init_blocks,
-            spec.local_blocks,
+            q, k_cmp, v_cmp, *pooling, *selection, *lengths, None, *forced
         )
         o_sel = selected(q, k, v, index, spec.select_len, offsets, None)
         g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))

@@ -65,7 +65,7 @@ AGAINST: dict[str, Callable[[Inputs, Shape], Implementation]] = {
     "sdpa-cudnn": partial(baselines.sdpa, "sdpa-cudnn"),
     "flex-causal": lambda inputs, shape: baselines.flex(inputs, None),
     "flex-blocks": lambda inputs, shape: baselines.flex(inputs, SPEC),
-    "native-sparse-attention-pytorch": partial(baselines.pytorch_nsa, spec=SPEC),
+    baselines.NSA_PYTORCH: partial(baselines.pytorch_nsa, spec=SPEC),
 }
 
 

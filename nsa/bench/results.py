@@ -124,17 +124,6 @@ class Report:
         self.save()
 
 
-def run_and_save(
-    run: Callable[[Report], Mapping[str, Any] | None], flags: argparse.Namespace, command: str
-) -> None:
-    """Run a benchmark and save its report; exit with 1 if the report lists failures."""
-    report = Report(flags, command)
-    report.data |= run(report) or {}
-    report.finish()
-    if report.data.get("failures"):
-        raise SystemExit(1)
-
-
 def pick_device(name: str) -> torch.device:
     """Return the device of `--device`; `auto` is the GPU if there is one."""
     available = torch.cuda.is_available()

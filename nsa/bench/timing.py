@@ -91,14 +91,6 @@ def summarize(samples: Sequence[Sample]) -> Timing:
     return Timing(statistics.median(ms), min(ms), max(ms), len(ms), statistics.mode(clocks))
 
 
-def median_seconds(steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
-    """Return each step's median wall time; raise if one fails. A GPU step must synchronize."""
-    timings, errors = time_alternating(steps, torch.device("cpu"), rounds=rounds)
-    if errors:
-        raise RuntimeError("; ".join(errors.values()))
-    return {name: timing.median / 1e3 for name, timing in timings.items()}
-
-
 def time_once(step: Step, device: torch.device, spin_ms: float = 0.0) -> Sample:
     """Time one call; a GPU starts it with a cold L2 cache, after spinning for `spin_ms`.
 

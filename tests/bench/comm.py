@@ -1,4 +1,4 @@
-"""`python -m tests.bench.comm`: what each DeepSpeed config sends, and what that costs a step.
+"""`python -m tests.bench comm`: what each DeepSpeed config sends, and what that costs a step.
 
 Two ranks in two network namespaces, joined by a throttled link, take real steps under each config.
 Two more take the same steps with collectives that return at once, which leaves the compute time.
@@ -7,10 +7,10 @@ The difference is exposed communication. With two GPUs, the ranks use those and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
-from nsa.bench.results import Report, cell, run_and_save
+from nsa.bench.results import Report, cell
 from nsa.report.markdown import table
 from nsa.resources import resource_path
 from nsa.system import free_port
-from nsa.validation import Parser
 from tests.netns import RANKS, Link, link
 
 # Muon sends what AdamW sends, and its arithmetic would blur which part of a step is communication.
@@ -192,25 +191,19 @@ class Bench:
             self.link.throttle(rate)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every case, or print the table of configs of an earlier measurement."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    parser = Parser(prog="python -m tests.bench.comm", description="Measure communication.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add, every = parser.add_argument, list(CONFIGS)
     add("--config", nargs="+", choices=every, default=every, help="of ds_configs/; default: all")
     add("--accumulation", type=int, nargs="+", default=[1, 2, 8], help="micro-batches per step")
     add("--show", type=Path, help="only print the table of configs of this file")
-    add("--out", type=Path, help="write the results to this JSON file")
-    flags = parser.parse_args(words)
-    if flags.show is not None:
-        print("\n".join(config_table(json.loads(flags.show.read_text())["rows"])))
-        return
-    run_and_save(run, flags, " ".join([parser.prog, *words]))
 
 
 def run(report: Report) -> None:
     """Measure every case; print a line and save after each one."""
     flags = report.flags
+    if flags.show is not None:
+        print("\n".join(config_table(json.loads(flags.show.read_text())["rows"])))
+        return
     with ExitStack() as stack:
         if torch.cuda.device_count() >= RANKS:
             bench = Bench(None, [None], GPU_MODEL, GPU_TOKENS)
@@ -261,11 +254,3 @@ def config_table(rows: Sequence[Row]) -> list[str]:
         exposed = [max(0.0, row["exposed_seconds"]) / row["step_seconds"] for row in cases]
         lines.append([f"`{config}`", *sent, *(f"{fraction:.0%}" for fraction in exposed)])
     return table(["config", *heads], lines)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"comm: {error}", file=sys.stderr)
-        raise SystemExit(2) from None

@@ -1,4 +1,4 @@
-"""One rank of `python -m tests.bench.comm`: it builds engines and takes steps on request.
+"""One rank of `python -m tests.bench comm`: it builds engines and takes steps on request.
 
 The backend is gloo or NCCL between two ranks, or torch's `fake` one, whose collectives return at
 once: what remains of a step is compute.

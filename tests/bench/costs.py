@@ -1,19 +1,19 @@
 """What parts of a run cost a CPU: attention and a layer, data, recording of layer health.
 
-python -m tests.bench.costs cpu       attention and a layer of M7C, forward and backward
-python -m tests.bench.costs data      tokenising, loading, and how long a step waits
-python -m tests.bench.costs health    recording gates and selection in a training step
+python -m tests.bench costs cpu       attention and a layer of M7C, forward and backward
+python -m tests.bench costs data      tokenising, loading, and how long a step waits
+python -m tests.bench costs health    recording gates and selection in a training step
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from nsa.bench.baselines import sdpa
 from nsa.bench.implementations import Implementation, Inputs
 from nsa.bench.options import SHAPES
 from nsa.bench.recipe import recipe_config
-from nsa.bench.results import Report, run_and_save
-from nsa.bench.timing import Step, median_seconds
+from nsa.bench.results import Report
+from nsa.bench.timing import Step, time_alternating
 from nsa.bench.train import Stepper
 from nsa.data.builtin import embedded
 from nsa.data.config import DataConfig
@@ -39,7 +39,6 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
 from nsa.monitor.health import HealthRecorder
 from nsa.ops import NSASpec, nsa_attention
-from nsa.validation import Parser
 
 CPU, SHAPE = torch.device("cpu"), SHAPES["m7c"]
 SEQ_LEN = 2_048
@@ -87,6 +86,14 @@ def cpu() -> dict[str, Any]:
         faster = EARLIER_LAYER_SECONDS / layer
         result["layer"][name] = {"seconds": layer, "times_faster": faster}
     return result
+
+
+def median_seconds(steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
+    """Return each step's median wall time; raise if one fails."""
+    timings, errors = time_alternating(steps, CPU, rounds=rounds)
+    if errors:
+        raise RuntimeError("; ".join(errors.values()))
+    return {name: timing.median / 1e3 for name, timing in timings.items()}
 
 
 def _inputs(seq_len: int, dtype: torch.dtype) -> Inputs:
@@ -248,20 +255,15 @@ def _recording(config: ModelConfig, batch: int, seq_len: int) -> dict[str, Any]:
 MEASUREMENTS = {"cpu": cpu, "data": data, "health": health}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one measurement, print its figures and save them."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    parser = Parser(prog="python -m tests.bench.costs", description="Measure costs on a CPU.")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("measurement", choices=MEASUREMENTS)
-    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
-    flags = parser.parse_args(words)
 
-    def run(_: Report) -> dict[str, Any]:
-        result = MEASUREMENTS[flags.measurement]()
-        _print_figures(result)
-        return result
 
-    run_and_save(run, flags, " ".join([parser.prog, *words]))
+def run(report: Report) -> dict[str, Any]:
+    """Run one measurement and print its figures."""
+    result = MEASUREMENTS[report.flags.measurement]()
+    _print_figures(result)
+    return result
 
 
 def _print_figures(result: dict[str, Any], path: str = "") -> None:
@@ -271,7 +273,3 @@ def _print_figures(result: dict[str, Any], path: str = "") -> None:
             _print_figures(value, f"{path}{name}.")
         elif isinstance(value, int | float):
             print(f"{path + name:<48} {value:,.4g}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

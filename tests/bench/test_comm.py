@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.comm import CONFIGS, Bench, CommCase, main
+from tests.bench.__main__ import main
+from tests.bench.comm import CONFIGS, Bench, CommCase
 from tests.netns import INTERFACE, PREFIX, link, link_obstacle, remove_leftovers
 from tests.ranks import ROOT
 
@@ -122,7 +123,7 @@ def test_without_root_the_error_says_what_is_needed() -> None:
     os.seteuid(65_534)
     try:
         with pytest.raises(ValueError, match=r"needs root on Linux with ip and tc: .* as root"):
-            main([])
+            main(["comm"])
     finally:
         os.seteuid(0)
 
@@ -130,13 +131,13 @@ def test_without_root_the_error_says_what_is_needed() -> None:
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="ip and tc not found; install iproute2"):
-        main([])
+        main(["comm"])
 
 
 def test_the_readme_of_ds_configs_has_the_measured_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main(["--show", str(MEASURED)])
+    main(["comm", "--show", str(MEASURED)])
     table = capsys.readouterr().out
     assert table.count("\n") == 2 + len(CONFIGS)
     assert table in (ROOT / "ds_configs/README.md").read_text()

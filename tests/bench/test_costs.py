@@ -13,6 +13,7 @@ from nsa.engine.config import RunConfig
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 from tests.bench import costs
+from tests.bench.__main__ import main
 from tests.ops.cases import one_thread as one_thread
 
 TINY = ModelConfig(320, 1, 32, 2, 1, 16, mlp_width=32,
@@ -21,10 +22,10 @@ TINY = ModelConfig(320, 1, 32, 2, 1, 16, mlp_width=32,
 
 def figures(name: str, folder: Path) -> dict[str, Any]:
     out = folder / f"{name}.json"
-    costs.main([name, "--out", str(out)])
+    main(["costs", name, "--out", str(out)])
     result = json.loads(out.read_text())
     assert result["finished"]
-    assert result["environment"]["command"].startswith(f"python -m tests.bench.costs {name} ")
+    assert result["environment"]["command"].startswith(f"python -m tests.bench costs {name} ")
     return result
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench import text
-from nsa.bench.__main__ import main
+from tests.bench import text
+from tests.bench.__main__ import main
 from tests.engine.runs import TINY
 
 LENGTH = 64

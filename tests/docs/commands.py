@@ -28,7 +28,7 @@ from nsa.bench.__main__ import main as bench_main
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
 from nsa.watchdog.command import split_command
-from tests.bench import comm, costs
+from tests.bench.__main__ import main as tests_bench_main
 from tests.ranks import ROOT, spawn_ranks
 
 # Programs that are neither run nor parsed, and why.
@@ -124,7 +124,7 @@ def multinode(arguments: list[str]) -> None:
     recipe("recipes/m7c.py", own.parse_known_args(arguments)[1], ranks=4)
 
 
-def parsed(main: Callable[[list[str]], None], arguments: list[str]) -> None:
+def parsed(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     """Parse a script's arguments and stop."""
     parse_args = argparse.ArgumentParser.parse_args
 
@@ -216,8 +216,6 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/test.sh": tests,
     "bash launch/setup.sh": no_arguments,
     "bash launch/soak.sh": soak,
-    "python -m tests.bench.comm": partial(parsed, comm.main),
-    "python -m tests.bench.costs": partial(parsed, costs.main),
     "python -m tests.bench.host_time": no_arguments,
     "python -m tests.faults.table": no_arguments,
     "python -m build": no_arguments,
@@ -231,6 +229,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "nsa bench": partial(parsed, bench_main),
     "python -m nsa.bench": partial(parsed, bench_main),
     "python -m nsa bench": partial(parsed, bench_main),
+    "python -m tests.bench": partial(parsed, tests_bench_main),
     "nsa train": train,
     "nsa watch": watch,
     "nsa": nsa,

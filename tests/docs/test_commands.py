@@ -102,7 +102,7 @@ def test_every_block_has_a_known_language(page: Path) -> None:
         "nsa check ds_configs/nowhere.json",
         "nsa bench decode --turns 2",
         "python -m nsa.bench nowhere",
-        "python -m tests.bench.costs nothing",
+        "python -m tests.bench costs nothing",
     ],
 )
 def test_a_command_that_would_fail_is_refused(command: str, clone: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m nsa.bench text`: does NSA use far text as well as dense attention does?
+"""`python -m tests.bench text`: does NSA use far text as well as dense attention does?
 
 A small model with the recipe's blocks learns an installed package's Python files in sequences of
 2,048 tokens, with several seeds. All are compared on the first 2,048 tokens of files that they have
