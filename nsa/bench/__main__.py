@@ -18,7 +18,7 @@ BENCHMARKS = {  # name: one line of help
     "roofline": "least FLOPs and bytes of each kernel, and the time floor that follows",
     "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",
     "schedule": "how evenly the attention kernels fill a GPU, counted without one",
-    "ablations": "train and time the demo with parts of its attention changed",
+    "ablations": "train the demo or M7C with parts of its attention changed, several seeds",
     "kernels": "each function of nsa.ops, on each backend",
     "module": "NSA against dense attention and other NSA implementations",
     "train": "a training step of M7C, NSA against dense attention",

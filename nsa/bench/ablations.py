@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -177,7 +176,6 @@ def run(report: Report) -> dict[str, Any]:
                 metric: {str(x.seed): result[metric] for x in runs[name] if (result := x.result())}
                 for metric in METRICS
             },
-            "tokens_per_s": tokens_per_s(runs[name]),
         }
         for name, config in configs.items()
     ]
@@ -221,23 +219,16 @@ def train_variants(
     return trainings, [failure for failure in failures if failure]
 
 
-def tokens_per_s(trainings: Sequence[Training]) -> list[float]:
-    """Return quartiles of the logged speeds; concurrent runs slow each other down."""
-    rows = [row for x in trainings for row in logged_rows(x.folder)]
-    speeds = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
-    return statistics.quantiles(speeds, n=4) if len(speeds) > 1 else []
-
-
 def lines(result: Mapping[str, Any]) -> list[str]:
     """Return the rows as a Markdown table, with a paired t test against the first row."""
     base = result["rows"][0]
     heads = ["variant", "validation loss", f"minus {base['variant']}'s (95% interval)", "p"]
-    heads += ["detectable", "bits per byte", "tokens/s", "parameters"]
+    heads += ["detectable", "bits per byte", "parameters"]
     return table(heads, [_cells(row, base) for row in result["rows"]])
 
 
 def _cells(row: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    loss, reference, speeds = row["val_loss"], base["val_loss"], row["tokens_per_s"]
+    loss, reference = row["val_loss"], base["val_loss"]
     differences = [loss[seed] - reference[seed] for seed in loss if seed in reference]
     tested = ["", "", ""] if row is base else [mean_and_range(differences, "+.3f"), "–", "–"]
     if test := paired_t(differences):
@@ -248,6 +239,5 @@ def _cells(row: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
         mean_and_range(list(loss.values()), ".3f"),
         *tested,
         mean_and_range(list(row["bits_per_byte"].values()), ".3f"),
-        "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*speeds) if speeds else "–",
         f"{row['parameters']:,}",
     ]

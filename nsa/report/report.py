@@ -45,11 +45,6 @@ _SETTINGS = (
     "train.seed",
     "train.on_bad_step",
 )
-_EARLIER = (
-    "The earlier system is the training code that this recipe replaces: 12 layers, 2,048 tokens, "
-    "bf16, micro-batches of at most 2, on two A100 80GB over PCIe. Speed and memory are comparable "
-    "on that hardware only, the first loss with that vocabulary only."
-)
 _SELECTION = {
     "entropy": "entropy of free blocks",
     "overlap": "overlap with the previous token's blocks",
@@ -88,7 +83,6 @@ def write_report(run_dir: Path) -> Path:
         *_gate_sections(run.gates),
         *_facts(run, env),
         *_versus_teacher(run),
-        *_comparison(run, env),
         *_settings(run),
     ]
     for title, path in draw_plots(run):
@@ -148,6 +142,8 @@ def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
         ("versions", _join(*(f"{name} {version}" for name, version in versions if version))),
         ("steps", f"{run.steps:,}"),
         ("tokens", _format(run.last("tokens"), ",.0f")),
+        ("median tokens/s", _format(run.tokens_per_s, ",.0f")),
+        ("peak memory of a rank, GB", _format(run.memory_gb, ".2f")),
         ("final training loss", run.final("loss", ".4f")),
         ("final validation loss", run.final("val_loss", ".4f")),
         ("final bits per byte", run.final("bits_per_byte", ".4f")),
@@ -220,21 +216,6 @@ def _versus_teacher(run: Summary) -> Iterator[str]:
                 f"{row['same_top1']:.1%}",
             )
             for row in [*last, total]
-        ],
-    )
-
-
-def _comparison(run: Summary, env: dict[str, Any]) -> Iterator[str]:
-    """Compare with the earlier system. The demo's small model has no counterpart there."""
-    if env.get("profile") == "demo":
-        return
-    yield from (*_heading("Compared with the earlier system"), "", _EARLIER, "")
-    yield from table(
-        ("", "this run", "earlier system, M7C on two A100"),
-        [
-            ("median tokens/s", _format(run.tokens_per_s, ",.0f"), "39 (target: 50)"),
-            ("peak memory of a rank, GB", _format(run.memory_gb, ".2f"), "15.6 (limit: 40)"),
-            ("loss at step 1", _format(run.first_loss, ".2f"), "5.67"),
         ],
     )
 

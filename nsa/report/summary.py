@@ -50,11 +50,6 @@ class Summary:
             return None
 
     @property
-    def first_loss(self) -> float | None:
-        rows = self.metrics.rows
-        return rows[0].get("loss") if rows and rows[0]["step"] == 1 else None
-
-    @property
     def tokens_per_s(self) -> float | None:
         """The median, without warm-up."""
         rates = self.points("tokens_per_s")[1]
