@@ -11,5 +11,6 @@ Each benchmark is the module of its name; `__main__.py` lists them. Shared modul
     compile_gate       compiles these without a GPU and checks limits of the binaries
     register_hazards   finds results in a binary that an assembler bug makes wrong
 
-`train` and `recipe` also hold what other benchmarks use: training steps, and the recipe's config.
+`train`, `recipe` and `module` also hold what other benchmarks use: training steps, the recipe's
+config, the cases of attention. What only this repository measures is in `python -m tests.bench`.
 """

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from nsa.bench import recipe
-from nsa.bench.options import choice
 from nsa.bench.recipe import log_file, logged_rows, recipe_config
 from nsa.bench.results import Report
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.report.markdown import mean_and_range, table
 from nsa.report.paired import paired_t
-from nsa.validation import whole_number_list
+from nsa.validation import whole_number_list, words_of
 
 VARIANTS: dict[str, tuple[str, ...]] = {  # settings that differ from the profile's
     "nsa": (),
@@ -140,7 +139,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser, "runs/ablations", steps=300, jobs=2)
     add("--profile", choices=PROFILES, default="demo", help="of recipes/m7c.py (%(default)s)")
     about = "variants to train; the others are compared with the first (%(default)s)"
-    add("--variants", type=choice(*VARIANTS), default=every, help=about)
+    add("--variants", type=words_of(*VARIANTS), default=every, help=about)
     about = "one more variant: the recipe's NSA with these settings, separated by commas"
     add("--variant", action="append", default=[], metavar="KEY=VALUE,...", help=about)
 
@@ -166,19 +165,17 @@ def run(report: Report) -> dict[str, Any]:
     common = (*COMMON, *PROFILES[flags.profile], *flags.set, f"train.steps={flags.steps}")
     configs = {name: recipe_config(flags.profile, (*common, *x)) for name, x in variants.items()}
     trainings, failures = train_variants(report, flags.profile, common, variants)
-    runs = {name: [x for x in trainings if x.variant == name] for name in variants}
-    rows = [
-        {
+    rows = []
+    for name, config in configs.items():
+        row = {
             "variant": name,
             "settings": list(variants[name]),
             "parameters": parameter_count(config.model),
-            **{
-                metric: {str(x.seed): result[metric] for x in runs[name] if (result := x.result())}
-                for metric in METRICS
-            },
         }
-        for name, config in configs.items()
-    ]
+        results = {str(x.seed): x.result() for x in trainings if x.variant == name}
+        for metric in METRICS:
+            row[metric] = {seed: result[metric] for seed, result in results.items() if result}
+        rows.append(row)
     result = {
         "profile": flags.profile,
         "steps": flags.steps,

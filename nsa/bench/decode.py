@@ -81,8 +81,14 @@ def _case(models: Mapping[str, LanguageModel], length: int, batch: int, report: 
         result["tokens_per_s"] = ratio(1e3 * batch, result["step_ms"])
         result |= _counts(caches[kind], length)
     over = {what: ratio(results["dense"][what], results["nsa"][what]) for what in RATIOS}
-    row = {"length": length, "batch": batch, "layers": report.flags.layers}
-    report.add(row | {"implementations": results, "dense_over_nsa": over})
+    row = {
+        "length": length,
+        "batch": batch,
+        "layers": report.flags.layers,
+        "implementations": results,
+        "dense_over_nsa": over,
+    }
+    report.add(row)
 
 
 def random_cache(

@@ -13,14 +13,15 @@ import argparse
 import torch
 
 from nsa.bench.module import run_cases
-from nsa.bench.options import add_gpu_flags, names
+from nsa.bench.options import add_gpu_flags
 from nsa.bench.results import Report
 from nsa.bench.timing import time_alternating
+from nsa.validation import words
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser, "2k,8k,64k", shapes_default="m7c,64x4x128", backend=False)
-    parser.add_argument("--backends", type=names, help="to compare: triton,blockwise,reference")
+    parser.add_argument("--backends", type=words, help="to compare: triton,blockwise,reference")
 
 
 def run(report: Report) -> None:

@@ -39,7 +39,7 @@ from nsa.bench.implementations import (
     ratios,
     select,
 )
-from nsa.bench.options import Shape, add_gpu_flags, choice
+from nsa.bench.options import Shape, add_gpu_flags
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.roofline import pairs
 from nsa.ops import (
@@ -51,6 +51,7 @@ from nsa.ops import (
     selected_attention,
 )
 from nsa.report.plots import Panel, draw
+from nsa.validation import words_of
 
 SPEC = NSASpec()
 KINDS = ("module", "peers", "same-pattern", "parts")
@@ -73,11 +74,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     lengths = "1k,2k,4k,6k,8k,16k,32k,64k,128k"
     add_gpu_flags(parser, lengths, shapes_default="m7c,16x4x64,64x4x128,paper")
     about = "kinds of case (%(default)s)"
-    parser.add_argument("--kinds", type=choice(*KINDS), default=",".join(KINDS), help=about)
+    parser.add_argument("--kinds", type=words_of(*KINDS), default=",".join(KINDS), help=about)
     about = (
         "baselines of the kind module; FlexAttention compiles for most of a minute (%(default)s)"
     )
-    parser.add_argument("--against", type=choice(*AGAINST), default=",".join(AGAINST), help=about)
+    parser.add_argument("--against", type=words_of(*AGAINST), default=",".join(AGAINST), help=about)
     parser.add_argument("--plot", type=_plot_file, help="plot the times to this PNG file")
 
 
@@ -120,14 +121,12 @@ def _case(kind: str, shape: Shape, seq_len: int, backends: Sequence[str], report
     if kind == "parts":
         row |= _measure_parts(inputs, shape, backends, report)
     else:
-        builders: Builders
-        if kind == "module":
-            builders = _module(inputs, shape, backends[0], report.flags.against)
-        elif kind == "peers":
-            builders = _peers(inputs, shape, backends[0])
-        else:
-            builders = _same_pattern(inputs, shape, backends[0])
-        results = measure(builders, report, REFERENCES)
+        builders: dict[str, Callable[[Inputs, Shape, str], Builders]] = {
+            "module": partial(_module, against=report.flags.against),
+            "peers": _peers,
+            "same-pattern": _same_pattern,
+        }
+        results = measure(builders[kind](inputs, shape, backends[0]), report, REFERENCES)
         over = ratios(results, lambda name: BASES.get(name, "nsa"))
         row |= {"implementations": results, "ratios": over}
     report.add(row)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nsa.dtypes import DTYPES
+from nsa.validation import words
 
 if TYPE_CHECKING:
     from nsa.model import ModelConfig
@@ -54,28 +54,9 @@ SHAPES = {
 }
 
 
-def names(text: str) -> list[str]:
-    """Parse comma-separated words, without duplicates."""
-    return list(dict.fromkeys(name for name in text.split(",") if name))
-
-
-def choice(*known: str) -> Callable[[str], list[str]]:
-    """Return a parser of comma-separated names out of `known`."""
-
-    def parse(text: str) -> list[str]:
-        for name in names(text):
-            if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"{name!r}: choose from {', '.join(known)}, separated by commas"
-                )
-        return names(text)
-
-    return parse
-
-
 def shapes(text: str) -> list[Shape]:
     """Parse "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
-    return [_shape(name) for name in names(text)]
+    return [_shape(name) for name in words(text)]
 
 
 def _shape(name: str) -> Shape:
@@ -93,10 +74,10 @@ def _shape(name: str) -> Shape:
 
 def lengths(text: str) -> list[int]:
     """Parse "1k,2k,500": token counts, k = 1,024."""
-    for name in names(text):
+    for name in words(text):
         if re.fullmatch(r"[1-9]\d*k?", name) is None:
             raise argparse.ArgumentTypeError(f"{name!r} is not a length; use 500, or 8k for 8,192")
-    return [int(n.rstrip("k")) * (1024 if n.endswith("k") else 1) for n in names(text)]
+    return [int(n.rstrip("k")) * (1024 if n.endswith("k") else 1) for n in words(text)]
 
 
 def add_gpu_flags(

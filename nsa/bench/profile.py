@@ -14,28 +14,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from nsa.bench.options import add_gpu_flags, choice
+from nsa.bench.options import add_gpu_flags
 from nsa.bench.results import Report, cell, print_table
 from nsa.bench.timing import Step, synchronize
 from nsa.bench.train import Stepper, model_config, random_batch
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
+from nsa.validation import words_of
 
 WARM_UP = 3  # steps: the first compiles
 SHOWN = 25  # kernels in the printed table
 NCU_SECONDS = 60  # per kernel
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One run of a kernel on the device, in microseconds."""
 
     name: str
@@ -46,7 +45,7 @@ class Span:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser, "2k", tokens=16_384)
     add, kinds = parser.add_argument, ATTENTION_KINDS
-    add("--kinds", type=choice(*kinds), default="nsa", help="nsa, dense or both (%(default)s)")
+    add("--kinds", type=words_of(*kinds), default="nsa", help="nsa, dense or both (%(default)s)")
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
     add("--steps", type=int, default=2, help="traced steps (%(default)s)")
     add("--ncu", type=int, default=0, help="run Nsight Compute on this many kernels")

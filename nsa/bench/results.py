@@ -7,7 +7,6 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -114,7 +113,7 @@ class Report:
             steps, self.device, seconds=self.flags.seconds, rounds=self.flags.rounds
         )
         for name, timing in timings.items():
-            results[name][what] = asdict(timing)
+            results[name][what] = timing._asdict()
         for name, error in errors.items():
             results[name]["errors"][what] = error
 

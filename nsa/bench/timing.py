@@ -17,8 +17,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ class DeviceLost(RuntimeError):
     """A failed step broke the CUDA context: this process can use the device no more."""
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Milliseconds of one step."""
 
     median: float
@@ -43,8 +42,7 @@ class Timing:
     clock: str  # device, host or wall
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One timed call."""
 
     ms: float

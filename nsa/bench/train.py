@@ -16,13 +16,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nsa.bench.options import add_gpu_flags, choice
+from nsa.bench.options import add_gpu_flags
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.timing import Step, peak_bytes, synchronize
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.model.compile import compile_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from nsa.monitor.throughput import peak_flops
+from nsa.validation import words_of
 
 TIMES = ("gradients_ms", "step_ms", "loop_ms")
 FIGURES = (*TIMES, "peak_bytes", "tokens_per_s", "mfu", "mfu_as_if_dense")
@@ -75,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser, "2k,8k,32k")
     about = "attention, in the order of measuring (%(default)s)"
     add, kinds = parser.add_argument, ATTENTION_KINDS
-    add("--kinds", type=choice(*kinds), default=",".join(kinds), help=about)
+    add("--kinds", type=words_of(*kinds), default=",".join(kinds), help=about)
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
     add("--compile", action="store_true", help="compile blocks, as train.compile does")
 
@@ -113,16 +114,23 @@ def _case(seq_len: int, report: Report) -> None:
             for name, dense in (("mfu", False), ("mfu_as_if_dense", True)):
                 flops = flops_per_token(configs[kind], seq_len, dense_equivalent=dense)
                 result[name] = ratio(result["tokens_per_s"] * flops, peak)
-    row: Result = {"length": seq_len, "batch": batch, "layers": flags.layers}
-    row |= {"vocab_size": flags.vocab, "checkpointing": flags.checkpointing}
-    row |= {"implementations": results, "nsa_over_dense": {}}
+    over = {}
     if set(ATTENTION_KINDS) <= results.keys():
-        row["nsa_over_dense"] = {
+        over = {
             what: ratio(results["nsa"][what], results["dense"][what])
             for what in ("tokens_per_s", "peak_bytes")
         }
+    row = {
+        "length": seq_len,
+        "batch": batch,
+        "layers": flags.layers,
+        "vocab_size": flags.vocab,
+        "checkpointing": flags.checkpointing,
+        "implementations": results,
+        "nsa_over_dense": over,
+    }
     report.add(row)
-    _print(f"T={seq_len} batch {batch}", results, row["nsa_over_dense"])
+    _print(f"T={seq_len} batch {batch}", results, over)
 
 
 def model_config(report: Report, kind: str) -> ModelConfig:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from nsa.bench.ablations import COMMON, Training, add_run_flags, train_variants
-from nsa.bench.options import choice
 from nsa.bench.recipe import recipe_config
 from nsa.bench.results import Report
 from nsa.data.factory import held_out, open_source
@@ -29,6 +28,7 @@ from nsa.model import parameter_count
 from nsa.model.loss import token_losses
 from nsa.report.markdown import mean_and_range, table
 from nsa.report.paired import margin
+from nsa.validation import words_of
 
 LENGTH = 2_048
 MODELS = {
@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--source", default="embedded:torch", help="data.source (%(default)s)")
     about = "models to train; the others are compared with the first (%(default)s)"
     names = *MODELS, HALF
-    add("--models", type=choice(*names), default=",".join(names), help=about)
+    add("--models", type=words_of(*names), default=",".join(names), help=about)
 
 
 def run(report: Report) -> dict[str, Any]:

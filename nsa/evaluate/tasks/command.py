@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.validation import positive_flags, whole_number_list
+from nsa.validation import positive_flags, whole_number_list, words_of
 
 # The keys of train.VARIANTS, and model.config's, which import torch.
 COMPRESSORS = ("mean", "pool", "mlp")
@@ -28,11 +28,8 @@ def add_parser(verbs: Any) -> None:
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
     about = "every model is trained with each; with spaces or commas (1 2 3)"
     add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
-    add(
-        "--models",
-        default=",".join(MODELS),
-        help=f"some of these, or {', '.join(OTHERS)}, with commas (%(default)s)",
-    )
+    about = f"some of these, or {', '.join(OTHERS)}, with commas (%(default)s)"
+    add("--models", type=words_of(*MODELS, *OTHERS), default=",".join(MODELS), help=about)
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
     about = "sizes of blocks, windows and heads: small (blocks of 4) or M7C's (%(default)s)"
@@ -45,10 +42,6 @@ def add_parser(verbs: Any) -> None:
 
 def _tasks(args: argparse.Namespace) -> int:
     positive_flags(args, "steps", "seq_len", "jobs")
-    models = args.models.split(",")
-    known = *MODELS, *OTHERS
-    if unknown := [name for name in models if name not in known]:
-        raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(known)}")
     seeds = [seed for group in args.seeds for seed in group]
     import torch
 
@@ -75,7 +68,7 @@ def _tasks(args: argparse.Namespace) -> int:
     json_file, recall_plot, needle_plot = (
         args.out / name for name in ("tasks.json", "recall.png", "needle.png")
     )
-    pairs = [(seed, model) for seed in seeds for model in models]
+    pairs = [(seed, model) for seed in seeds for model in args.models]
     with closing(evaluate_all(task, args.steps, pairs, args.jobs)) as evaluated:
         for rows in evaluated:
             result["rows"] += rows

@@ -194,10 +194,6 @@ def test_the_table_counts_only_needles_beyond_the_reach() -> None:
     [
         (["--steps", "0"], "--steps 0: must be 1 or more"),
         (["--jobs", "0"], "--jobs 0: must be 1 or more"),
-        (
-            ["--models", "dense,lstm"],
-            f"--models dense,lstm: unknown 'lstm'; {', '.join([*MODELS, *OTHERS])}",
-        ),
         (["--seq-len", "48"], "--seq-len 48: take a multiple of 32, 64 or more"),
     ],
 )
@@ -207,6 +203,13 @@ def test_wrong_flags_are_refused_in_one_line(
     assert main(["tasks", *flags, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.splitlines() == [f"nsa: {message}"]
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_model_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["tasks", "--models", "dense,lstm"])
+    assert ended.value.code == 2
+    assert f"'lstm': choose from {', '.join([*MODELS, *OTHERS])}" in capsys.readouterr().err
 
 
 def test_an_impossible_out_is_refused_before_training(
