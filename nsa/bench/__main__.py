@@ -7,7 +7,7 @@ Each benchmark is a module of this package with `run(report)` and, if it has fla
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -63,9 +63,14 @@ def main(
         raise SystemExit(1)
 
 
-if __name__ == "__main__":
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script; print a user's mistake in one line and exit with 2."""
     try:
         main()
     except ValueError as error:
-        print(f"nsa bench: {error}", file=sys.stderr)
+        print(f"bench: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    run_script(main)

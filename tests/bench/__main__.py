@@ -5,10 +5,10 @@ The harness is that of `python -m nsa.bench`. `python -m tests.bench.host_time` 
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 from nsa.bench.__main__ import main as run_benchmark
+from nsa.bench.__main__ import run_script
 
 BENCHMARKS = {  # name: one line of help
     "comm": "what each DeepSpeed config sends, and what that costs a step",
@@ -18,8 +18,4 @@ BENCHMARKS = {  # name: one line of help
 main = partial(run_benchmark, package="tests.bench", benchmarks=BENCHMARKS)
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"tests.bench: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_script(main)
