@@ -1,11 +1,15 @@
-"""Atomic file writes: a reader finds the old file or the new one, even after a crash."""
+"""Atomic file writes: a reader finds the old file or the new one, even after a crash.
+
+`row_json` formats what is saved again after each row.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +54,15 @@ def fsync_dir(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def row_json(result: Mapping[str, Any]) -> str:
+    """Return JSON with one line per entry, and one per row of an entry that is a list of rows."""
+    entries = []
+    for key, value in result.items():
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value)
+            text = f"[\n  {rows}\n ]"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"

@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from nsa.atomic_io import atomic_write_text
+from nsa.atomic_io import atomic_write_text, row_json
 from nsa.bench.timing import DeviceLost, Step, recover, time_alternating
 from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
 from nsa.ops.triton.configs import amd_chip
 from nsa.system import output_of, package_version
-from nsa.text import align, row_json
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -184,7 +183,10 @@ def print_table(
     rows: Sequence[Sequence[str]], results: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
     """Print aligned columns, the first left-aligned, and then the errors of `results`."""
-    print(*align(rows, last=">"), sep="\n", flush=True)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        right = (text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *right]), flush=True)
     if results is not None:
         for name, result in results.items():
             for what, error in result["errors"].items():

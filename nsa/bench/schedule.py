@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from nsa.atomic_io import row_json
 from nsa.bench.results import Report, Result, cell, print_table, ratio
 from nsa.bench.roofline import PEAKS
 from nsa.spec import NSASpec
-from nsa.text import row_json
 
 # Of --device: the name in PEAKS, the compiler's name, and the multiprocessors.
 CHIPS = {"a100": ("A100", "sm_80", 108), "h100": ("H100", "sm_90", 132)}

@@ -11,11 +11,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from nsa.atomic_io import row_json
 from nsa.evaluate.tasks.evaluate import FACT_COUNTS, Rows
 from nsa.report.markdown import table
 from nsa.report.paired import margin
 from nsa.report.plots import Panel, draw
-from nsa.text import row_json
 
 
 def by_model(result: Mapping[str, Any]) -> dict[str, Rows]:
