@@ -188,10 +188,7 @@ def run(report: Report) -> dict[str, Any]:
 
 
 def train_variants(
-    report: Report,
-    profile: str,
-    common: tuple[str, ...],
-    variants: Mapping[str, tuple[str, ...]],
+    report: Report, profile: str, common: tuple[str, ...], variants: Mapping[str, tuple[str, ...]]
 ) -> tuple[list[Training], list[str]]:
     """Train each variant with each seed, unless it is finished; return all runs, and failures."""
     flags = report.flags

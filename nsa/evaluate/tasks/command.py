@@ -65,9 +65,7 @@ def _tasks(args: argparse.Namespace) -> int:
         "spec": asdict(task.spec),
         "rows": [],
     }
-    json_file, recall_plot, needle_plot = (
-        args.out / name for name in ("tasks.json", "recall.png", "needle.png")
-    )
+    json_file, recall_plot = args.out / "tasks.json", args.out / "recall.png"
     pairs = [(seed, model) for seed in seeds for model in args.models]
     with closing(evaluate_all(task, args.steps, pairs, args.jobs)) as evaluated:
         for rows in evaluated:
@@ -78,8 +76,8 @@ def _tasks(args: argparse.Namespace) -> int:
     files = [json_file, recall_plot]
     draw_recall(result, recall_plot)
     if any(row["needle"] for row in result["rows"]):
-        files.append(needle_plot)
-        draw_needle(result, needle_plot)
+        files.append(args.out / "needle.png")
+        draw_needle(result, files[-1])
     random = f"{result['random_selection']:.1%} of {FACT_COUNTS[-1]} facts"
     print(*lines(result), f"Random blocks would include {random}.", *files, sep="\n")
     return 0

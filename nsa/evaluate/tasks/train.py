@@ -18,7 +18,6 @@ from torch import nn
 from nsa.constants import IGNORE_INDEX
 from nsa.evaluate.tasks.data import VOCABULARY, TaskBatch, recall
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.attention import NSAttention
 from nsa.model.dense_to_nsa import dense_to_nsa
 from nsa.spec import NSASpec
 
@@ -105,11 +104,9 @@ class TrainedModel:
     def without_selection(self) -> LanguageModel:
         """Return the same weights with only the blocks that are always selected."""
         model = copy.deepcopy(self.model)
-        for block in model.blocks:
-            attention = block.get_submodule("attention")
-            assert isinstance(attention, NSAttention)
-            forced = attention.spec.init_blocks + attention.spec.local_blocks
-            attention.spec = replace(attention.spec, select_top=forced)
+        for layer in model.sparse_layers().values():
+            forced = layer.spec.init_blocks + layer.spec.local_blocks
+            layer.spec = replace(layer.spec, select_top=forced)
         return model
 
 
