@@ -238,19 +238,20 @@ def _print(row: Row) -> None:
 
 
 def config_table(rows: Sequence[Row]) -> list[str]:
-    """Return ds_configs/README.md's table: bytes and exposed fraction, by accumulation."""
+    """Return the page's table: bytes, milliseconds and exposed fraction, by accumulation."""
     by_case = {
         (row["config"], row["accumulation"]): row
         for row in rows
         if row["reduce_dtype"] == "bf16" and row["rate_gbit"] == TABLE_RATE
     }
     accumulations = sorted({accumulation for _, accumulation in by_case})
-    heads = [f"bytes, accumulation {a}" for a in accumulations]
-    heads += [f"exposed, {a}" for a in accumulations]
+    first, *others = map(str, accumulations)
+    heads = [x for what in ("bytes", "ms", "exposed") for x in (f"{what}, {first}", *others)]
     lines = []
     for config in dict.fromkeys(config for config, _ in by_case):
         cases = [by_case[config, a] for a in accumulations]
         sent = [f"{row['bytes_per_parameter_per_step']:.2f}" for row in cases]
+        ms = [f"{1e3 * row['step_seconds']:.0f}" for row in cases]
         exposed = [max(0.0, row["exposed_seconds"]) / row["step_seconds"] for row in cases]
-        lines.append([f"`{config}`", *sent, *(f"{fraction:.0%}" for fraction in exposed)])
+        lines.append([f"`{config}`", *sent, *ms, *(f"{fraction:.0%}" for fraction in exposed)])
     return table(["config", *heads], lines)

@@ -134,10 +134,10 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         main(["comm"])
 
 
-def test_the_readme_of_ds_configs_has_the_measured_table(
+def test_the_page_has_the_measured_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     main(["comm", "--show", str(MEASURED)])
     table = capsys.readouterr().out
     assert table.count("\n") == 2 + len(CONFIGS)
-    assert table in (ROOT / "ds_configs/README.md").read_text()
+    assert table in (ROOT / "docs/benchmarks/communication.md").read_text()
