@@ -240,7 +240,7 @@ command_of() {
         fi
         [ -z "$settings" ] || size+=(--variant "$settings")
         # 90 s to start, to save what --limit stops, and to evaluate.
-        command=("$python" -m nsa.bench ablations --variants "nsa,dense" --jobs 1
+        command=("$python" -m nsa.bench ablations --variants "dense-first,dense" --jobs 1
             --limit "$(($2 - 90))" --runs "$out/runs/learn" --out "$out/learn.json" "${size[@]}")
         ;;
     esac

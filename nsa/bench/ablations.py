@@ -29,8 +29,13 @@ from nsa.report.markdown import mean_and_range, table
 from nsa.report.paired import paired_t
 from nsa.validation import whole_number_list, words_of
 
-VARIANTS: dict[str, tuple[str, ...]] = {  # settings that differ from the profile's
+VARIANTS: dict[str, tuple[str, ...]] = {  # settings that differ from COMMON and the profile's
     "nsa": (),
+    "dense-first": (  # as the recipe
+        "attention.compressor=pool",
+        "attention.selector_loss=1",
+        "train.dense_steps=auto",
+    ),
     "dense": ("attention.kind=dense",),
     "cmp": ("attention.branches=cmp",),
     "sel": ("attention.branches=sel",),
@@ -55,6 +60,10 @@ COMMON = (
     "train.eval_samples=256",  # but on more validation data
     "checkpoint.keep=1",
     "monitor.report=false",
+    # NSA in all steps, φ `mean`: also where the recipe's selector learns otherwise.
+    "train.dense_steps=0",
+    "attention.compressor=mean",
+    "attention.selector_loss=0",
 )
 PROFILES = {
     # One process has half of the demo's tokens per step; at its learning rate the loss spikes.
@@ -64,6 +73,9 @@ PROFILES = {
         "data.source=embedded:torch",
         "data.tokenizer=byte",
         "data.held_out=0.05",  # more sequences than are evaluated
+        "train.micro_batch=8",
+        "train.accumulation=4",
+        "model.activation_checkpointing=none",
         "train.warmup_steps=60",
         "checkpoint.every=200",
         "monitor.ladder.smoke=1000000",  # a No-Go for speed must not end a comparison of losses
