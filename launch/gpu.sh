@@ -14,9 +14,9 @@
 # (cache/). Copy that cache/ into a new --out and later groups use them.
 #   --stage NAME         run one stage; repeatable. Two stages run only by name:
 #                          sanitizer checks every memory access, which takes minutes;
-#                          learn trains M7C on the files of torch with NSA and dense attention, five
-#                          seeds, and tests the difference. It takes an hour (estimate): give
-#                          --limit 3600, or repeat the call, which resumes
+#                          learn trains M7C on the files of torch as the recipe does, with NSA and with
+#                          dense attention in all steps, five seeds, and tests the differences. It
+#                          takes 90 minutes (estimate): give --limit 3600 and repeat the call
 #   --set KEY=VALUE      learn: also train NSA with this setting; repeat it for several at once
 #   --limit SECONDS      time limit of each stage
 #   --rehearse           tiny sizes on the CPU
@@ -240,7 +240,7 @@ command_of() {
         fi
         [ -z "$settings" ] || size+=(--variant "$settings")
         # 90 s to start, to save what --limit stops, and to evaluate.
-        command=("$python" -m nsa.bench ablations --variants "dense-first,dense" --jobs 1
+        command=("$python" -m nsa.bench ablations --variants "dense-first,nsa,dense" --jobs 1
             --limit "$(($2 - 90))" --runs "$out/runs/learn" --out "$out/learn.json" "${size[@]}")
         ;;
     esac

@@ -90,7 +90,7 @@ def test_learn_compares_nsa_dense_and_the_settings_of_set() -> None:
     settings = ["--set", "attention.shared_kv=true", "--set", "attention.compressor=mlp"]
     (words,) = commands("--stage", "learn", "--limit", "3600", *settings)
     flags = parser(words[1:]).parse_args(words[1:])
-    assert flags.variants == ["nsa", "dense"]
+    assert flags.variants == ["dense-first", "nsa", "dense"]
     assert flags.variant == ["attention.shared_kv=true,attention.compressor=mlp"]
     assert len(flags.seeds) == 5
     assert 3_400 < flags.limit < 3_600  # the rest starts, saves and evaluates
