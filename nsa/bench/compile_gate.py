@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from nsa.bench.kernel_launches import Case
+from nsa.bench.loops import Loop, loops
 from nsa.bench.register_hazards import overwritten
 from nsa.ops.triton.launch import Launch
 
@@ -135,9 +137,10 @@ class BinaryStats:
     asynchronous: int  # of these, wgmma and tcgen05, which need tiles of 64 rows or more
     overwritten: int  # products whose operand is overwritten while they run
     blocks_per_sm: int
+    loops: tuple[Loop, ...] = ()  # the innermost ones, if they are counted
 
 
-def compile_variant(variant: Variant) -> BinaryStats:
+def compile_variant(variant: Variant, count_loops: bool = False) -> BinaryStats:
     """Compile for the chip and read the binary."""
     with _as_if_on(variant.chip):
         compiled: Any = triton.compile(
@@ -163,6 +166,9 @@ def compile_variant(variant: Variant) -> BinaryStats:
             chip.shared_per_sm // max(1, shared + chip.shared_reserved),
             chip.tensor_memory // max(tensor_memory, 1),
         ),
+        loops=tuple(loops(_disassembled(compiled.asm["cubin"]), variant.chip))
+        if count_loops
+        else (),
     )
 
 
@@ -174,7 +180,7 @@ def _read_cubin(asm: dict[str, Any]) -> dict[str, int]:
     assert functions, usage
     hazards = 0
     if FROM_REGISTERS.search(ptx):
-        hazards = len(overwritten(_tool_output(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")))
+        hazards = len(overwritten(_disassembled(cubin)))
     return {
         "registers": max(int(count) for count, _, _ in functions),
         "spilled": max(int(stack) + int(local) for _, stack, local in functions),
@@ -198,6 +204,10 @@ def _read_hsaco(asm: dict[str, Any]) -> dict[str, int]:
         "asynchronous": 0,
         "overwritten": 0,
     }
+
+
+def _disassembled(cubin: bytes) -> str:
+    return _tool_output(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")
 
 
 def _tool_output(cubin: bytes, *tool: str) -> str:
@@ -230,7 +240,10 @@ def _target(chip: str) -> GPUTarget:
 
 
 def check(
-    launches: Iterable[tuple[Case, Launch, str]], jobs: int = 1, max_spilled: int = MAX_SPILLED
+    launches: Iterable[tuple[Case, Launch, str]],
+    jobs: int = 1,
+    max_spilled: int = MAX_SPILLED,
+    count_loops: bool = False,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Compile each distinct launch for its chip, print a table; return its rows and failures."""
     assert not triton.knobs.runtime.interpret, "interpreted kernels cannot be compiled"
@@ -244,7 +257,8 @@ def check(
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         over: Callable[..., Iterable[Any]] = map if jobs == 1 else pool.map
         variants = [variant for variant, _, _ in distinct.values()]
-        compiled = zip(distinct.values(), over(_try_compile, variants), strict=True)
+        compiling = partial(_try_compile, count_loops=count_loops)
+        compiled = zip(distinct.values(), over(compiling, variants), strict=True)
         for (variant, case, launch), stats in compiled:
             config = str(launch.config)
             if isinstance(stats, str):
@@ -282,9 +296,9 @@ def _exceeded(stats: BinaryStats, chip_name: str, case: Case, max_spilled: int) 
     return errors
 
 
-def _try_compile(variant: Variant) -> BinaryStats | str:
+def _try_compile(variant: Variant, count_loops: bool) -> BinaryStats | str:
     try:
-        return compile_variant(variant)
+        return compile_variant(variant, count_loops)
     except Exception as error:  # any compiler error is this variant's failure
         return " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
 

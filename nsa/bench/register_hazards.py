@@ -9,31 +9,18 @@ so any change of a kernel may trigger it.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+
+from nsa.bench.sass import Instruction, parse
 
 OPERAND = 4  # registers of the left operand, for every type
 MAX_GROUPS = 8  # groups to tell apart: a wait leaves at most 7 running
 
-_LABEL = re.compile(r"\s*(\.L_\w+):")
-_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+\s+)?([A-Z]\S*)\s*(.*?)\s*;")
 _PRODUCT = re.compile(r"R\d+, R(\d+), gdesc")
 _WAIT = re.compile(r"gsb0, 0x([0-9a-f]+)")
-_TARGET = re.compile(r"`\((\.L_\w+)\)")
 _RESULT = re.compile(r"(?:U?P\w+, )?R(\d+)\b")  # the first operand, after at most a predicate
 _NO_RESULT = ("HGMMA", "BAR", "BRX", "JMX", "RET", "WARPSYNC", "NANOSLEEP", "R2P")
 _FOUR = re.compile(r"\.128\b|^LDSM\b.*\.4$|^[HI]MMA\b")
 _TWO = re.compile(r"\.64\b|\.WIDE\b|^LDSM\b.*\.2$|^CS2R(?!\.32)")
-
-
-class Instruction(NamedTuple):
-    """A machine instruction as nvdisasm prints it."""
-
-    predicated: bool
-    name: str
-    operands: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.operands}"
 
 
 def overwritten(code: str) -> list[tuple[str, str]]:
@@ -41,13 +28,7 @@ def overwritten(code: str) -> list[tuple[str, str]]:
 
     `code` is nvdisasm's output for an sm_90 binary.
     """
-    program: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for line in code.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(program)
-        elif match := _INSTRUCTION.match(line):
-            program.append(Instruction(bool(match[1]), *match.group(2, 3)))
+    program, labels = parse(code)
     hazards = []
     for position, product in enumerate(program):
         operand = _PRODUCT.match(product.operands) if product.name.startswith("HGMMA") else None
@@ -71,7 +52,7 @@ def _first_writer(
             continue
         visited.add(path)
         current = program[position]
-        kind = current.name.split(".")[0]
+        kind = current.kind
         if kind == "HGMMA" and current.operands.endswith("gsb0"):
             groups = min(groups + 1, MAX_GROUPS)
         result = _RESULT.match(current.operands)
@@ -83,8 +64,8 @@ def _first_writer(
             wait = _WAIT.match(current.operands)
             if wait and groups > int(wait[1], 16):
                 continue
-        if target := _TARGET.search(current.operands):
-            paths.append((labels[target[1]], groups))
+        if current.target:
+            paths.append((labels[current.target], groups))
         jumps = kind in ("EXIT", "RET") or (kind == "BRA" and current.operands.startswith("`"))
         if current.predicated or not jumps:
             paths.append((position + 1, groups))
