@@ -244,16 +244,22 @@ def start_softmax(ROWS: tl.constexpr, VALUE_P: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, v, m, total, acc, scale):
+def softmax_step(s, v, m, total, acc, scale, rows=None):
     """Add scores [ROWS, KEYS] (-inf where hidden) and values to a running softmax.
 
     Scores are not scaled yet: `scale` (above 0, log2(e) included) and the maximum are applied in
-    one multiply-add before exp2.
+    one multiply-add before exp2. Of `rows` [ROWS], if given, only those that are true see the keys.
     """
-    m_new = tl.maximum(m, tl.max(s, 1))
+    highest = tl.max(s, 1)
+    if rows is not None:
+        highest = tl.where(rows, highest, float("-inf"))
+    m_new = tl.maximum(m, highest)
     # A row that saw nothing yet stays at -inf, and -inf - -inf must not become NaN.
     top = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * scale - (top * scale)[:, None])
+    shift = top * scale
+    if rows is not None:
+        shift = tl.where(rows, shift, float("inf"))  # p = 0
+    p = tl.exp2(s * scale - shift[:, None])
     # Exactly 1 where the maximum stays the same. A multiply-add, m * scale - top * scale, would be
     # off by the rounding of top * scale, and by the same factor at every tile.
     old = tl.exp2((m - top) * scale)

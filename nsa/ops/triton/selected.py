@@ -47,34 +47,55 @@ def _query_tile(cu, documents, seq_len, C: tl.constexpr):
 
 
 @triton.jit
-def _block_list(counts, slot, list_len, C: tl.constexpr):
-    """Where a tile's list of blocks begins, and its steps of at most KEYS keys."""
+def _block_list(blocks, counts, slot, t0, list_len, C: tl.constexpr):
+    """Where a tile's list of blocks begins, and its steps of at most KEYS keys.
+
+    Of the `past` steps, which come first, every query is later than all keys.
+    """
+    PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     list_id = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + slot
     list_id = list_id * tl.num_programs(1) + tl.program_id(1)
-    return list_id * list_len, tl.load(counts + list_id) * ((C.SELECT + C.KEYS - 1) // C.KEYS)
+    count = tl.load(counts + list_id)
+    # Lists ascend, and the at most 32 queries of a tile have no more blocks of their own.
+    i = count - 1 - tl.arange(0, 32)
+    block = tl.load(blocks + list_id * list_len + i, mask=i >= 0, other=-1)
+    past = count - tl.sum((block >= t0 // C.SELECT).to(tl.int32), 0)
+    return list_id * list_len, past * PARTS, count * PARTS
 
 
 @triton.jit
-def _scores(q, k, v, blocks, members, step, t, local, token, length, C: tl.constexpr):
-    """Keys and values [KEYS, ..] of one step of a tile's list, and their scores [ROWS, KEYS].
+def _scores(
+    q, k, v, blocks, members, step, t, local, token, length, C: tl.constexpr, PAST: tl.constexpr
+):  # fmt: skip
+    """Keys and values [KEYS, ..] of one step of a tile's list, their scores [ROWS, KEYS], and rows.
 
-    One bound per row masks later positions, or all if the row did not select the block: a single
-    comparison per score.
+    In a step of the past scores are not masked: `rows` [ROWS] says which rows selected the block.
+    Else `rows` is None, and one bound per row masks later positions, or all if the row did not
+    select the block: a single comparison per score.
     """
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
+    PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # the last step's keys may be the next block's
     first = tl.load(blocks + step // PARTS) * C.SELECT + step % PARTS * C.KEYS
     bits = tl.load(members + step // PARTS)
+    rows = ((bits >> local) & 1) == 1
     i = tl.arange(0, C.KEYS)
-    inside = i < length - first
-    seen = tl.where(((bits >> local) & 1) == 1, t - first, -1)
-    if C.SELECT % C.KEYS != 0:  # keys of the last step may belong to the next block
-        left = C.SELECT - step % PARTS * C.KEYS
-        inside = inside & (i < left)
-        seen = tl.minimum(seen, left - 1)
+    left = C.SELECT - step % PARTS * C.KEYS
     at = (token + first) * C.HEADS + tl.program_id(1)
+    if PAST:
+        inside = (i < left) if PARTIAL else None
+    else:
+        inside = i < length - first
+        seen = tl.where(rows, t - first, -1)
+        if PARTIAL:
+            inside = inside & (i < left)
+            seen = tl.minimum(seen, left - 1)
     k_tile, v_tile = load_pair(k, v, at, i, C.HEADS, C, inside)
     s = dot(q, tl.trans(k_tile))
-    return k_tile, v_tile, tl.where(i[None, :] <= seen[:, None], s, float("-inf"))
+    if not PAST:
+        s = tl.where(i[None, :] <= seen[:, None], s, float("-inf"))
+    elif PARTIAL:
+        s = tl.where(inside[None, :], s, float("-inf"))
+    return k_tile, v_tile, s, rows if PAST else None
 
 
 @kernel
@@ -85,15 +106,16 @@ def selected_forward_kernel(
     """o and lse of one tile of queries; with `gates` also the gated sum of all branches."""
     slot, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
     if t0 < length:
-        list_at, steps = _block_list(counts, slot, list_len, C)
+        list_at, past, steps = _block_list(blocks, counts, slot, t0, list_len, C)
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
         m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
-        for step in range(0, steps):
-            _, v_tile, s = _scores(
-                q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local, token,
-                length, C,
-            )  # fmt: skip
-            m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
+        for phase in tl.static_range(2):
+            for step in range(past * phase, past if phase == 0 else steps):
+                _, v_tile, s, rows = _scores(
+                    q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local,
+                    token, length, C, phase == 0,
+                )  # fmt: skip
+                m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, rows)
         out, logsum = finish_softmax(m, total, acc, scale)
         store_rows(o + row * C.VALUE, at, C.VALUE, out, C.VALUE, C.VALUE_P, valid)
         tl.store(lse + row + at, logsum, mask=valid)
@@ -115,15 +137,17 @@ def selected_queries_kernel(
     KEY_P: tl.constexpr = C.KEY_P
     slot, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
     if t0 < length:
-        list_at, steps = _block_list(counts, slot, list_len, C)
+        list_at, past, steps = _block_list(blocks, counts, slot, t0, list_len, C)
         q_tile, do_tile = load_pair(q, do, row, at, 1, C, valid)  # [ROWS, ..]
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
         row_delta = tl.load(delta + row + at, mask=valid, other=0.0)
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
-        for step in range(0, steps):
-            k_tile, v_tile, s = _scores(
-                q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local, token,
-                length, C,
-            )  # fmt: skip
-            acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_delta, acc, scale)
+        for phase in tl.static_range(2):
+            for step in range(past * phase, past if phase == 0 else steps):
+                k_tile, v_tile, s, rows = _scores(
+                    q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local,
+                    token, length, C, phase == 0,
+                )  # fmt: skip
+                lse = row_lse if rows is None else tl.where(rows, row_lse, float("inf"))  # p = 0
+                acc = add_query_gradient(s, k_tile, v_tile, do_tile, lse, row_delta, acc, scale)
         store_query_gradient(dq + row * C.KEY, at, acc, scale_out, valid, C, ADD)

@@ -233,6 +233,15 @@ PLANTS = {
     "positions after the query's own count in its block": Plant(
         selected, "_scores", "t - first, -1)", "C.KEYS, -1)", SELECTED
     ),
+    "a query's own block counts as one of the past": Plant(
+        selected, "_block_list", "t0 // C.SELECT)", "t0 // C.SELECT + 1)", SELECTED
+    ),
+    "a block of the past takes in the next block": Plant(
+        selected, "_scores", "inside[None, :], s", "inside[None, :] | True, s", SELECTED
+    ),
+    "a block of the past counts for every query in the gradient": Plant(
+        selected, "selected_queries_kernel", "rows is None", "True", SELECTED
+    ),
     "a block named twice counts twice": Plant(
         selected_lists, "_members", "words |= tl.where", "words += tl.where",
         any_block_index_is_valid,
