@@ -29,7 +29,7 @@ from nsa.bench.sass import Instruction, parse
 _CLASSES = [
     (re.compile(names), kind, pipe)
     for names, kind, pipe in (
-        (r"[HIQB]G?MMA", "tensor", "tensor"),
+        (r"[A-Z]G?MMA", "tensor", "tensor"),
         (r"MUFU|I2F$|F2I|F2F$|FRND|POPC|FLO", "exponential", "exponential"),
         (r"FFMA|FADD|FMUL|H(FMA|ADD|MUL)2", "fp32", "fma"),
         (r"F", "fp32", "alu"),

@@ -5,6 +5,10 @@ from the grid and the loop bounds of its launch, masked pairs and padding includ
 branch also from the blocks that queries select. A simulated block scheduler starts programs in the
 grid's order. A multiprocessor holds as many as its registers, shared memory and warps allow, and
 they share its speed. Counts and estimates, not measurements.
+
+With --loops products take as long as the bound of their kernel's best loop does (loops.py), not as
+the tensor cores alone: a second estimate of NSA's tokens/s. The dense twin has none: flash-attn's
+machine code is not counted.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from nsa.spec import NSASpec
 CHIPS = {"a100": ("A100", "sm_80", 108), "h100": ("H100", "sm_90", 132)}
 SELECTIONS = ("random", "local", "alike")
 TIMES = ("roofline ms", "schedule ms")
+LOOPS = "loops ms"
 
 
 def selections(kind: str, offsets: Any, spec: NSASpec, heads: int) -> list[Any]:
@@ -179,6 +184,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
     about = "blocks that queries select: at random, the last, the first (%(default)s)"
     add("--selection", choices=SELECTIONS, default=SELECTIONS[0], help=about)
+    add("--loops", action="store_true", help="add a time by the bounds of the kernels' loops")
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -194,29 +200,36 @@ def run(report: Report) -> dict[str, Any]:
         return result
     for kind, kernels in rows.items():
         columns = list(kernels[0])[1:]
+        times = [x for x in columns if x in kernels[-1]]
         lines = [[x["kernel"], *(cell(x.get(y), ",.4g") for y in columns)] for x in kernels]
-        speeds = [f"{1e3 * tokens / kernels[-1][x]:,.0f}" for x in TIMES]
-        lines.append(["tokens/s", *["-"] * (len(columns) - 2), *speeds])
+        speeds = [f"{1e3 * tokens / kernels[-1][x]:,.0f}" for x in times]
+        lines.append(["tokens/s", *["-"] * (len(columns) - len(times)), *speeds])
         print_table([[kind, *columns], *lines])
     print("NSA's tokens/s over dense:", ", ".join(f"{over[x]:.3f} by {x}" for x in TIMES))
     return result
 
 
 def estimate(kind: str, flags: argparse.Namespace) -> list[Result]:
-    """A row per attention kernel and one of the whole micro-batch, with its TIMES."""
+    """A row per attention kernel and one of the whole micro-batch, with its times."""
     from nsa.bench.compile_gate import Variant, compile_variant
+    from nsa.bench.loops import RATES
     from nsa.bench.traffic import record_operations
     from nsa.model import AttentionConfig, ModelConfig
     from nsa.ops.triton.configs import choosing_for
 
-    name, chip, multiprocessors = CHIPS[flags.chip]
-    config, peak = ModelConfig(attention=AttentionConfig(kind=kind)), PEAKS[name]
+    gpu, chip, multiprocessors = CHIPS[flags.chip]
+    config, peak = ModelConfig(attention=AttentionConfig(kind=kind)), PEAKS[gpu]
     batch, offsets = flags.micro_batch, np.array([0, flags.seq_len])
     with choosing_for(chip):
         operations = record_operations(config, batch, flags.seq_len)
     masks = selections(flags.selection, offsets, config.attention.spec, batch * config.kv_heads)
     rows: dict[str, Result] = {}
-    total: Result = {"kernel": "micro-batch", **dict.fromkeys(TIMES, 0.0)}
+    count_loops = flags.loops and kind == "nsa"
+    times = (*TIMES, LOOPS) if count_loops else TIMES
+    compiled = partial(compile_variant, count_loops=True) if count_loops else compile_variant
+    # Of the tensor cores: the clock follows from the rate of exponentials, 16 per cycle.
+    fastest = peak.exps / 16 * 4 * 2 * RATES[chip].tensor
+    total: Result = {"kernel": "micro-batch", **dict.fromkeys(times, 0.0)}
     for cost in (cost for operation in operations for cost in operation.launches):
         if cost.name not in rows:
             row, blocks = rows.setdefault(cost.name, {"kernel": cost.name}), 1
@@ -224,17 +237,22 @@ def estimate(kind: str, flags: argparse.Namespace) -> list[Result]:
                 heads = batch * config.heads
                 costs = flash_costs(cost.name, heads, flags.seq_len, config.head_dim)
             elif (costs := program_costs(cost.launch, offsets, masks)) is not None:
-                blocks = compile_variant(Variant.of(cost.launch, chip)).blocks_per_sm
+                stats = compiled(Variant.of(cost.launch, chip))
+                blocks = stats.blocks_per_sm
+                if count_loops:
+                    row["tensor share"] = max(loop.tensor_share for loop in stats.loops)
             if costs is not None:
                 balanced = costs.sum() / multiprocessors
                 time = simulated_time(costs, multiprocessors, blocks) / balanced
                 row |= {"programs": len(costs), "blocks per SM": blocks}
                 row |= {"longest/balanced": costs.max() / balanced, "time/balanced": time}
                 row |= {"TFLOP": 2e-12 * costs.sum()}
-            row |= dict.fromkeys(TIMES, 0.0)
+            row |= dict.fromkeys(times, 0.0)
         row, seconds = rows[cost.name], cost.seconds(peak)
-        products = row.get("TFLOP", 0) * 1e12 * row.get("time/balanced", 0) / peak.flops
-        for x in (row, total):
-            x[TIMES[0]] += 1e3 * seconds
-            x[TIMES[1]] += 1e3 * max(seconds, products)
+        flops = row.get("TFLOP", 0) * 1e12 * row.get("time/balanced", 0)
+        scheduled = max(seconds, flops / peak.flops)
+        bound = max(scheduled, flops / (fastest * row.get("tensor share", 1)))
+        for name, time in zip(times, (seconds, scheduled, bound), strict=False):
+            row[name] += 1e3 * time
+            total[name] += 1e3 * time
     return [*(row for row in rows.values() if "programs" in row), total]

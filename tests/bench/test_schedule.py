@@ -160,3 +160,26 @@ def test_the_command_estimates_both_models(tmp_path: Path, monkeypatch: pytest.M
             assert row["time/balanced"] >= 1
             assert row["schedule ms"] >= row["roofline ms"] > 0
         assert total["schedule ms"] > sum(row["schedule ms"] for row in kernels)
+
+
+def test_loops_add_a_time_by_each_kernels_best_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop of which tensor instructions take a third of the bound takes three times as long."""
+    loops = [SimpleNamespace(tensor_share=share) for share in (0.0, 1 / 3, 0.25)]
+    stats = SimpleNamespace(blocks_per_sm=2, loops=loops)
+    monkeypatch.setattr(compile_gate, "compile_variant", lambda _, count_loops=False: stats)
+    monkeypatch.setattr(compile_gate.Variant, "of", lambda *_: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    out = tmp_path / "schedule.json"
+    main(["schedule", "--micro-batch=1", "--seq-len=2048", f"--out={out}", "--json", "--loops"])
+    result = json.loads(out.read_text())
+    *kernels, total = result["nsa"]
+    assert len(kernels) == 6
+    for row in kernels:
+        launches = 12  # of M7C's layers
+        products = row["TFLOP"] * row["time/balanced"] / 312 * 1e3 * launches
+        assert row["loops ms"] == pytest.approx(max(3 * products, row["roofline ms"]), rel=1e-3)
+    added = sum(row["loops ms"] - row["schedule ms"] for row in kernels)
+    assert total["loops ms"] - total["schedule ms"] == pytest.approx(added)
+    assert all("loops ms" not in row for row in result["dense"])

@@ -117,7 +117,7 @@ def _forward(
                 m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
                 k_at += C.KEYS * C.HEADS * C.KEY
                 v_at += C.KEYS * C.HEADS * C.VALUE
-    out, logsum = finish_softmax(m, total, acc, scale)
+    out, logsum = finish_softmax(m, total, acc)
     store_rows(o + row * C.VALUE, at, C.VALUE, out, C.VALUE, C.VALUE_P, valid)
     tl.store(lse + row + at, logsum, mask=valid)
 

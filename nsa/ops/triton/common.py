@@ -238,8 +238,11 @@ def span(PHASE: tl.constexpr, low, a, b, high):
 
 @triton.jit
 def start_softmax(ROWS: tl.constexpr, VALUE_P: tl.constexpr):
-    """The state of a running softmax: maximum and sum [ROWS], weighted values [ROWS, VALUE_P]."""
-    m = tl.full([ROWS], float("-inf"), tl.float32)
+    """The state of a running softmax: maximum and sum [ROWS], weighted values [ROWS, VALUE_P].
+
+    The maximum, in base 2, starts at the lowest finite number: -inf - -inf would be NaN.
+    """
+    m = tl.full([ROWS], -3.4028234e38, tl.float32)
     return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, VALUE_P], tl.float32)
 
 
@@ -250,19 +253,15 @@ def softmax_step(s, v, m, total, acc, scale, rows=None):
     Scores are not scaled yet: `scale` (above 0, log2(e) included) and the maximum are applied in
     one multiply-add before exp2. Of `rows` [ROWS], if given, only those that are true see the keys.
     """
-    highest = tl.max(s, 1)
+    highest = tl.max(s, 1) * scale
     if rows is not None:
         highest = tl.where(rows, highest, float("-inf"))
     m_new = tl.maximum(m, highest)
-    # A row that saw nothing yet stays at -inf, and -inf - -inf must not become NaN.
-    top = tl.where(m_new == float("-inf"), 0.0, m_new)
-    shift = top * scale
+    top = m_new
     if rows is not None:
-        shift = tl.where(rows, shift, float("inf"))  # p = 0
-    p = tl.exp2(s * scale - shift[:, None])
-    # Exactly 1 where the maximum stays the same. A multiply-add, m * scale - top * scale, would be
-    # off by the rounding of top * scale, and by the same factor at every tile.
-    old = tl.exp2((m - top) * scale)
+        top = tl.where(rows, m_new, float("inf"))  # p = 0
+    p = tl.exp2(s * scale - top[:, None])
+    old = tl.exp2(m - m_new)  # exactly 1 where the maximum stays the same
     total = total * old + tl.sum(p, 1)
     acc = acc * old[:, None]
     acc = dot(p.to(v.dtype), v, acc)
@@ -270,11 +269,11 @@ def softmax_step(s, v, m, total, acc, scale, rows=None):
 
 
 @triton.jit
-def finish_softmax(m, total, acc, scale):
+def finish_softmax(m, total, acc):
     """(o, natural-log lse); a row that saw nothing gives 0 and -inf."""
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
-    lse = tl.where(blind, float("-inf"), (m * scale + tl.log2(total)) * 0.6931471805599453)
+    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
     return acc / total[:, None], lse
 
 

@@ -58,7 +58,7 @@ def _attend(
             m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
         else:
             m, total = _sum_step(s, m, total, scale)
-    o_tile, logsum = finish_softmax(m, total, acc, scale)
+    o_tile, logsum = finish_softmax(m, total, acc)
     at = out + h * out_stride
     if v is not None:
         store_rows(o, at, C.VALUE, o_tile, C.VALUE, C.VALUE_P, valid)
@@ -68,10 +68,9 @@ def _attend(
 @triton.jit
 def _sum_step(s, m, total, scale):
     """`softmax_step` without values: a running maximum and sum."""
-    m_new = tl.maximum(m, tl.max(s, 1))
-    top = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * scale - (top * scale)[:, None])
-    return m_new, total * tl.exp2((m - top) * scale) + tl.sum(p, 1)
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - m_new[:, None])
+    return m_new, total * tl.exp2(m - m_new) + tl.sum(p, 1)
 
 
 @triton.jit
@@ -112,14 +111,13 @@ def decode_compressed_kernel(
 @triton.jit
 def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr):
     """Join the parts from `first` to `stop` of each row of `lse`: [ROWS]."""
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    m, total, acc = start_softmax(ROWS, 1)
     for begin in range(first, stop, TILE):
         i = begin + tl.arange(0, TILE)
         inside = valid[:, None] & (i < stop)[None, :]
         s = tl.load(lse + row[:, None] + i[None, :], mask=inside, other=float("-inf"))
         m, total = _sum_step(s, m, total, 1.4426950408889634)
-    return finish_softmax(m, total, tl.zeros([ROWS, 1], tl.float32), 1.4426950408889634)[1]
+    return finish_softmax(m, total, acc)[1]
 
 
 @triton.jit
@@ -232,7 +230,7 @@ def _join(o, lse, row, count, gate, C: tl.constexpr, TILE: tl.constexpr):
         total = total * old + tl.sum(p, 0)
         acc = acc * old[:, None] + tl.sum(p[:, None] * part, 0)[None, :]
         m = m_new
-    return finish_softmax(m, total, acc, 1.0)[0] * tl.load(gate).to(tl.float32)
+    return finish_softmax(m, total, acc)[0] * tl.load(gate).to(tl.float32)
 
 
 @triton.jit

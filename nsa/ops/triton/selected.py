@@ -80,21 +80,22 @@ def _scores(
     rows = ((bits >> local) & 1) == 1
     i = tl.arange(0, C.KEYS)
     left = C.SELECT - step % PARTS * C.KEYS
+    own = i < left
     at = (token + first) * C.HEADS + tl.program_id(1)
     if PAST:
-        inside = (i < left) if PARTIAL else None
+        inside = own if PARTIAL else None
     else:
         inside = i < length - first
         seen = tl.where(rows, t - first, -1)
         if PARTIAL:
-            inside = inside & (i < left)
+            inside = inside & own
             seen = tl.minimum(seen, left - 1)
     k_tile, v_tile = load_pair(k, v, at, i, C.HEADS, C, inside)
     s = dot(q, tl.trans(k_tile))
     if not PAST:
         s = tl.where(i[None, :] <= seen[:, None], s, float("-inf"))
     elif PARTIAL:
-        s = tl.where(inside[None, :], s, float("-inf"))
+        s = tl.where(own[None, :], s, float("-inf"))
     return k_tile, v_tile, s, rows if PAST else None
 
 
@@ -116,7 +117,7 @@ def selected_forward_kernel(
                     token, length, C, phase == 0,
                 )  # fmt: skip
                 m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, rows)
-        out, logsum = finish_softmax(m, total, acc, scale)
+        out, logsum = finish_softmax(m, total, acc)
         store_rows(o + row * C.VALUE, at, C.VALUE, out, C.VALUE, C.VALUE_P, valid)
         tl.store(lse + row + at, logsum, mask=valid)
         if gates is not None:

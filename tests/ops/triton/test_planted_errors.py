@@ -196,7 +196,7 @@ PLANTS = {
         "visible(t_last, C) // C.KEYS", LONG,
     ),
     "a row that saw nothing yet turns NaN": Plant(
-        common, "softmax_step", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new", COMPRESSED
+        common, "start_softmax", "-3.4028234e38", 'float("-inf")', COMPRESSED
     ),
     "a row that saw nothing has probabilities": Plant(
         common, "binary_lse", 'lse == float("-inf")', "lse != lse", COMPRESSED
@@ -237,7 +237,7 @@ PLANTS = {
         selected, "_block_list", "t0 // C.SELECT)", "t0 // C.SELECT + 1)", SELECTED
     ),
     "a block of the past takes in the next block": Plant(
-        selected, "_scores", "inside[None, :], s", "inside[None, :] | True, s", SELECTED
+        selected, "_scores", "own[None, :], s", "own[None, :] | True, s", SELECTED
     ),
     "a block of the past counts for every query in the gradient": Plant(
         selected, "selected_queries_kernel", "rows is None", "True", SELECTED
