@@ -14,6 +14,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
+from nsa.bench.options import SHAPES
 from nsa.bench.results import Report, print_table, to_json
 
 CHIPS = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,gfx942"
@@ -52,7 +53,8 @@ def run(report: Report) -> dict[str, Any]:
     chips = check_names("arch", flags.arch.split(",") if flags.arch else [*known], known)
     launches = all_launches(chips, flags.operation, flags.dtype, flags.full, flags.benchmarks)
     if flags.loops:
-        launches = (x for x in launches if x[0].heads == 12 and not x[0].packed)
+        heads = SHAPES["m7c"].heads
+        launches = (x for x in launches if x[0].heads == heads and not x[0].packed)
     first = not (flags.full or flags.benchmarks)
     spilled = compile_gate.MAX_SPILLED_FIRST if first else compile_gate.MAX_SPILLED
     with redirect_stdout(sys.stderr) if flags.json else nullcontext():

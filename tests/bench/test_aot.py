@@ -156,7 +156,7 @@ def test_every_kernel_of_the_library_is_compiled(results: dict[str, Any]) -> Non
 def test_an_unknown_chip_or_operation_is_refused(
     results: dict[str, Any],
 ) -> None:
-    chip, operation = results["refusals"]
+    chip, operation, _ = results["refusals"]
     assert chip == f"--arch sm_85: choose from {', '.join(CHIPS)}"
     assert operation.startswith("--operation attend: choose from compressed_attention, ")
 
@@ -182,6 +182,24 @@ def test_the_command_compiles_even_if_the_interpreter_is_enabled(
     kernels = {row["kernel"] for row in written["rows"]}
     assert kernels == ({"select_kernel"} if dtype == "bf16" else set())
     assert all(row["kernel"] in process.stdout for row in written["rows"])
+
+
+def test_the_command_counts_what_the_loops_of_m7c_are_bound_by(tmp_path: Path) -> None:
+    command = "-m nsa.bench aot --loops --json --jobs 1 --arch sm_80 --operation select_blocks"
+    process = run(*command.split(), cache=tmp_path / "cache")
+    assert process.returncode == 0, process.stderr
+    (row,) = json.loads(process.stdout)["rows"]
+    assert (row["heads"], row["packed"], row["dtype"]) == (12, False, "bf16")
+    scores = [loop for loop in row["loops"] if loop["instructions"]["tensor"]]
+    assert len(scores) == 3  # phases of the loop over tiles of blocks; the others keep the best
+    for loop in row["loops"]:
+        bound = loop["cycles"][loop["bound_by"]]
+        assert bound == max(loop["cycles"].values()) >= sum(loop["instructions"].values())
+        assert loop["tensor_share"] == loop["cycles"]["tensor"] / bound <= 1
+
+
+def test_loops_are_counted_only_for_chips_with_known_rates(results: dict[str, Any]) -> None:
+    assert results["refusals"][2] == "--arch sm_100: choose from sm_80, sm_90"
 
 
 def test_another_number_of_documents_recompiles_nothing(results: dict[str, Any]) -> None:

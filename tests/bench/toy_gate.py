@@ -60,7 +60,11 @@ def main() -> None:
         "kernels": kernels(),
         "recompiled": recompiled(),
         "relaunched": relaunched(),
-        "refusals": [refusal("--arch", "sm_85"), refusal("--operation", "attend")],
+        "refusals": [
+            refusal("--arch", "sm_85"),
+            refusal("--operation", "attend"),
+            refusal("--loops", "--arch", "sm_100"),
+        ],
         "exit code": exit_code_of_a_failure(),
     }
     Path(sys.argv[1]).write_text(json.dumps(results))
