@@ -14,8 +14,9 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
+from nsa.atomic_io import row_json
 from nsa.bench.options import SHAPES
-from nsa.bench.results import Report, print_table, to_json
+from nsa.bench.results import Report, print_table
 
 CHIPS = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,gfx942"
 
@@ -50,7 +51,8 @@ def run(report: Report) -> dict[str, Any]:
     from nsa.bench.loops import RATES
 
     known = RATES if flags.loops else compile_gate.CHIPS
-    chips = check_names("arch", flags.arch.split(",") if flags.arch else [*known], known)
+    arch = flags.arch or (",".join(RATES) if flags.loops else CHIPS)
+    chips = check_names("arch", arch.split(","), known)
     launches = all_launches(chips, flags.operation, flags.dtype, flags.full, flags.benchmarks)
     if flags.loops:
         heads = SHAPES["m7c"].heads
@@ -61,7 +63,7 @@ def run(report: Report) -> dict[str, Any]:
         rows, failures = compile_gate.check(launches, flags.jobs, spilled, flags.loops)
     result = {"triton": triton.__version__, "failures": failures, "rows": rows}
     if flags.json:
-        print(to_json(result))
+        print(row_json(result))
     elif flags.loops:
         _print_loops(rows)
     return result
