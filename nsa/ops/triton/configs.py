@@ -240,7 +240,7 @@ _BY_CHIP["sm_120"] |= {
     ("forward", 128): [(128, 32, 8, 3)],
     ("keys", 128): [(32, 64, 8, 2)],
     ("gated_keys", 128): [(32, 64, 8, 2)],
-    **dict.fromkeys([("window_queries", 64), ("selected_queries", 64)], [(128, 64, 8, 3)]),
+    **{(name, 64): [(128, 64, 8, 3)] for name in ("window_queries", "selected_queries")},
     ("gated_queries", 64): [(128, 32, 8, 3)],
     ("gated_queries", 128): [(64, 64, 8, 2)],
     ("gated_keys", 64): [(32, 64, 8, 2)],
