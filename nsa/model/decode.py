@@ -42,11 +42,15 @@ def prefill(
 
 @torch.no_grad()
 def prefill_states(
-    model: LanguageModel, prompts: Prompts, *, reserve: int = 0
+    model: LanguageModel,
+    prompts: Prompts,
+    *,
+    reserve: int = 0,
+    hidden: list[Tensor] | None = None,
 ) -> tuple[Tensor, KVCache]:
     """Like `prefill`, but return the final hidden states [tokens of all prompts, width].
 
-    Prompts may be embeddings [T, width] here.
+    Prompts may be embeddings [T, width] here. Each block's input is appended to `hidden`.
     """
     rows = _check_prompts(model, prompts)
     counts = [len(row) for row in rows]
@@ -55,7 +59,7 @@ def prefill_states(
     metadata = AttentionMetadata.build(config, sum(counts), cu_seqlens, device)
     cache = KVCache(config, len(rows), dtype=model.embed.weight.dtype, device=device)
     attention = partial(_prefill_attention, cache.start(counts, reserve))
-    return _run_blocks(model, torch.cat(rows), cache, metadata, attention), cache
+    return _run_blocks(model, torch.cat(rows), cache, metadata, attention, hidden), cache
 
 
 def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -64,13 +68,18 @@ def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
 
 
 @torch.no_grad()
-def step_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Like `step`, but return the final hidden states [B, width]."""
+def step_states(
+    model: LanguageModel, tokens: Tensor, cache: KVCache, hidden: list[Tensor] | None = None
+) -> Tensor:
+    """Like `step`, but return the final hidden states [B, width].
+
+    Tokens may be embeddings [B, width] here. Each block's input is appended to `hidden`.
+    """
     _check_step(model, cache, tokens)
     rotary = Rotary.at(cache.lengths, model.config)
     cache.advance()
     metadata = AttentionMetadata(None, rotary)
-    return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache))
+    return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache), hidden)
 
 
 def extend(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -78,9 +87,21 @@ def extend(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
     return _head(model, extend_states(model, tokens, cache))
 
 
-def extend_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Like `extend`, but return the final hidden states [B, T, width]."""
-    return torch.stack([step_states(model, column, cache) for column in tokens.unbind(1)], 1)
+def extend_states(
+    model: LanguageModel, tokens: Tensor, cache: KVCache, hidden: list[Tensor] | None = None
+) -> Tensor:
+    """Like `extend`, but return the final hidden states [B, T, width].
+
+    Tokens may be embeddings [B, T, width] here. Each block's input is appended to `hidden`.
+    """
+    states, inputs = [], []
+    for column in tokens.unbind(1):
+        blocks: list[Tensor] | None = None if hidden is None else []
+        states.append(step_states(model, column, cache, blocks))
+        inputs.append(blocks or [])
+    if hidden is not None:
+        hidden += [torch.stack(columns, 1) for columns in zip(*inputs, strict=True)]
+    return torch.stack(states, 1)
 
 
 def generate(
@@ -170,13 +191,17 @@ def _run_blocks(
     cache: KVCache,
     metadata: AttentionMetadata,
     attention: Callable[[LayerCache, Attention, Tensor, AttentionMetadata], Tensor],
+    hidden: list[Tensor] | None = None,
 ) -> Tensor:
     """Map tokens [T], or their embeddings [T, width], to final hidden states [T, width].
 
+    Each block's input is appended to `hidden`.
     Blocks and attention are called as modules, so forward hooks run here too.
     """
     x, delta = (tokens if tokens.is_floating_point() else model.embed(tokens))[None], None
     for block, layer_cache in zip(model.blocks, cache.layers, strict=True):
+        if hidden is not None:
+            hidden.append((x if delta is None else x + delta)[0])
         x, delta = block(x, delta, metadata=metadata, cached=partial(attention, layer_cache))
     return model.final_norm(x, delta)[0]
 
@@ -296,7 +321,8 @@ def _check_ids(model: LanguageModel, ids: Tensor, name: str) -> None:
 
 
 def _check_step(model: LanguageModel, cache: KVCache, tokens: Tensor) -> None:
-    if tokens.shape != (cache.batch,) or tokens.is_floating_point():
+    embedded = tokens.is_floating_point()
+    if tokens.shape != ((cache.batch, model.config.width) if embedded else (cache.batch,)):
         raise ValueError(
             f"tokens is {tokens.dtype} {tuple(tokens.shape)}; give one id for each of the "
             f"{cache.batch} cached sequences"
@@ -307,5 +333,5 @@ def _check_step(model: LanguageModel, cache: KVCache, tokens: Tensor) -> None:
             f"the cache is of another model ({cache.dtype} on {cache.device}; this model is "
             f"{weight.dtype} on {weight.device}); create one with prefill"
         )
-    if tokens.device.type == "cpu":  # on a GPU, reading them would synchronize
+    if tokens.device.type == "cpu" and not embedded:  # on a GPU, reading them would synchronize
         _check_ids(model, tokens, "tokens")

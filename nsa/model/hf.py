@@ -201,16 +201,16 @@ class NSAModel(NSAPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
         if cache is not None:
-            if output_hidden_states:
-                raise ValueError(
-                    "output_hidden_states = True: not available with a cache; set use_cache=False"
-                )
             if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
                 raise ValueError(
                     "cu_seq_lens_q: with a cache a sequence is one document; set use_cache=False"
                 )
-            states = self._states_with_cache(tokens, attention_mask, position_ids, cache)
-            return NSAModelOutput(last_hidden_state=states, past_key_values=cache)
+            inputs: list[Tensor] | None = [] if output_hidden_states else None
+            states = self._states_with_cache(tokens, attention_mask, position_ids, cache, inputs)
+            every = None if inputs is None else (*inputs, states)
+            return NSAModelOutput(
+                last_hidden_state=states, past_key_values=cache, hidden_states=every
+            )
         offset = self.core.loss_offset(tokens)
         tokens, real, metadata = pack(
             self.core.config, tokens, attention_mask, position_ids, cu_seq_lens_q, offset
@@ -237,19 +237,21 @@ class NSAModel(NSAPreTrainedModel):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: NSACache,
+        hidden: list[Tensor] | None,
     ) -> Tensor:
+        """Return the final hidden states, and append each block's input to `hidden`."""
         real = real_tokens(attention_mask, tokens, cache.columns)
         document_starts(position_ids, tokens, real, cache.columns)
         with _decoding(tokens.device):
             if cache.kv is None:
                 mask = tokens.new_ones(tokens.shape[:2]).bool() if real is None else real
                 prompts = [row[kept] for row, kept in zip(tokens, mask, strict=True)]
-                packed, cache.kv = prefill_states(self.core, prompts)
+                packed, cache.kv = prefill_states(self.core, prompts, hidden=hidden)
                 states = unpack(packed, mask)
-            elif tokens.is_floating_point():
-                raise ValueError("inputs_embeds: with a filled cache pass input_ids")
+                if hidden is not None:
+                    hidden[:] = [unpack(x, mask) for x in hidden]
             else:
-                states = extend_states(self.core, tokens, cache.kv)
+                states = extend_states(self.core, tokens, cache.kv, hidden)
         cache.columns += tokens.shape[1]
         return states
 

@@ -92,6 +92,15 @@ def test_hidden_states_are_the_inputs_of_each_block_and_the_head() -> None:
     assert model(ids).hidden_states is None
 
 
+def test_hidden_states_with_a_cache_are_those_without_one() -> None:
+    model, ids, every = wrapped(), tokens(24, batch=3), {"output_hidden_states": True}
+    expected = model(ids, MASK, **every).hidden_states
+    first = model(ids[:, :22], MASK[:, :22], use_cache=True, **every)
+    rest = model(ids[:, 22:], MASK, past_key_values=first.past_key_values, **every)
+    for whole, *parts in zip(expected, first.hidden_states, rest.hidden_states, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
 def test_hidden_states_have_the_gradients_of_the_loss() -> None:
     model, ids = wrapped(), tokens(24, batch=3)
     output = model(ids, attention_mask=MASK, labels=ids, output_hidden_states=True)
@@ -312,7 +321,6 @@ def test_one_forward_pass_gives_all_logits_and_the_cache() -> None:
             {"cu_seq_lens_q": torch.tensor([0, 2, 4]), "use_cache": True},
             "cu_seq_lens_q: with a cache",
         ),
-        ({"use_cache": True, "output_hidden_states": True}, "output_hidden_states"),
     ],
 )
 def test_unsupported_inputs_are_refused_by_name(given: dict[str, Any], message: str) -> None:
