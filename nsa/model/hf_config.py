@@ -107,7 +107,7 @@ def _check_names(kind: type, settings: dict[str, Any], path: str) -> dict[str, A
 
 
 def register_peft_targets() -> None:
-    """Add PEFT's default `target_modules`: a Llama's, whose q_proj is named q here."""
+    """Add PEFT's default `target_modules` (a Llama's; q_proj is q here) and embedding's name."""
     try:
         from peft.utils import constants
     except ImportError:
@@ -117,3 +117,6 @@ def register_peft_targets() -> None:
         if isinstance(llama, list) and all(name.endswith("_proj") for name in llama):
             names = [name.removesuffix("_proj") for name in llama]
             table.setdefault(NSAConfig.model_type, names)
+    # PEFT saves an adapted embedding, and warns where it is tied to the head, by these names.
+    if "embed" not in constants.EMBEDDING_LAYER_NAMES:
+        constants.EMBEDDING_LAYER_NAMES.append("embed")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers import (
@@ -141,6 +141,15 @@ def test_peft_adapts_the_same_projections_as_in_a_llama(
     assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
 
 
+def test_peft_saves_an_embedding_that_an_adapter_changes(tmp_path: Path) -> None:
+    adapter = peft().LoraConfig(task_type="CAUSAL_LM", target_modules=["embed"])
+    adapted = peft().get_peft_model(wrapped(dtype=torch.float32), adapter)
+    with pytest.warns(UserWarning, match="embedding"):
+        adapted.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert any(name.endswith("embed.base_layer.weight") for name in stored)
+
+
 def test_peft_tunes_prompts_which_are_embeddings() -> None:
     model, ids = wrapped(dtype=torch.float32), tokens(24, batch=3)
     settings = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
@@ -161,6 +170,9 @@ def test_embeddings_give_what_their_ids_give() -> None:
     text = model.generate(ids, **greedy)[:, 24:]
     assert torch.equal(model.generate(inputs_embeds=embeds, **greedy), text)
     model(inputs_embeds=embeds.detach().requires_grad_()).logits.sum().backward()
+    cache = model(ids[:, :22], MASK[:, :22], use_cache=True).past_key_values
+    rest = model(inputs_embeds=embeds[:, 22:], attention_mask=MASK, past_key_values=cache).logits
+    torch.testing.assert_close(rest, expected[:, 22:])
     for wrong in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
         with pytest.raises(ValueError, match="input_ids and inputs_embeds: pass one of them"):
             model(**wrong)
