@@ -8,6 +8,7 @@ bypass adapters and hooks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,13 +85,20 @@ def _biases(linears: Sequence[nn.Linear], rows: int) -> Tensor | None:
     biases: list[Tensor] = [
         weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in linears
     ]
-    return F.pad(torch.cat(biases), (0, rows - sum(map(len, biases))))
+    return F.pad(_cat(biases), (0, rows - sum(map(len, biases))))
 
 
 def _concatenate(weights: Sequence[Tensor], rows: int) -> Tensor:
     """Return a copy of the matrices below each other, and zeros up to `rows`."""
     pad = weights[0].new_zeros(rows - sum(map(len, weights)), weights[0].shape[1])
-    return torch.cat([*weights, pad] if len(pad) else list(weights))
+    return _cat([*weights, pad] if len(pad) else list(weights))
+
+
+def _cat(parameters: list[Tensor]) -> Tensor:
+    """Concatenate parameters; autocast's cat refuses fp16 ones in bf16 and bf16 ones in fp16."""
+    device = parameters[0].device.type
+    with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+        return torch.cat(parameters)
 
 
 def are_adjacent(weights: Sequence[Tensor], rows: int) -> bool:

@@ -141,6 +141,15 @@ def test_peft_adapts_the_same_projections_as_in_a_llama(
     assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_takes_weights_of_the_other_half_precision(dtype: torch.dtype) -> None:
+    model, ids = wrapped(dtype=dtype), tokens(24)
+    other = torch.bfloat16 if dtype is torch.float16 else torch.float16
+    with torch.autocast("cpu", other):
+        model(ids, labels=ids).loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
 def test_peft_saves_an_embedding_that_an_adapter_changes(tmp_path: Path) -> None:
     adapter = peft().LoraConfig(task_type="CAUSAL_LM", target_modules=["embed"])
     adapted = peft().get_peft_model(wrapped(dtype=torch.float32), adapter)
