@@ -41,7 +41,6 @@ from nsa.ops import (
 from nsa.ops.activation import swiglu
 from nsa.ops.backend import UnsupportedCall
 from nsa.ops.cross_entropy import cross_entropy_
-from nsa.ops.decode import decode_attention
 from nsa.ops.documents import compressed_slices, document_slices
 from nsa.ops.embedding import tied_embedding
 from nsa.ops.normalization import add_rms_norm
@@ -297,6 +296,8 @@ def _worse_blocks(
 
 def decoding(config: ModelConfig, device: torch.device) -> Operation:
     """Return the attention of a new token in a long sequence, and in one shorter than a block."""
+    from nsa.ops.decode import decode_attention  # late: training does not decode
+
     draw = torch.Generator(device=device).manual_seed(0)
     spec, heads = config.attention.spec, config.kv_heads
     layer = meta_model(config).blocks[0].get_submodule("attention")

@@ -158,6 +158,7 @@ def losses_are_those_of_pytorch() -> None:
 def selector_losses_are_those_of_pytorch() -> None:
     with override_choices(lambda *_: Config(16, 16, 4, 1)):
         assert_selector_parity(PATTERNS["packed"])
+        assert_selector_parity(PATTERNS["large blocks"])  # keys in several steps
 
 
 LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))
