@@ -296,7 +296,7 @@ def _worse_blocks(
 
 def decoding(config: ModelConfig, device: torch.device) -> Operation:
     """Return the attention of a new token in a long sequence, and in one shorter than a block."""
-    from nsa.ops.decode import decode_attention  # late: training does not decode
+    from nsa.ops import decode  # late: training does not decode
 
     draw = torch.Generator(device=device).manual_seed(0)
     spec, heads = config.attention.spec, config.kv_heads
@@ -316,7 +316,7 @@ def decoding(config: ModelConfig, device: torch.device) -> Operation:
         with torch.no_grad():
             k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, lengths = x
             buffers = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
-            return (decode_attention(q, *buffers, gates, lengths, spec, backend=backend),)
+            return (decode.decode_attention(q, *buffers, gates, lengths, spec, backend=backend),)
 
     return Operation("decode_attention", (*tensors, at), attend)
 
