@@ -125,6 +125,12 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     ds_config = resolve(config)
     config, mode_notes = resolve_checkpointing(config, ds_config, world_size, gpu_memory)
     notes += [*batch_notes, *mode_notes]
+    if config.train.switch_step:
+        notes.append(
+            f"attention is dense in the first {config.train.switch_step:,} of "
+            f"{config.train.steps:,} steps (train.dense_steps); nothing is selected in them, so "
+            "selection.csv and the gates' curves begin after them"
+        )
     if has_muon(ds_config):
         notes.append("Muon: the first step compiles its update, a minute or more without output")
     if config.train.compile:

@@ -84,6 +84,7 @@ def _train_steps(run: Run) -> str | None:
         run.throughput.step(_tokens_per_step(run))
         if step == config.train.switch_step:
             run.throughput.flops_per_token = run.info.flops_per_token
+            run.observers.on_message(f"step {step}: attention is sparse from here on")
         if logs:
             _log(run, loss, evaluates)
         if _is_due(step, config.checkpoint.every, stop_step) and step < stop_step:
