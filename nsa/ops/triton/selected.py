@@ -69,9 +69,9 @@ def _scores(
 ):  # fmt: skip
     """Keys and values [KEYS, ..] of one step of a tile's list, their scores [ROWS, KEYS], and rows.
 
-    In a step of the past scores are not masked: `rows` [ROWS] says which rows selected the block.
-    Else `rows` is None, and one bound per row masks later positions, or all if the row did not
-    select the block: a single comparison per score.
+    `rows` [ROWS] says which rows selected the block. In a step of the past scores are not masked.
+    Else one bound per row masks later positions, or all if the row did not select the block: a
+    single comparison per score.
     """
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # the last step's keys may be the next block's
@@ -96,7 +96,7 @@ def _scores(
         s = tl.where(i[None, :] <= seen[:, None], s, float("-inf"))
     elif PARTIAL:
         s = tl.where(own[None, :], s, float("-inf"))
-    return k_tile, v_tile, s, rows if PAST else None
+    return k_tile, v_tile, s, rows
 
 
 @kernel
@@ -116,7 +116,10 @@ def selected_forward_kernel(
                     q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local,
                     token, length, C, phase == 0,
                 )  # fmt: skip
-                m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, rows)
+                if phase == 0:
+                    m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, rows)
+                else:
+                    m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
         out, logsum = finish_softmax(m, total, acc)
         store_rows(o + row * C.VALUE, at, C.VALUE, out, C.VALUE, C.VALUE_P, valid)
         tl.store(lse + row + at, logsum, mask=valid)
@@ -149,6 +152,8 @@ def selected_queries_kernel(
                     q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local,
                     token, length, C, phase == 0,
                 )  # fmt: skip
-                lse = row_lse if rows is None else tl.where(rows, row_lse, float("inf"))  # p = 0
+                lse = row_lse
+                if phase == 0:
+                    lse = tl.where(rows, row_lse, float("inf"))  # p = 0
                 acc = add_query_gradient(s, k_tile, v_tile, do_tile, lse, row_delta, acc, scale)
         store_query_gradient(dq + row * C.KEY, at, acc, scale_out, valid, C, ADD)
