@@ -49,8 +49,12 @@ def _register_config(auto: ModuleType) -> None:
     auto.AutoConfig.register(NSAConfig.model_type, NSAConfig, exist_ok=True)
 
 
-def _register_model(auto: ModuleType) -> None:
-    import_module("nsa.model.hf")  # registers itself on import, which may be in progress
+def _register_model(_: ModuleType) -> None:
+    heads = sys.modules.get("transformers.modeling_layers")
+    if heads is not None and not hasattr(heads, "GenericForQuestionAnswering"):
+        return  # it imports the auto classes while it loads; called again after it
+    if "transformers.models.auto.modeling_auto" in sys.modules:
+        import_module("nsa.model.hf")  # registers itself on import, which may be in progress
 
 
 def _limit_build_wait(comm: ModuleType) -> None:
@@ -62,6 +66,7 @@ def _limit_build_wait(comm: ModuleType) -> None:
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _register_config,
     "transformers.models.auto.modeling_auto": _register_model,
+    "transformers.modeling_layers": _register_model,
     "deepspeed.comm.torch": _limit_build_wait,
 }
 

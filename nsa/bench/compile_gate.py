@@ -31,7 +31,9 @@ from nsa.ops.triton.launch import Launch
 # Bytes spilled per thread. 24 registers, such as pointers and bounds saved around a loop, cost
 # nothing measurable; more means that a part of a tile is spilled: the tile is too large.
 MAX_SPILLED = 96
-MAX_SPILLED_FIRST = 24  # of the first candidate, which runs untuned: at most six registers
+# Of the first candidate, which runs untuned. On an H100 tiles of keys that spill 32 and 40 bytes
+# were the fastest (docs/benchmarks/gpu.md).
+MAX_SPILLED_FIRST = 40
 # float32, for checks only: its products take three passes, so heads above 128 spill with any tile.
 MAX_SPILLED_FP32 = 320
 MAX_THREADS = 1024  # of a block, on any chip

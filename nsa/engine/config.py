@@ -131,6 +131,11 @@ class RunConfig:
                 f"train.selector_steps = {self.train.selector_steps}: trains by the selector loss "
                 "alone; set model.attention.selector_loss=1 with kind nsa, or selector_steps to 0"
             )
+        if 0 < self.train.steps <= self.train.selector_steps:
+            raise ValueError(
+                f"train.selector_steps = {self.train.selector_steps}: not below train.steps = "
+                f"{self.train.steps}, so no weight but the selector's is trained; lower it"
+            )
         if self.train.switch_step:
             if not self._can_start_dense():
                 raise ValueError(

@@ -36,8 +36,9 @@ def check_on_all_ranks(
     results = check_kernels(config.model, dtype, device, packed, config.data.seq_len)
     check = fall_back(consensus.gather(results), backend)
     rows = [asdict(result) for result in results]
-    # JSON has no infinity: nothing was allowed where a kernel raised.
-    return check, [row | {"allowed": finite_number(row["allowed"])} for row in rows]
+    # JSON has neither NaN, of a wrong kernel, nor infinity, where a kernel raised.
+    finite = ({name: finite_number(row[name]) for name in ("error", "allowed")} for row in rows)
+    return check, [row | figures for row, figures in zip(rows, finite, strict=True)]
 
 
 def fall_back(results: Sequence[Sequence[KernelResult]], backend: str) -> Check:

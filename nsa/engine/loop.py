@@ -83,10 +83,11 @@ def _train_steps(run: Run) -> str | None:
             continue  # rolled back to an earlier step
         run.throughput.step(_tokens_per_step(run))
         if step == config.train.switch_step:
-            run.throughput.flops_per_token = run.info.flops_per_token
             run.observers.on_message(f"step {step}: attention is sparse from here on")
         if logs:
             _log(run, loss, evaluates)
+        if step >= config.train.switch_step:
+            run.throughput.flops_per_token = run.info.flops_per_token
         if _is_due(step, config.checkpoint.every, stop_step) and step < stop_step:
             _save(run, required=False)
         _judge_if_due(run)
@@ -116,6 +117,7 @@ def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
             metrics=logged.metrics,
             selection=logged.selection,
             histories=histories,
+            sparse_after=run.config.train.switch_step,
         )
         decision = judge(gate, inputs, monitor.ladder)
         record_result(run.request.run_dir, decision)

@@ -8,6 +8,7 @@ it fits on each of them. Accumulation keeps the sequences of a step.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from nsa.engine.consensus import Consensus
 from nsa.engine.planner_inputs import batch_of, model_of, resolved_zero
 from nsa.engine.run_request import RunRequest
 from nsa.monitor.memory import is_out_of_memory
-from nsa.planner.forecast import with_overhead
+from nsa.planner.forecast import FRAGMENTATION
 from nsa.planner.memory import memory
 
 
@@ -39,9 +40,10 @@ def fit_on_all_ranks(
         if needed <= available or config.train.rows == 1:
             return request, notes
         request = with_micro_batch(request, next_smaller(config))
+        figures = f"{needed / 1e9:.1f} of {available / 1e9:.1f} GB"
         notes.append(
             f"micro-batch: {config.train.rows} sequences do not fit on rank {rank} (measured: "
-            f"{needed / 1e9:.1f} of {available / 1e9:.1f} GB): {request.config.train.rows} "
+            f"{figures if needed < math.inf else 'out of memory'}): {request.config.train.rows} "
             f"sequences, accumulation {request.config.train.accumulation}"
         )
 
@@ -67,10 +69,11 @@ def measure(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        passes = float("inf")
+        passes = math.inf
     gc.collect()  # the error's traceback held tensors
     torch.cuda.empty_cache()
-    return max(with_overhead(rest + passes), with_overhead(planned.peak)), float(available)
+    # `available` leaves out what CUDA and NCCL hold already, a part of the plan's reserve.
+    return (rest + passes) * FRAGMENTATION, float(available)
 
 
 def _pass(config: RunConfig, device: torch.device) -> None:

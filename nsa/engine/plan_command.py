@@ -12,7 +12,7 @@ from pathlib import Path
 from nsa.engine import recipe as recipes
 from nsa.engine.command_line import DEFAULT_DS_CONFIG
 from nsa.engine.config import AUTO, RunConfig
-from nsa.engine.planner_inputs import batch_of, model_of, zero_of
+from nsa.engine.planner_inputs import batch_of, model_of, modes_of, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, json_row, table
 from nsa.planner.forecast import (
@@ -45,8 +45,12 @@ def run(flags: argparse.Namespace) -> int:
     zero = zero_of(source, config, flags.gpus)
     model, batch, batch_notes = model_of(config), batch_of(config), list[str]()
     if config.train.micro_batch == AUTO:
-        batch, batch_notes = select_micro_batch(model, zero, batch, target.memory, flags.gpus)
-    mode, notes = select_checkpointing(model, zero, batch, target.memory, flags.gpus)
+        batch, batch_notes = select_micro_batch(
+            model, zero, batch, target.memory, flags.gpus, modes_of(config)
+        )
+    mode, notes = select_checkpointing(
+        model, zero, batch, target.memory, flags.gpus, modes_of(config)
+    )
     memory, zeros = f"{target.memory / 1e9:g} GB", dict[str, Zero]()
     if flags.search or flags.compare:
         for file in sorted(source.parent.glob("*.json")):

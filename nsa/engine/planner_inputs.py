@@ -28,7 +28,7 @@ def resolve_micro_batch(
     batch, notes = batch_of(config), ["micro-batch: 1 sequence (there is no GPU)"]
     if gpu_memory is not None:
         inputs = model_of(config), resolved_zero(ds_config, config), batch
-        batch, notes = select_micro_batch(*inputs, gpu_memory, ranks, _modes(config))
+        batch, notes = select_micro_batch(*inputs, gpu_memory, ranks, modes_of(config))
     train = replace(config.train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     return replace(config, train=train), notes
 
@@ -45,11 +45,12 @@ def resolve_checkpointing(
     mode, notes = "none", ["activation checkpointing: none (there is no GPU)"]
     if gpu_memory is not None:
         inputs = model_of(config), resolved_zero(ds_config, config), batch_of(config)
-        mode, notes = select_checkpointing(*inputs, gpu_memory, ranks, _modes(config))
+        mode, notes = select_checkpointing(*inputs, gpu_memory, ranks, modes_of(config))
     return replace(config, model=replace(config.model, activation_checkpointing=mode)), notes
 
 
-def _modes(config: RunConfig) -> list[str]:
+def modes_of(config: RunConfig) -> list[str]:
+    """Return the checkpointing modes that `auto` may take, the fastest first."""
     # Compiling fuses the operators that `selective` saves.
     return [mode for mode in MODES if not (config.train.compile and mode == "selective")]
 

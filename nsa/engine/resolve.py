@@ -71,9 +71,11 @@ def resolve_config(
 ) -> RunConfig:
     """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
     tree = asdict(recipe)
-    recipe_batch = _take_batch(tree)
+    batch = _take_batch(tree)
     if file is not None:
         _merge(tree, _read_yaml(file), str(file))
+        _complete_batch(tree["train"], *batch)
+        batch = _take_batch(tree)
     for assignment in assignments or []:
         path, equals, text = assignment.partition("=")
         if not equals:
@@ -83,7 +85,7 @@ def resolve_config(
         for key in reversed(path.strip().split(".")):
             changes = {key: changes}
         _merge(tree, changes, f"--set {assignment}")
-    _complete_batch(tree["train"], *recipe_batch)
+    _complete_batch(tree["train"], *batch)
     config: RunConfig = _build(RunConfig, tree, "").resolved()
     config.validate()
     return config

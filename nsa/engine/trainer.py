@@ -164,9 +164,11 @@ def _fit_micro_batch(run: Run) -> RunRequest:
     request, notes = fit_on_all_ranks(run.request, run.device, run.consensus, run.ranks.world_size)
     if notes:
         run.notes += notes
+        request = replace(request, notes=[*request.notes, *notes])  # also in env.json
         run.request, run.config = request, request.config
         run.data.close()
-        run.data = open_data(run.config, run.ranks, run.state, run.rank_state.get("feed"))
+        loader_state = run.rank_state.get("feed")
+        run.data = open_data(run.config, run.ranks, run.state, loader_state, request.data_changed)
     return request
 
 

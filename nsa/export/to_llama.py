@@ -33,6 +33,11 @@ def check_llama(model: ModelConfig) -> None:
                 f"--attention dense: model.{name} = {value!r}: a Llama has only {only!r}; omit the "
                 "flag"
             )
+    if model.width % model.heads:
+        raise ValueError(
+            f"--attention dense: model.width = {model.width}: LlamaConfig requires a multiple of "
+            f"model.heads = {model.heads}; omit the flag, or train with --set model.heads=4"
+        )
 
 
 def llama_config(model: ModelConfig, **more: Any) -> LlamaConfig:

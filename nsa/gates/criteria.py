@@ -35,6 +35,7 @@ class GateInputs:
     metrics: Table  # rows of metrics.csv
     selection: Table  # the newest rows of selection.csv
     histories: list[RankHistory]  # of each rank
+    sparse_after: int = 0  # steps in which attention is dense, train.dense_steps
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -239,6 +240,8 @@ def _recall(inputs: GateInputs) -> Measurement:
     """
     if inputs.step < MIN_STEPS_FOR_RECALL:
         raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_RECALL} are needed")
+    if inputs.step <= inputs.sparse_after:
+        raise NotMeasured(f"attention is dense until step {inputs.sparse_after:,}")
     layers: dict[float, list[Row]] = {}
     for row in inputs.selection.rows:
         if inputs.previous_step < row["step"] <= inputs.step and row.get("recall_random"):
@@ -275,11 +278,15 @@ def _peak_memory(inputs: GateInputs) -> Measurement:
 
 
 def _memory_growth(inputs: GateInputs) -> Measurement:
-    if inputs.step < MIN_STEPS_FOR_GROWTH:
-        raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
+    # Sparse attention needs other memory than dense: only its steps are compared.
+    first = inputs.sparse_after if inputs.sparse_after < inputs.step else 0
+    if inputs.step - first < MIN_STEPS_FOR_GROWTH:
+        raise NotMeasured(f"{inputs.step - first:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
     growth = {}
     for history in inputs.histories:
-        early = [memory for step, memory in history.memory if 2 * step <= inputs.step]
+        early = [
+            memory for step, memory in history.memory if first < 2 * step - first <= inputs.step
+        ]
         if not early:
             raise NotMeasured(f"rank {history.rank} recorded no memory in the first half")
         growth[history.rank] = history.memory[-1][1] / early[-1] - 1

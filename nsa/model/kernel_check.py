@@ -6,7 +6,7 @@
     usual     PyTorch in that dtype
     exact     PyTorch in float32 on the same inputs, or in float64 if the run is in float32
 
-The error of `actual` may be TIMES that of `usual`, plus one rounding. Selected blocks are judged
+The error of `actual` may be TIMES that of `usual`, plus a rounding. Selected blocks are judged
 by their importance, not by their index. Operations that `auto` runs in PyTorch by design, such as
 those of very large heads, are left out. `nsa doctor --kernels` checks decoding too. Not checked:
 attention without one of its branches, and the teacher of train.teacher.
@@ -94,7 +94,8 @@ def _check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
         for a, b, u, e in zip(actual, again, usual, exact, strict=True):
             norm = e.norm().clamp(min=torch.finfo(torch.float32).tiny)
             wrong, limit = (float((x.to(e.dtype) - e).norm() / norm) for x in (a, u))
-            limit = TIMES * limit + torch.finfo(dtype).eps
+            roundings = 4 if dtype == torch.float32 else 1  # kernels split float32 in three
+            limit = TIMES * limit + roundings * torch.finfo(dtype).eps
             if not wrong <= limit:
                 problem = problem or f"its error is {wrong:.2g}, and {limit:.2g} is allowed"
             if not torch.equal(a, b):

@@ -190,12 +190,7 @@ def communication_seconds(
 
 def required(memory: Memory) -> float:
     """Return the bytes of GPU memory that a run needs, with CUDA, NCCL and fragmentation."""
-    return with_overhead(memory.peak)
-
-
-def with_overhead(tensors: float) -> float:
-    """Return the bytes of GPU memory that hold this many bytes of tensors."""
-    return tensors * FRAGMENTATION + RESERVE
+    return memory.peak * FRAGMENTATION + RESERVE
 
 
 def fits(memory: Memory, hardware: Hardware) -> bool:
@@ -269,7 +264,8 @@ def select_micro_batch(
     reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB"
     if need > available:
         reason += ", so it does not fit"
-    each = f"{shape.micro_batch} sequences, accumulation {shape.accumulation}"
+    plural = "s" * (shape.micro_batch > 1)
+    each = f"{shape.micro_batch} sequence{plural}, accumulation {shape.accumulation}"
     return replace(shape, checkpointing=batch.checkpointing), [f"micro-batch: {each} ({reason})"]
 
 

@@ -131,9 +131,7 @@ def _tuned_or_first(key: str, options: list[Option]) -> Option:
 # override `forward` for the window. `gathered` is the selected branch with small tiles, for long
 # sequences (selected_op.py), `gathered_decode` decoding. 192 is for keys of up to 256 with values
 # of up to 128, as in the paper.
-# All of them compile within the limits of sm_80, sm_90 and sm_100 (python -m nsa.bench aot --full).
-# In `select` rows are queries and keys are selection blocks. A step over one block takes no more
-# keys than the block has.
+# In `select` rows are queries and keys are selection blocks.
 _HALF_PRECISION: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
@@ -188,11 +186,10 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
     "selector": {64: [(16, 32, 4, 2)], 128: [(16, 32, 4, 1)], 256: [(16, 32, 8, 1)]},
 }
 
-# With four warps the tile of all compressed keys (ONE_TILE) spills, except on sm_80.
 _HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
-# Candidates of a chip that come before these, by operation or kind of kernel, and head size.
-# Reasons and compiled figures: docs/benchmarks/kernel-counts.md. Chips ascend.
+# Candidates of a chip that come before these, by operation or kind of kernel, and head size; those
+# of sm_90 are measured (docs/benchmarks/gpu.md), others counted (kernel-counts.md). Chips ascend.
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
         ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],
@@ -211,14 +208,17 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
         ("select", 128): [(64, 128, 8, 2)],
     },
     "sm_90": {
-        ("forward", 64): [(128, 64, 8, 3), (128, 64, 8, 3, 128)],
-        ("selected_forward", 64): [(128, 64, 8, 3, 128)],
-        ("queries", 64): [(128, 64, 8, 3), (128, 64, 8, 3, 128)],
-        ("window_queries", 64): [(128, 64, 8, 3, 128)],
+        ("forward", 64): [(128, 64, 8, 3, 128)],
+        ("gated_forward", 64): [(128, 64, 8, 2, 128), (128, 64, 8, 3, 128)],
+        ("queries", 64): [(64, 64, 4, 3, 168), (128, 64, 8, 3, 128)],
         ("gathered", 64): [(64, 64, 4, 3)],
-        ("gathered", 128): [(64, 64, 4, 3)],
-        ("selected_keys", 128): [(32, 64, 8, 3)],
+        ("gathered_queries", 64): [(64, 64, 4, 3, 168)],
+        ("gated_keys", 64): [(64, 64, 4, 3)],
         ("select", 64): [(64, 128, 4, 3)],
+        ("gated_forward", 128): [(128, 64, 8, 2)],
+        ("selected_forward", 128): [(64, 64, 4, 2)],
+        ("queries", 128): [(64, 64, 4, 2)],
+        ("gathered", 128): [(64, 64, 4, 2), (64, 64, 4, 3)],
     },
     "sm_100": {
         ("compressed_queries", 64): [(128, 64, 8, 3, 168)],
