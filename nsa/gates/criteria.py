@@ -284,9 +284,7 @@ def _memory_growth(inputs: GateInputs) -> Measurement:
         raise NotMeasured(f"{inputs.step - first:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
     growth = {}
     for history in inputs.histories:
-        early = [
-            memory for step, memory in history.memory if first < 2 * step - first <= inputs.step
-        ]
+        early = [memory for step, memory in history.memory if 2 * step <= first + inputs.step]
         if not early:
             raise NotMeasured(f"rank {history.rank} recorded no memory in the first half")
         growth[history.rank] = history.memory[-1][1] / early[-1] - 1

@@ -161,6 +161,10 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: str, r
 
 
 def test_steps_without_a_selector_loss_are_refused() -> None:
+    config = RunConfig(train=TrainConfig(selector_steps=5, steps=5))
+    config.model.attention.selector_loss = 1.0
+    with pytest.raises(ValueError, match=r"train\.selector_steps = 5: not below train\.steps = 5"):
+        config.validate()
     config = RunConfig(train=TrainConfig(selector_steps=5))
     with pytest.raises(ValueError, match=r"train\.selector_steps = 5: trains by the selector loss"):
         config.validate()

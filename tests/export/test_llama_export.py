@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from nsa.cli import main
 from nsa.engine.load_run import load_run
+from nsa.engine.plan_command import load_profile
+from nsa.export.to_llama import check_llama
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.export.test_import import FAMILIES, imported, llama, logits, tokens
+from tests.ranks import ROOT
 
 
 def exported(run: Path, to: Path, *flags: str) -> LlamaForCausalLM:
@@ -66,3 +70,10 @@ def test_what_a_llama_cannot_be_is_refused_by_its_setting(
     )
     assert refusal in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_shape_that_llamas_config_refuses_is_named_first() -> None:
+    demo = load_profile(ROOT / "recipes/m7c_dense.py", "demo").model
+    with pytest.raises(ValueError, match=r"model\.width = 256: LlamaConfig requires a multiple"):
+        check_llama(demo)
+    check_llama(replace(demo, heads=4))

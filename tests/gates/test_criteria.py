@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from nsa.gates.criteria import judge
 from nsa.gates.results import Criterion, read_results, record_result
 from nsa.gates.schedule import Gate
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.config import LadderConfig
-from tests.gates.files import gate_at, judge_files
+from tests.gates.files import gate_at, judge_files, load_inputs
 from tests.monitor.run_folders import (
     CONFIG,
     beats,
@@ -284,6 +285,30 @@ def test_memory_is_judged_at_extended_by_its_peak_and_its_growth(tmp_path: Path)
     assert criterion(tmp_path, "peak memory of", extended, max_memory_gb=29.0).ok is False
     names = [criterion.name for criterion in judge_files(tmp_path, SMOKE, CONFIG).criteria]
     assert not [name for name in names if "memory" in name]
+
+
+def test_dense_steps_count_neither_in_growth_nor_in_recall(tmp_path: Path) -> None:
+    """Attention becomes sparse at step 500, with twice the memory, which then stays."""
+    extended = gate_at("extended", 1_000)
+    write_metrics(tmp_path, 1_000)
+    lines = beats(1_000)
+    for line in lines:
+        line["memory_gb"] = 10.0 if line["step"] <= 500 else 20.0
+    write_beats(tmp_path, lines)
+
+    def judged(sparse_after: int) -> dict[str, Criterion]:
+        inputs = replace(load_inputs(tmp_path, extended), sparse_after=sparse_after)
+        return {x.name: x for x in judge(extended, inputs, CONFIG).criteria}
+
+    def growth(sparse_after: int) -> Criterion:
+        (found,) = [x for name, x in judged(sparse_after).items() if "growth" in name]
+        return found
+
+    assert growth(0).ok is False
+    assert growth(500).ok
+    assert growth(950).ok is None  # 50 sparse steps are too few
+    (recall,) = [x for name, x in judged(1_000).items() if "recall" in name]
+    assert recall.evidence == "attention is dense until step 1,000"
 
 
 def test_production_requires_a_finite_validation_loss(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -303,3 +305,21 @@ def test_an_old_export_loads(tmp_path: Path) -> None:
 def test_continuous_batching_is_refused() -> None:
     with pytest.raises(ValueError, match="generate_batch: its paged cache"):
         wrapped()(tokens(8), cache=object(), position_ids=torch.arange(8)[None])
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import nsa; from transformers import LlamaForCausalLM",
+        "from nsa.model import LanguageModel; from transformers import LlamaForCausalLM",
+        "from transformers import LlamaForCausalLM; import nsa",
+        "import nsa; from transformers import AutoModelForCausalLM",
+    ],
+)
+def test_any_order_of_imports_registers_the_model(imports: str) -> None:
+    """In a fresh process: transformers imports its modules when they are used."""
+    check = "; from transformers import AutoModelForCausalLM as A; import nsa.model.hf_config as c"
+    check += "; print(A._model_mapping[c.NSAConfig].__name__)"
+    command = [sys.executable, "-c", imports + check]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "NSAForCausalLM\n", done.stderr
