@@ -152,7 +152,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--profile", choices=PROFILES, default="demo", help="of recipes/m7c.py (%(default)s)")
     about = "variants to train; the others are compared with the first (%(default)s)"
     add("--variants", type=words_of(*VARIANTS), default=every, help=about)
-    about = "one more variant: the recipe's NSA with these settings, separated by commas"
+    about = "one more variant: NSA in all steps, φ mean, with these settings, separated by commas"
     add("--variant", action="append", default=[], metavar="KEY=VALUE,...", help=about)
 
 

@@ -29,7 +29,7 @@ DEVICES = {  # the driver's name, whose dense bf16 peak throughput.py has; GB; t
     "l40s": ("L40S", 48, "pcie4"),
     "mi300x": ("AMD Instinct MI300X", 192, "nvlink"),
 }
-MFU = 0.25  # assumed; the goal of 350,000 tokens/s of M7C on an H100 is 0.32
+MFU = 0.25  # assumed; M7C on one H100 reached 0.30 to 0.36 (docs/benchmarks/gpu.md)
 NETWORK = 12.5  # GB/s: one 100 Gbit/s adapter
 MEMORY = 80  # GB, for a --device in TFLOP/s
 
