@@ -106,12 +106,11 @@ def thirty_two_warps() -> None:
 
 
 def sample() -> dict[str, Any]:
-    """Decoding, whose kernels compile fast, for the chips that only `--full` compiles for."""
-    cases = [Case("decode_attention", *SUBSET[0], dtype, False) for dtype in ("bf16", "fp32")]
-    chips = [(cases[0], chip) for chip in ("sm_86", "sm_89", "sm_120", "gfx942", "gfx950")]
+    """Decoding, whose kernels compile fast, for some chips that only `--full` compiles for."""
+    case = Case("decode_attention", *SUBSET[0], "bf16", False)
     for_chips = [
         (case, recorded, chip)
-        for case, chip in [*chips, (cases[1], "gfx942")]
+        for chip in ("sm_86", "sm_120", "gfx942")
         for recorded in record_launches(case, 1, chip)
     ]
     rows, failures = compile_gate.check(for_chips, max_spilled=compile_gate.MAX_SPILLED_FIRST)
