@@ -20,7 +20,7 @@ from nsa.dtypes import DTYPES
 from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
-from nsa.engine.planner_inputs import resolve_checkpointing, resolve_micro_batch
+from nsa.engine.planner_inputs import resolve_checkpointing, resolve_micro_batch, resolved_zero
 from nsa.engine.resolve import resolve_config, walk
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
@@ -121,10 +121,14 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         resolve_ds_config, ds_config, world_size=world_size, source=str(ds_config_path)
     )
     gpu_memory, asked = _gpu_memory(), config.train.micro_batch
-    config, batch_notes = resolve_micro_batch(config, resolve(config), world_size, gpu_memory)
     ds_config = resolve(config)
+    if asked == AUTO:
+        zero = resolved_zero(ds_config, config)
+        config, batch_notes = resolve_micro_batch(config, zero, world_size, gpu_memory)
+        ds_config = resolve(config)
+        notes += batch_notes
     config, mode_notes = resolve_checkpointing(config, ds_config, world_size, gpu_memory)
-    notes += [*batch_notes, *mode_notes]
+    notes += mode_notes
     if config.train.switch_step:
         notes.append(
             f"attention is dense in the first {config.train.switch_step:,} of "

@@ -53,23 +53,17 @@ class TrainConfig:
 
     def validate(self) -> None:
         at_least(1, "train", self, "steps", "accumulation", "sequence_parallel", "eval_samples")
-        at_most(65_536, "train", self, "accumulation")
-        if isinstance(self.micro_batch, int):
-            at_least(1, "train", self, "micro_batch")
-            at_most(65_536, "train", self, "micro_batch")
-        elif self.micro_batch != AUTO:
-            raise ValueError(
-                f"train.micro_batch = {self.micro_batch!r}: must be a whole number or {AUTO}"
-            )
+        for low, name in ((1, "micro_batch"), (0, "dense_steps")):
+            value = getattr(self, name)
+            if isinstance(value, int):
+                at_least(low, "train", self, name)
+            elif value != AUTO:
+                raise ValueError(f"train.{name} = {value!r}: must be a whole number or {AUTO}")
+        limited = ["accumulation"] if self.micro_batch == AUTO else ["micro_batch", "accumulation"]
+        at_most(65_536, "train", self, *limited)
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
         at_least(0, "train", self, "selector_steps")
-        if isinstance(self.dense_steps, int):
-            at_least(0, "train", self, "dense_steps")
-        elif self.dense_steps != AUTO:
-            raise ValueError(
-                f"train.dense_steps = {self.dense_steps!r}: must be a whole number or {AUTO}"
-            )
         above_zero("train", self, "learning_rate", "selector_rate", "adam_eps", "spike_score")
         above_zero("train", self, "teacher_weight")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):

@@ -12,18 +12,10 @@ from pathlib import Path
 from nsa.engine import recipe as recipes
 from nsa.engine.command_line import DEFAULT_DS_CONFIG
 from nsa.engine.config import AUTO, RunConfig
-from nsa.engine.planner_inputs import batch_of, model_of, modes_of, zero_of
+from nsa.engine.planner_inputs import batch_of, model_of, modes_of, resolve_micro_batch, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, json_row, table
-from nsa.planner.forecast import (
-    Candidate,
-    compare,
-    fits,
-    forecast,
-    search,
-    select_checkpointing,
-    select_micro_batch,
-)
+from nsa.planner.forecast import Candidate, compare, fits, forecast, search, select_checkpointing
 from nsa.planner.inputs import Zero
 from nsa.resources import resource_path
 
@@ -43,11 +35,10 @@ def run(flags: argparse.Namespace) -> int:
         )
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     zero = zero_of(source, config, flags.gpus)
-    model, batch, batch_notes = model_of(config), batch_of(config), list[str]()
+    batch_notes = list[str]()
     if config.train.micro_batch == AUTO:
-        batch, batch_notes = select_micro_batch(
-            model, zero, batch, target.memory, flags.gpus, modes_of(config)
-        )
+        config, batch_notes = resolve_micro_batch(config, zero, flags.gpus, target.memory)
+    model, batch = model_of(config), batch_of(config)
     mode, notes = select_checkpointing(
         model, zero, batch, target.memory, flags.gpus, modes_of(config)
     )

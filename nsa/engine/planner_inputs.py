@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.dtypes import DTYPES
-from nsa.engine.config import AUTO, RunConfig
+from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.teacher import find_teacher
 from nsa.engine.zero_mode import zero_mode
@@ -17,17 +17,15 @@ from nsa.planner.inputs import BatchShape, Model, Zero
 
 
 def resolve_micro_batch(
-    config: RunConfig, ds_config: Mapping[str, Any], ranks: int, gpu_memory: float | None
+    config: RunConfig, zero: Zero, ranks: int, gpu_memory: float | None
 ) -> tuple[RunConfig, list[str]]:
     """Replace train.micro_batch=auto by a number; return the config and log lines.
 
     `gpu_memory` is in bytes, None without a GPU. The step keeps its sequences.
     """
-    if config.train.micro_batch != AUTO:
-        return config, []
     batch, notes = batch_of(config), ["micro-batch: 1 sequence (there is no GPU)"]
     if gpu_memory is not None:
-        inputs = model_of(config), resolved_zero(ds_config, config), batch
+        inputs = model_of(config), zero, batch
         batch, notes = select_micro_batch(*inputs, gpu_memory, ranks, modes_of(config))
     train = replace(config.train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     return replace(config, train=train), notes

@@ -19,9 +19,8 @@ from nsa.monitor.history import RankHistory
 
 MIN_TIMED_STEPS = 20  # logged steps needed to judge the spread of step times
 MIN_STEPS_FOR_GROWTH = SHORT_RUN  # in shorter runs caches still fill in the first half
-MIN_STEPS_FOR_RECALL = (
-    SHORT_RUN  # before, attention is spread evenly, so that any blocks hold as much
-)
+# Before, attention is spread evenly, so that any blocks hold as much.
+MIN_STEPS_FOR_RECALL = SHORT_RUN
 MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 
 

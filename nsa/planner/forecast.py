@@ -255,12 +255,12 @@ def select_micro_batch(
     sequences = batch.micro_batch * batch.accumulation
     if batch.checkpointing != "auto":
         modes = (batch.checkpointing,)
-    for mode, rows in product(modes, range(sequences, 0, -1)):
+    divisors = [rows for rows in range(sequences, 0, -1) if sequences % rows == 0]
+    for mode, rows in product(modes, divisors):
         shape = replace(batch, micro_batch=rows, accumulation=sequences // rows, checkpointing=mode)
-        if sequences % rows == 0:
-            need = required(memory(model, zero, shape, ranks))
-            if need <= available:
-                break
+        need = required(memory(model, zero, shape, ranks))
+        if need <= available:
+            break
     reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB"
     if need > available:
         reason += ", so it does not fit"
