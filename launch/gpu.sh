@@ -249,7 +249,7 @@ command_of() {
 }
 
 run_stages() {
-    local stage seconds start code outcome
+    local stage seconds start code outcome logger wait_round
     for stage in "$@"; do
         seconds=${limit:-${limits[$stage]}}
         command_of "$stage" "$seconds"
@@ -261,10 +261,17 @@ run_stages() {
         start=$SECONDS code=0
         # Not a pipe: a process that the stage leaves behind could hold it open and block the next
         # stage.
-        timeout -k 5 "$seconds" env PYTHONUNBUFFERED=1 "${command[@]}" \
-            > >(tee -a "$out/gpu.log") 2>&1 &
+        exec 3> >(tee -a "$out/gpu.log")
+        logger=$!
+        timeout -k 5 "$seconds" env PYTHONUNBUFFERED=1 "${command[@]}" >&3 2>&1 3>&- &
         child=$!
         wait "$child" || code=$?
+        exec 3>&-
+        # The stage's last lines stand before the next stage's first one.
+        for ((wait_round = 0; wait_round < 30; wait_round++)); do
+            kill -0 "$logger" 2> /dev/null || break
+            sleep 0.1
+        done
         case $code in
         0) outcome="done" ;;
         124 | 137) outcome="ENDED by its limit" failed=1 ;;

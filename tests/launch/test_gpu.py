@@ -294,7 +294,7 @@ def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) ->
     python.write_text(
         "#!/usr/bin/env bash\n"
         'case "$*" in\n'
-        "*bench\\ tune*) setsid sleep 8 & sleep 60 ;;\n"
+        "*bench\\ tune*) setsid sleep 25 & sleep 60 ;;\n"
         "*bench\\ kernels*) exit 3 ;;\n"
         "*) echo reached ;;\n"
         "esac\n"
@@ -307,13 +307,12 @@ def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) ->
              "--stage", "tune", "--stage", "kernels", "--stage", "train"],
             stdout=log, env={**os.environ, "PYTHON": str(python)},
         )  # fmt: skip
-    assert time.monotonic() - start < 7
+    assert time.monotonic() - start < 20
     assert done.returncode == 1
-    # A stage's output may arrive after the summary.
     lines = (tmp_path / "log").read_text().splitlines()
-    tune, kernels, last = (line for line in lines if re.match(r"gpu: \S+ +\d+ s  ", line))
+    tune, kernels, last = lines[-3:]
+    assert lines[-4] == "reached"
     assert "ENDED by its limit" in tune
     assert "FAILED with exit code 3" in kernels
     assert last.startswith("gpu: train")
     assert last.endswith("done")
-    assert "reached" in (tmp_path / "log").read_text()
