@@ -1,4 +1,4 @@
-"""Benchmarks, traffic counts and the ahead-of-time compile gate: `python -m nsa.bench`.
+"""Benchmarks, traffic counts and the compile check: `python -m nsa.bench`.
 
 Each benchmark is the module of its name; `__main__.py` lists them. Shared modules:
 
@@ -8,7 +8,7 @@ Each benchmark is the module of its name; `__main__.py` lists them. Shared modul
     baselines          other implementations of attention and NSA
     roofline           visible (query, key) pairs, minimum FLOPs and bytes; peak rates of GPUs
     kernel_launches    records every kernel launch of the library, for `aot`
-    compile_gate       compiles these without a GPU and checks limits of the binaries
+    compile_check       compiles these without a GPU and checks limits of the binaries
     register_hazards   finds results in a binary that an assembler bug makes wrong
     loops              what each innermost loop of a binary is bound by
     sass               instructions and labels of a binary, for both

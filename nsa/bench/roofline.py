@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from nsa.bench.options import Shape, lengths, shapes
 from nsa.bench.results import Report, print_table
+from nsa.gpus import GPUS
 from nsa.spec import NSASpec
 
 TOKENS = 65_536  # per batch, about
@@ -40,13 +41,17 @@ class Work(NamedTuple):
         return max(zip(seconds, ("products", "exponentials", "memory"), strict=True))
 
 
-# A100: data sheet (80 GB). H200: products and memory as measured with large matrices and copies.
-# H100: the H200's chip with the memory of the data sheet (SXM, 80 GB).
+CARDS = {x: GPUS[name] for x, name in (
+    ("A100", "A100 80GB PCIe"), ("H100", "H100 80GB HBM3"), ("H200", "H200")
+)}  # fmt: skip
 # Exponentials: 16 per clock and multiprocessor.
 PEAKS = {
-    "A100": PeakRates(312e12, 16 * 108 * 1.41e9, 2.0e12),
-    "H100": PeakRates(790e12, 16 * 132 * 1.785e9, 3.35e12),
-    "H200": PeakRates(790e12, 16 * 132 * 1.785e9, 4.3e12),
+    name: PeakRates(
+        flops=1e12 * (x.sustained or x.bf16),
+        exps=1e9 * 16 * x.multiprocessors * x.clock,
+        bytes=1e12 * x.bandwidth,
+    )
+    for name, x in CARDS.items()
 }
 
 

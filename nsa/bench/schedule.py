@@ -23,11 +23,9 @@ import numpy as np
 
 from nsa.atomic_io import row_json
 from nsa.bench.results import Report, Result, cell, print_table, ratio
-from nsa.bench.roofline import PEAKS
+from nsa.bench.roofline import CARDS, PEAKS
 from nsa.spec import NSASpec
 
-# Of --device: the name in PEAKS, the compiler's name, and the multiprocessors.
-CHIPS = {"a100": ("A100", "sm_80", 108), "h100": ("H100", "sm_90", 132)}
 SELECTIONS = ("random", "local", "alike")
 TIMES = ("roofline ms", "schedule ms")
 LOOPS = "loops ms"
@@ -179,7 +177,7 @@ def simulated_time(costs: Any, multiprocessors: int, blocks: int) -> float:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--device", choices=CHIPS, default="a100", dest="chip", help="(%(default)s)")
+    add("--device", choices=("a100", "h100"), default="a100", dest="chip", help="(%(default)s)")
     add("--micro-batch", type=int, default=8, help="sequences (%(default)s)")
     add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
     about = "blocks that queries select: at random, the last, the first (%(default)s)"
@@ -211,16 +209,16 @@ def run(report: Report) -> dict[str, Any]:
 
 def estimate(kind: str, flags: argparse.Namespace) -> list[Result]:
     """A row per attention kernel and one of the whole micro-batch, with its times."""
-    from nsa.bench.compile_gate import Variant, compile_variant
+    from nsa.bench.compile_check import Variant, compile_variant
     from nsa.bench.loops import RATES
     from nsa.bench.traffic import record_operations
     from nsa.model import AttentionConfig, ModelConfig
     from nsa.ops.triton.configs import choosing_for
 
-    gpu, chip, multiprocessors = CHIPS[flags.chip]
-    config, peak = ModelConfig(attention=AttentionConfig(kind=kind)), PEAKS[gpu]
+    gpu, peak = CARDS[flags.chip.upper()], PEAKS[flags.chip.upper()]
+    config = ModelConfig(attention=AttentionConfig(kind=kind))
     batch, offsets = flags.micro_batch, np.array([0, flags.seq_len])
-    with choosing_for(chip):
+    with choosing_for(gpu.chip):
         operations = record_operations(config, batch, flags.seq_len)
     masks = selections(flags.selection, offsets, config.attention.spec, batch * config.kv_heads)
     rows: dict[str, Result] = {}
@@ -228,7 +226,7 @@ def estimate(kind: str, flags: argparse.Namespace) -> list[Result]:
     times = (*TIMES, LOOPS) if count_loops else TIMES
     compiled = partial(compile_variant, count_loops=True) if count_loops else compile_variant
     # Of the tensor cores: the clock follows from the rate of exponentials, 16 per cycle.
-    fastest = peak.exps / 16 * 4 * 2 * RATES[chip].tensor
+    fastest = peak.exps / 16 * 4 * 2 * RATES[gpu.chip].tensor
     total: Result = {"kernel": "micro-batch", **dict.fromkeys(times, 0.0)}
     for cost in (cost for operation in operations for cost in operation.launches):
         if cost.name not in rows:
@@ -237,13 +235,13 @@ def estimate(kind: str, flags: argparse.Namespace) -> list[Result]:
                 heads = batch * config.heads
                 costs = flash_costs(cost.name, heads, flags.seq_len, config.head_dim)
             elif (costs := program_costs(cost.launch, offsets, masks)) is not None:
-                stats = compiled(Variant.of(cost.launch, chip))
+                stats = compiled(Variant.of(cost.launch, gpu.chip))
                 blocks = stats.blocks_per_sm
                 if count_loops:
                     row["tensor share"] = max(loop.tensor_share for loop in stats.loops)
             if costs is not None:
-                balanced = costs.sum() / multiprocessors
-                time = simulated_time(costs, multiprocessors, blocks) / balanced
+                balanced = costs.sum() / gpu.multiprocessors
+                time = simulated_time(costs, gpu.multiprocessors, blocks) / balanced
                 row |= {"programs": len(costs), "blocks per SM": blocks}
                 row |= {"longest/balanced": costs.max() / balanced, "time/balanced": time}
                 row |= {"TFLOP": 2e-12 * costs.sum()}

@@ -334,7 +334,7 @@ def run(report: Report) -> dict[str, Any]:
     over = (f"{name} {value:.2f}" for name, value in result["nsa_over_dense"].items())
     print("\nNSA's tokens/s over dense, estimated:", ", ".join(over))
     print("These are upper bounds for one GPU: no gaps between launches, no optimizer step.")
-    print("nsa plan assumes a fraction of the peak instead (25%), gaps included, and gives less.")
+    print("nsa plan takes the fraction of the peak that an H100 reached, gaps included: less.")
     return result
 
 

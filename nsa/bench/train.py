@@ -19,10 +19,10 @@ from torch import Tensor
 from nsa.bench.options import add_gpu_flags
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.timing import Step, peak_bytes, synchronize
+from nsa.gpus import peak_flops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.model.compile import compile_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
-from nsa.monitor.throughput import peak_flops
 from nsa.validation import words_of
 
 TIMES = ("gradients_ms", "step_ms", "loop_ms")

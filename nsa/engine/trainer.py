@@ -40,10 +40,11 @@ from nsa.engine.train_state import TrainState
 from nsa.gates.criteria import preflight
 from nsa.gates.results import record_result
 from nsa.gates.schedule import schedule
+from nsa.gpus import peak_flops
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo, warn
-from nsa.monitor.throughput import Throughput, peak_flops
+from nsa.monitor.throughput import Throughput
 
 
 def start(request: RunRequest, lock: FolderLock | None) -> None:

@@ -7,13 +7,6 @@ from dataclasses import dataclass
 from nsa.constants import BRANCHES
 from nsa.planner.inputs import BatchShape, Model
 
-# Limits in nsa/ops, repeated here so that the planner imports no kernels; a test compares them.
-# The compressed branch's output is not saved if there are at most this many compressed keys, by
-# bytes per element, and heads are at most this large.
-ONE_TILE_KEYS = {2: 128, 4: 32}
-ONE_TILE_HEAD = 64
-SOFTMAX_LOGITS = 2**20  # logits whose softmax a CPU computes at once
-
 
 @dataclass(frozen=True)
 class Activations:
@@ -91,12 +84,14 @@ def _attention(model: Model, batch: BatchShape, fused: bool) -> int:
 
 def _branch_outputs(model: Model, batch: BatchShape, fused: bool) -> int:
     """Return the bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
+    from nsa.ops.triton.configs import one_tile
+
     config, output = model.config, model.weight_bytes * model.head_sizes[1]
     per_token = max(1, len(model.branches)) * (output + 4 * config.heads)
     head = max(config.head_dim, config.value_dim or 0)
-    one_tile = _blocks(model, batch.seq_len) <= ONE_TILE_KEYS[model.weight_bytes]
-    if _returns_gated_sum(model, fused) and one_tile and head <= ONE_TILE_HEAD:
-        per_token -= output  # the compressed branch's
+    blocks = _blocks(model, batch.seq_len)
+    if _returns_gated_sum(model, fused) and one_tile(blocks, head, model.weight_bytes):
+        per_token -= output  # the compressed branch's, which one tile computes again
     if model.spec is not None and "sel" in model.branches:
         per_token += 4 * model.config.kv_heads * model.spec.select_top
     return per_token * batch.tokens
@@ -144,6 +139,7 @@ def _loss(model: Model, tokens: int, fused: bool) -> int:
     """
     from nsa.model.distillation import LOG_PROBABILITIES
     from nsa.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_CPU
+    from nsa.ops.cross_entropy import SOFTMAX_LOGITS
 
     vocab_size, size = model.config.vocab_size, model.weight_bytes
     chunks = -(-tokens * vocab_size // (CHUNK_LOGITS if fused else CHUNK_LOGITS_CPU))

@@ -9,27 +9,35 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nsa.planner.forecast import Candidate, Forecast, Hardware, Traffic
+from nsa.gpus import GPUS
+from nsa.planner.forecast import (
+    MFU,
+    Candidate,
+    Forecast,
+    Hardware,
+    Traffic,
+    flops_with_recomputation,
+)
 from nsa.planner.inputs import BatchShape, Model, Zero
 
 # Bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus. Assumed.
 # host4 and host5: GPUs without peer access, whose data passes through the host's memory.
 LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9, "host4": 12e9, "host5": 24e9}
-DEVICES = {  # the driver's name, whose dense bf16 peak throughput.py has; GB; the usual link
-    "a100": ("A100 80GB PCIe", 80, "pcie4"),
-    "h100": ("H100 80GB HBM3", 80, "pcie4"),
-    "h200": ("H200", 141, "pcie4"),
-    "b200": ("B200", 180, "nvlink"),
-    "rtx3090": ("GeForce RTX 3090", 24, "pcie4"),
-    "rtx4090": ("GeForce RTX 4090", 24, "host4"),
-    "rtx5090": ("GeForce RTX 5090", 32, "host5"),
-    "a6000": ("RTX A6000", 48, "pcie4"),
-    "a10": ("A10", 24, "pcie4"),
-    "l4": ("L4", 24, "pcie4"),
-    "l40s": ("L40S", 48, "pcie4"),
-    "mi300x": ("AMD Instinct MI300X", 192, "nvlink"),
+DEVICES = {  # its name in GPUS, and its usual link
+    "a100": ("A100 80GB PCIe", "pcie4"),
+    "h100": ("H100 80GB HBM3", "pcie4"),
+    "h200": ("H200", "pcie4"),
+    "b200": ("B200", "nvlink"),
+    "rtx3090": ("GeForce RTX 3090", "pcie4"),
+    "rtx4090": ("GeForce RTX 4090", "host4"),
+    "rtx5090": ("GeForce RTX 5090", "host5"),
+    "a6000": ("RTX A6000", "pcie4"),
+    "a10": ("A10", "pcie4"),
+    "l4": ("L4", "pcie4"),
+    "l40s": ("L40S", "pcie4"),
+    "mi300x": ("AMD Instinct MI300X", "nvlink"),
 }
-MFU = 0.25  # assumed; M7C on one H100 reached 0.30 to 0.36 (docs/benchmarks/gpu.md)
+REACHED = f"{100 * MFU['nsa']:g}% of the peak, {100 * MFU['dense']:g}% in dense steps"
 NETWORK = 12.5  # GB/s: one 100 Gbit/s adapter
 MEMORY = 80  # GB, for a --device in TFLOP/s
 
@@ -50,7 +58,8 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     add("--network", type=float, default=NETWORK, help=f"GB/s out of a node ({NETWORK})")
     add("--device", default="a100", help=f"{', '.join(DEVICES)}, or TFLOP/s of a GPU (a100)")
     add("--memory", type=float, help="GB of a GPU (the device's, or 80)")
-    add("--mfu", type=float, default=MFU, help=f"fraction of the peak reached ({MFU}; assumed)")
+    about = f"fraction of the peak reached ({MFU['nsa']}, in dense steps {MFU['dense']})"
+    add("--mfu", type=float, help=about)
     table = parser.add_mutually_exclusive_group()
     table.add_argument(
         "--search",
@@ -75,20 +84,15 @@ def hardware(flags: argparse.Namespace) -> Hardware:
         raise ValueError(
             f"--gpus {flags.gpus}: not a multiple of --nodes {flags.nodes}; --gpus counts all nodes"
         )
-    if flags.mfu > 1:
+    if flags.mfu is not None and flags.mfu > 1:
         raise ValueError(f"--mfu {flags.mfu}: a fraction of the peak; write 0.25 for 25%")
-    name, memory, usual = DEVICES.get(flags.device, ("", MEMORY, "pcie4"))
+    name, usual = DEVICES.get(flags.device, ("", "pcie4"))
     flags.link = flags.link or usual  # `assumptions` names it
     link = LINKS.get(flags.link) or 1e9 * _number("--link", flags.link, "GB/s", LINKS)
-    if name:
-        from nsa.monitor.throughput import peak_flops  # imports torch
-
-        flops = peak_flops(name, "bf16")
-        assert flops is not None
-    else:
-        flops = 1e12 * _number("--device", flags.device, "TFLOP/s", DEVICES)
+    memory = GPUS[name].memory if name else MEMORY
+    tflops = GPUS[name].bf16 if name else _number("--device", flags.device, "TFLOP/s", DEVICES)
     return Hardware(
-        flops=flops,
+        flops=1e12 * tflops,
         mfu=flags.mfu,
         link=link,
         network=1e9 * flags.network,
@@ -107,12 +111,15 @@ def assumptions(
     link = f"{flags.link} ({link})" if flags.link in LINKS else link
     nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
     offloading = ", ".join(name for name, zero in configs.items() if zero.offload)
+    speed = f"{REACHED} (--mfu): measured with M7C on an H100, an estimate elsewhere"
+    if hardware.mfu is not None:
+        speed = f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu)"
     not_counted = f"not counted: offload of {offloading}, which saves GPU memory and costs time"
     return [
         f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"
         + (nodes if hardware.nodes > 1 else ""),
         # The two estimates of a step's time in this project: say how they differ.
-        f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu), gaps between kernels included; "
+        f"{speed}; gaps between kernels included; "
         "without them, an upper bound: python -m nsa.bench traffic",
         *([not_counted] if offloading else []),
     ]
@@ -133,7 +140,16 @@ def describe(
 ) -> list[str]:
     """Return the plan of one setting, a line per number."""
     memory, sent = step.memory, step.traffic
-    days = steps * step.seconds / 86_400
+    flops = flops_with_recomputation(model, batch.checkpointing, model.config.attention.kind)
+    reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
+    limited = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
+    by_host = ", limited by the host that starts kernels" if limited else ""
+    dense = []
+    if step.dense_steps:
+        rate = step.tokens / step.dense_seconds
+        dense = [
+            f"  {'tokens/s, dense':<18}{rate:>10,.0f}  in the first {step.dense_steps:,} steps"
+        ]
     return [
         f"{name}: {model.parameters:,} parameters; micro-batch {batch.micro_batch} × "
         f"{batch.seq_len:,} tokens, accumulation {batch.accumulation}, "
@@ -145,13 +161,14 @@ def describe(
         "a step",
         f"  {'tokens':<18}{step.tokens:>10,}",
         f"  {'MB sent by a GPU':<18}{sent.bytes_per_step / 1e6:>10,.1f}  {_sent(sent, model)}",
-        f"  {'compute, ms':<18}{1e3 * step.compute:>10,.1f}  at {100 * hardware.mfu:g}% of "
-        f"{hardware.flops / 1e12:g} TFLOP/s",
+        f"  {'compute, ms':<18}{1e3 * step.compute:>10,.1f}  at {100 * reached:.3g}% of "
+        f"{hardware.flops / 1e12:g} TFLOP/s{by_host}",
         f"  {'communication, ms':<18}{1e3 * step.communication:>10,.1f}",
         f"  {'exposed, ms':<18}{1e3 * step.exposed:>10,.1f}"
         f"  {100 * step.exposed_fraction:.1f}% of the step",
+        *dense,
         f"  {'tokens/s':<18}{step.tokens_per_second:>10,.0f}",
-        f"  {f'days, {steps:,} steps':<18}{days:>10.2f}",
+        f"  {f'days, {steps:,} steps':<18}{step.days(steps):>10.2f}",
     ]
 
 
@@ -159,7 +176,7 @@ def table(candidates: list[Candidate], steps: int) -> list[str]:
     """Return a line per candidate; memory and traffic are per GPU."""
     config_width = max(len("config"), *(len(one.config) for one in candidates)) + 2
     batch_width = max(28, *(len(_batch(one.batch)) + 2 for one in candidates))
-    days = [steps * candidate.forecast.seconds / 86_400 for candidate in candidates]
+    days = [candidate.forecast.days(steps) for candidate in candidates]
     unit, parts = ("days", 1) if max(days) >= 0.1 else ("hours", 24)
     head = f"{'MB sent':>9}{'GB':>8}{'exposed':>9}{'tokens/s':>13}{unit:>8}"
     lines = [f"{'config':<{config_width}}{'batch':<{batch_width}}{head}"]
@@ -183,7 +200,7 @@ def json_row(candidate: Candidate, steps: int) -> dict[str, Any]:
         "memory": step.memory.at_peak | {"total": step.memory.peak},
         "bytes_sent": step.traffic.bytes_per_step,
         **{name: getattr(step, name) for name in (*names, "tokens_per_second")},
-        "days": steps * step.seconds / 86_400,
+        "days": step.days(steps),
     }
 
 

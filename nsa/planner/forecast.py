@@ -18,6 +18,10 @@ BACKWARD_FRACTION = 2 / 3  # of a micro-batch's time, without recomputation
 # Fraction of the layers' forward time in norms, RoPE and SwiGLU. Estimated from their bytes
 # (python -m nsa.bench traffic), not measured.
 ELEMENTWISE_FRACTION = 0.25
+# By kind of attention, on one H100 (docs/benchmarks/gpu.md): the fraction of the peak that the
+# production run reached, and the seconds that the host needs to start a layer's kernels in a pass.
+MFU = {"dense": 0.33, "nsa": 0.297}
+HOST_SECONDS = {"dense": 1.8e-3, "nsa": 3.0e-3}
 RESERVE = 2e9  # bytes: CUDA's context, NCCL's buffers
 FRAGMENTATION = 1.1  # of the caching allocator
 
@@ -76,14 +80,15 @@ def _collectives(model: Model, zero: Zero, batch: BatchShape) -> int:
     return shared + reductions * buckets + 4
 
 
-def flops_with_recomputation(model: Model, checkpointing: str) -> float:
-    """Return the FLOPs per token of a step, including recomputation.
+def flops_with_recomputation(model: Model, checkpointing: str, kind: str) -> float:
+    """Return the FLOPs per token of a step with this attention, including recomputation.
 
     `selective` recomputes no product, only elementwise operations, which take time but few FLOPs:
     they count as the products that would take as long.
     """
     fraction = {"none": 0.0, "selective": ELEMENTWISE_FRACTION}.get(checkpointing, 1.0)
-    return model.flops["step"] + fraction * model.flops["layers"]
+    flops = model.flops(kind)
+    return flops["step"] + fraction * flops["layers"]
 
 
 def exchange_bytes(model: Model, batch: BatchShape) -> float:
@@ -108,10 +113,10 @@ def _passes(batch: BatchShape) -> int:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Speed of GPUs and links: set by the user or assumed, never measured."""
+    """Speed of GPUs and links."""
 
     flops: float  # dense peak in the training dtype, 1/s
-    mfu: float  # fraction of the peak that a GPU reaches while it computes
+    mfu: float | None  # fraction of the peak that a GPU reaches; None: as measured
     link: float  # bytes/s from one GPU to its neighbour
     network: float = math.inf  # bytes/s from one node to the next
     nodes: int = 1
@@ -121,7 +126,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One step of one setting."""
+    """One step of one setting, after the dense ones."""
 
     memory: Memory
     traffic: Traffic
@@ -129,6 +134,8 @@ class Forecast:
     communication: float  # seconds, hidden or exposed
     exposed: float  # seconds of communication that no computation hides
     tokens: int  # per step, over all ranks
+    dense_steps: int  # first steps
+    dense_seconds: float  # of each
 
     @property
     def seconds(self) -> float:
@@ -137,6 +144,11 @@ class Forecast:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    def days(self, steps: int) -> float:
+        """Return the days of a run."""
+        dense = self.dense_steps * self.dense_seconds
+        return (dense + (steps - self.dense_steps) * self.seconds) / 86_400
 
     @property
     def exposed_fraction(self) -> float:
@@ -148,17 +160,33 @@ def forecast(
 ) -> Forecast:
     """Return memory, traffic and time of one optimizer step."""
     sent = traffic(model, zero, batch, ranks)
-    work = batch.tokens * flops_with_recomputation(model, batch.checkpointing)
-    micro = work / (hardware.flops * hardware.mfu)
-    total, exposed = communication_seconds(sent, zero, batch, hardware, ranks, micro)
+
+    def times(kind: str) -> tuple[float, float, float]:
+        """Return the seconds of computation, of communication, and of what it exposes."""
+        micro = micro_batch_seconds(model, batch, hardware, kind)
+        communication = communication_seconds(sent, zero, batch, hardware, ranks, micro)
+        return micro * batch.accumulation, *communication
+
+    compute, total, exposed = times(model.config.attention.kind)
+    dense_compute, _, dense_exposed = times("dense")
     return Forecast(
         memory=memory(model, zero, batch, ranks),
         traffic=sent,
-        compute=micro * batch.accumulation,
+        compute=compute,
         communication=total,
         exposed=exposed,
         tokens=batch.tokens * batch.accumulation * ranks,
+        dense_steps=model.dense_steps,
+        dense_seconds=dense_compute + dense_exposed,
     )
+
+
+def micro_batch_seconds(model: Model, batch: BatchShape, hardware: Hardware, kind: str) -> float:
+    """Return the seconds of computation of a micro-batch: the GPU's or the host's, the longer."""
+    gpu = batch.tokens * flops_with_recomputation(model, batch.checkpointing, kind) / hardware.flops
+    if hardware.mfu is not None:
+        return gpu / hardware.mfu
+    return max(gpu / MFU[kind], HOST_SECONDS[kind] * model.config.layers * _passes(batch))
 
 
 def communication_seconds(

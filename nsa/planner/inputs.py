@@ -20,6 +20,7 @@ class Model:
     seq_len: int  # FLOPs per token are averaged over this many positions
     weight_bytes: int = 2  # 2: bf16 or fp16; 4: fp32
     teacher: ModelConfig | None = None  # frozen, on every GPU, without optimizer state
+    dense_steps: int = 0  # first steps, in which sparse attention reads all keys
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -83,12 +84,11 @@ class Model:
         gates = len(self.branches) * self.config.heads
         return query + gates + self.kv_sets * (key + value) + output
 
-    @cached_property
-    def flops(self) -> dict[str, float]:
-        """FLOPs per token of a training "step", and of the forward pass of all "layers" in it."""
+    def flops(self, kind: str) -> dict[str, float]:
+        """FLOPs per token of a "step", and of the forward pass of all "layers", by attention."""
         from nsa.model.count import flops_per_token
 
-        step = flops_per_token(self.config, self.seq_len)
+        step = flops_per_token(self.config, self.seq_len, dense_equivalent=kind == "dense")
         layers = (step - 6 * self.embedding) / 3
         if self.teacher is not None:  # its forward pass, and the head's three products again
             step += flops_per_token(self.teacher, self.seq_len) / 3 + 6 * self.embedding

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from nsa.bench import compile_gate
+from nsa.bench import compile_check
 from nsa.bench.__main__ import main
 from nsa.bench.schedule import SELECTIONS, program_costs, selections, simulated_time
 from nsa.ops.triton.configs import Config, choosing_for, override_choices
@@ -147,8 +147,10 @@ def recorded(batch: int, seq_len: int, spec: NSASpec) -> list[Launch]:
 
 def test_the_command_estimates_both_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without compiling: the interpreter's kernels cannot be compiled."""
-    monkeypatch.setattr(compile_gate, "compile_variant", lambda _: SimpleNamespace(blocks_per_sm=2))
-    monkeypatch.setattr(compile_gate.Variant, "of", lambda *_: None)
+    monkeypatch.setattr(
+        compile_check, "compile_variant", lambda _: SimpleNamespace(blocks_per_sm=2)
+    )
+    monkeypatch.setattr(compile_check.Variant, "of", lambda *_: None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     out = tmp_path / "schedule.json"
     main(["schedule", "--micro-batch=1", "--seq-len=256", f"--out={out}", "--json"])
@@ -168,8 +170,8 @@ def test_loops_add_a_time_by_each_kernels_best_loop(
     """A loop of which tensor instructions take a third of the bound takes three times as long."""
     loops = [SimpleNamespace(tensor_share=share) for share in (0.0, 1 / 3, 0.25)]
     stats = SimpleNamespace(blocks_per_sm=2, loops=loops)
-    monkeypatch.setattr(compile_gate, "compile_variant", lambda _, count_loops=False: stats)
-    monkeypatch.setattr(compile_gate.Variant, "of", lambda *_: None)
+    monkeypatch.setattr(compile_check, "compile_variant", lambda _, count_loops=False: stats)
+    monkeypatch.setattr(compile_check.Variant, "of", lambda *_: None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     out = tmp_path / "schedule.json"
     main(["schedule", "--micro-batch=1", "--seq-len=2048", f"--out={out}", "--json", "--loops"])

@@ -4,8 +4,9 @@ import numpy as np
 import psutil
 import pytest
 
+from nsa.gpus import peak_flops
 from nsa.monitor.memory import memory_gb
-from nsa.monitor.throughput import Throughput, peak_flops
+from nsa.monitor.throughput import Throughput
 
 
 class Clock:

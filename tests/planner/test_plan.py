@@ -17,6 +17,8 @@ import pytest
 from nsa import cli
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
+from nsa.gpus import GPUS
+from nsa.monitor.csv_files import read_metrics
 from nsa.planner.command import DEVICES
 from nsa.planner.forecast import (
     Hardware,
@@ -132,6 +134,41 @@ def test_throttled_steps_are_within_15_percent_of_measured_steps() -> None:
     assert max(all_errors) < 0.30
 
 
+def test_the_plan_of_the_recipe_is_within_2_percent_of_its_run_on_an_h100() -> None:
+    """Memory, and tokens/s of dense and of sparse steps, without the first ones, which compile."""
+    rows = read_metrics(ROOT / "docs/benchmarks/gpu/recipe-zero1-metrics.csv")
+    code, output, _ = plan("--gpus=1", "--device=h100")
+    planned = {line[:20].strip(): line[20:].split() for line in output.splitlines()}
+    assert code == 0
+    for name, steps in (("tokens/s, dense", range(20, 101)), ("tokens/s", range(120, 201))):
+        measured = statistics.median(row["tokens_per_s"] for row in rows if row["step"] in steps)
+        rate = float(planned[name][0].replace(",", ""))
+        assert rate == pytest.approx(measured, rel=0.02)
+    assert float(planned["total of tensors"][0]) == pytest.approx(rows[-1]["memory_gb"], rel=0.02)
+
+
+def test_a_micro_batch_of_few_tokens_takes_as_long_as_the_host_starts_its_kernels() -> None:
+    """As a training step without DeepSpeed took; `--mfu` states what is reached in all."""
+    file = ROOT / "docs/benchmarks/gpu/step-nsa.json"
+    measured = json.loads(file.read_text())["rows"][0]["implementations"]["nsa"]["tokens_per_s"]
+    flags = "--gpus=1", "--device=h100", "--set=train.micro_batch=8", "--set=train.accumulation=1"
+    _, output, _ = plan(*flags, "--json")
+    assert json.loads(output)["plans"][0]["tokens_per_second"] == pytest.approx(measured, rel=0.05)
+    assert "TFLOP/s, limited by the host that starts kernels" in plan(*flags)[1]
+    assert "limited by the host" not in plan(*flags, "--mfu=0.3")[1]
+
+
+def test_the_days_of_a_run_count_its_dense_steps() -> None:
+    model, zero, batch = m7c("zero1_pcie", micro_batch=32)
+    for hardware in (A100, replace(A100, mfu=None)):
+        step = forecast(replace(model, dense_steps=300), zero, batch, hardware, 2)
+        assert step.dense_seconds < step.seconds
+        days = (300 * step.dense_seconds + 700 * step.seconds) / 86_400
+        assert step.days(1_000) == pytest.approx(days)
+    assert "  in the first 25,000 steps\n" in plan()[1]
+    assert "tokens/s, dense" not in plan("--set=train.dense_steps=0")[1]
+
+
 def test_traffic_scales_with_ranks_like_a_ring() -> None:
     model, zero, batch = m7c("zero1_pcie")
     assert traffic(model, zero, batch, 1).bytes_per_step == 0
@@ -244,7 +281,10 @@ def test_the_command_plans_the_given_recipe_and_profile() -> None:
     assert hardware == (
         "assumed: 2 GPUs (--gpus), a100 (312 TFLOP/s, 80 GB) (--device), pcie4 (24 GB/s) (--link)"
     )
-    assert speed.startswith("assumed: 25% of the peak (--mfu), gaps between kernels included")
+    assert speed.startswith(
+        "29.7% of the peak, 33% in dense steps (--mfu): measured with M7C on an H100, an estimate "
+        "elsewhere; gaps between kernels included"
+    )
     assert "; micro-batch 2 × 2,048 tokens, accumulation 8, checkpointing " in output
     _, demo, _ = plan("--profile", "demo")
     assert "micro-batch 2 × 512 tokens, accumulation 1, " in demo
@@ -350,7 +390,7 @@ def test_each_card_brings_its_peak_memory_and_usual_link_and_m7c_fits(device: st
     tree = json.loads(output)
     assert tree["plans"][0]["fits"]
     assumed = tree["assumptions"][0]
-    _, memory, link = DEVICES[device]
-    assert f"{memory} GB) (--device), {link} (" in assumed
+    name, link = DEVICES[device]
+    assert f"{GPUS[name].memory} GB) (--device), {link} (" in assumed
     assert ("host" in link) == (device in ("rtx4090", "rtx5090"))  # no access to each other
     assert "pcie3 (12 GB/s)" in plan(f"--device={device}", "--link=pcie3")[1]

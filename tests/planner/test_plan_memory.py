@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,6 @@ from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.model import LanguageModel
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ModelConfig
-from nsa.ops import cross_entropy
-from nsa.ops.triton.configs import ONE_TILE, one_tile
-from nsa.planner import activations as planned
 from nsa.planner.activations import activations
 from nsa.planner.forecast import traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
@@ -59,15 +55,6 @@ def setting(name: str) -> tuple[Model, Zero, BatchShape]:
     zero = zero_of(ROOT / f"ds_configs/{file}.json", config, 2)
     zero = replace(zero, bucket=BUCKET if zero.bucket else 0, prefetch=BUCKET)
     return model_of(config), zero, batch_of(config)
-
-
-def test_the_planners_copies_of_kernel_limits_are_equal() -> None:
-    for bytes_per_element, most in planned.ONE_TILE_KEYS.items():
-        for keys, head in itertools.product((most, most + 1), (planned.ONE_TILE_HEAD, 65)):
-            fits = keys <= most and head <= planned.ONE_TILE_HEAD
-            assert (one_tile(keys, head, bytes_per_element) is not None) is fits
-    assert planned.ONE_TILE_KEYS.keys() == ONE_TILE.keys()
-    assert planned.SOFTMAX_LOGITS == cross_entropy.SOFTMAX_LOGITS
 
 
 @pytest.fixture(scope="module")

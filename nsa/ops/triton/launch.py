@@ -1,6 +1,6 @@
 """Kernel launches: run one, or only record it.
 
-Under `recording` the real launchers run on `meta` tensors, so the compile gate compiles what a GPU
+Under `recording` the real launchers run on `meta` tensors, so the compile check compiles what a GPU
 would run.
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench import compile_gate, kernel_launches
+from nsa.bench import compile_check, kernel_launches
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
 from nsa.ops.triton.configs import chip_of
 from nsa.ops.triton.launch import Launch, recording
@@ -68,14 +68,14 @@ def compiled(request: pytest.FixtureRequest) -> None:
 def compile_all(launches: Iterable[tuple[kernel_launches.Case, Launch]]) -> None:
     """Compile into Triton's cache for this GPU."""
     chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    if chip in compile_gate.CHIPS:
-        compile_gate.check(
+    if chip in compile_check.CHIPS:
+        compile_check.check(
             [(call, launch, chip) for call, launch in launches], jobs=min(os.cpu_count() or 1, 16)
         )
 
 
 def calls_of(case: Case, dtype: torch.dtype) -> list[kernel_launches.Case]:
-    """A case's calls, as the ahead-of-time gate names them."""
+    """A case's calls, as the compile check names them."""
     heads, sizes = (case.heads, case.kv_heads), (case.key_dim, case.value_dim)
     name = next(name for name, known in kernel_launches.DTYPES.items() if known == dtype)
     packed = case.offsets is not None

@@ -1,4 +1,4 @@
-"""Run the compile gate on toy kernels and on some real ones, and write the results as JSON.
+"""Run the compile check on toy kernels and on some real ones, and write the results as JSON.
 
 A separate program because the tests' process uses Triton's interpreter.
 """
@@ -6,10 +6,12 @@ A separate program because the tests' process uses Triton's interpreter.
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import pkgutil
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +23,9 @@ import triton
 from triton.compiler import CompiledKernel
 
 import nsa.ops.triton
-from nsa.bench import compile_gate, kernel_launches
+from nsa.bench import compile_check, kernel_launches
 from nsa.bench.__main__ import main as bench
-from nsa.bench.compile_gate import CHIPS, Variant
+from nsa.bench.compile_check import CHIPS, Variant
 from nsa.bench.kernel_launches import OPERATIONS, SUBSET, Case, record_launches
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import launch, recording
@@ -33,7 +35,7 @@ CASE = Case("toy", 1, 1, 64, 64, 1000, "bf16", False)
 
 
 def main() -> None:
-    """Write the gate's results by name."""
+    """Write the check's results by name."""
     single = torch.float32
     plain = partial(toys.attention, Config(64, 64, 4, 2))
     crowded = partial(toys.attention, Config(64, 64, 1, 1))
@@ -54,7 +56,7 @@ def main() -> None:
         "sample": sample(),
         "overwritten": check(toys.overwritten, chips=("sm_80", "sm_90")),
         "assembler": [int(x) for x in triton.knobs.nvidia.ptxas.version.split(".")],
-        "signatures": {"gate": from_the_gate(), "launch": from_a_launch()},
+        "signatures": {"check": from_the_check(), "launch": from_a_launch()},
         "found in the cache": found_in_the_cache(),
         "real": one_launch_of_each_kernel(),
         "kernels": kernels(),
@@ -73,20 +75,20 @@ def main() -> None:
 def check(
     *starts: Callable[[], None], case: Case = CASE, chips: tuple[str, ...] = ("sm_80",)
 ) -> dict[str, Any]:
-    """Run the gate on these launches."""
+    """Run the compile check on these launches."""
     with recording() as launches:
         for start in starts:
             start()
-    return gate([(case, launch) for launch in launches], chips)
+    return check_launches([(case, launch) for launch in launches], chips)
 
 
-def gate(
+def check_launches(
     launches: list[tuple[Case, Any]],
     chips: tuple[str, ...],
-    max_spilled: int = compile_gate.MAX_SPILLED,
+    max_spilled: int = compile_check.MAX_SPILLED,
 ) -> dict[str, Any]:
     for_chips = [(*one, chip) for one in launches for chip in chips]
-    rows, failures = compile_gate.check(for_chips, max_spilled=max_spilled)
+    rows, failures = compile_check.check(for_chips, max_spilled=max_spilled)
     return {"rows": rows, "failures": failures}
 
 
@@ -113,7 +115,7 @@ def sample() -> dict[str, Any]:
         for chip in ("sm_86", "sm_120", "gfx942")
         for recorded in record_launches(case, 1, chip)
     ]
-    rows, failures = compile_gate.check(for_chips, max_spilled=compile_gate.MAX_SPILLED_FIRST)
+    rows, failures = compile_check.check(for_chips, max_spilled=compile_check.MAX_SPILLED_FIRST)
     return {"rows": rows, "failures": failures}
 
 
@@ -123,11 +125,11 @@ def one_launch_of_each_kernel() -> dict[str, Any]:
     for case in kernel_launches.cases(False, OPERATIONS):
         for recorded in record_launches(case, 1):
             launches.setdefault(recorded.kernel.fn.__name__, (case, recorded))
-    return gate([*launches.values()], ("sm_80",), compile_gate.MAX_SPILLED_FIRST)
+    return check_launches([*launches.values()], ("sm_80",), compile_check.MAX_SPILLED_FIRST)
 
 
 def kernels() -> dict[str, list[str]]:
-    """The library's kernels, and those that the gate's cases launch."""
+    """The library's kernels, and those that the check's cases launch."""
     modules = [
         importlib.import_module(f"nsa.ops.triton.{module.name}")
         for module in pkgutil.iter_modules(nsa.ops.triton.__path__)
@@ -135,7 +137,7 @@ def kernels() -> dict[str, list[str]]:
     library = {x.fn.__name__ for m in modules for x in vars(m).values() if is_kernel(x)}
     cases = kernel_launches.cases(False, OPERATIONS)
     launched = {x.kernel.fn.__name__ for case in cases for x in record_launches(case)}
-    return {"library": sorted(library), "gate": sorted(launched)}
+    return {"library": sorted(library), "check": sorted(launched)}
 
 
 def is_kernel(x: object) -> bool:
@@ -159,23 +161,27 @@ def recompiled() -> list[str]:
 
 
 def refusal(*flags: str) -> str:
-    try:
-        bench(["aot", *flags])
-    except ValueError as error:
-        return str(error)
+    """The error of a call, which argparse prints and `run` raises."""
+    with redirect_stderr(io.StringIO()) as printed:
+        try:
+            bench(["aot", *flags])
+        except ValueError as error:
+            return str(error)
+        except SystemExit:
+            return printed.getvalue()
     return ""
 
 
 def variant_of_all() -> Variant:
-    """The gate's variant of a launch with `meta` tensors."""
+    """The check's variant of a launch with `meta` tensors."""
     with recording() as launches:
         arguments = toys.every_kind_of_argument("meta")
         launch(toys.take_all, (1,), arguments, {"WIDTH": 32}, Config(1, 1, 4, 2))
     return Variant.of(launches[0], "sm_80")
 
 
-def from_the_gate() -> list[str]:
-    """What the gate passes to Triton for it."""
+def from_the_check() -> list[str]:
+    """What the check passes to Triton for it."""
     source = variant_of_all().source()
     return [repr(x) for x in (source.signature, source.constants, source.attrs)]
 
@@ -189,8 +195,8 @@ class Device:
 
 
 def found_in_the_cache() -> list[bool]:
-    """Whether a launch hits the cache: one that the gate compiled, and another."""
-    compile_gate.compile_variant(variant_of_all())
+    """Whether a launch hits the cache: one that the check compiled, and another."""
+    compile_check.compile_variant(variant_of_all())
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda **facts: hits.append(facts["cache_hit"])
     triton.runtime.driver.set_active(Device())

@@ -1,4 +1,4 @@
-"""Compile gate: compile kernel launches for several chips without a GPU, and check limits.
+"""Compile check: compile kernel launches for several chips without a GPU, and check limits.
 
 Limits on shared memory, spilled registers and use of tensor cores are checked in each binary.
 """
