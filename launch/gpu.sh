@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU, in three groups of at most ten minutes:
-#   1  correct, and where the time goes: GPU tests, a profiled step, training steps, tile sizes
-#   2  against dense attention and peers: whole attention, training, compiled, kernels, decoding
-#   3  end to end: the recipe under DeepSpeed with ZeRO-1 (killed and resumed) and ZeRO-2;
-#      Nsight Compute
+# Run everything that needs a GPU, in three groups of at most ten minutes, the least measured first:
+#   1  against peers: other NSA kernels, decoding, whole attention, functions, Nsight Compute
+#   2  correct and tuned: the kernel check, GPU tests, tile sizes
+#   3  end to end: the recipe under DeepSpeed with ZeRO-1 (killed and resumed) and ZeRO-2, compiled
+#      blocks, FlexAttention, training
 #   bash launch/gpu.sh [--group 1|2|3] [--stage NAME] [--limit SECONDS] [--out DIR]
 #       [--wheels DIR] [--peers DIR] [--rehearse] [--dry-run]
 #   bash launch/gpu.sh --stage learn [--limit 3600] [--set attention.KEY=VALUE]
@@ -12,7 +12,9 @@
 # case by case, as JSON, in --out (docs/benchmarks/gpu, or runs/gpu-rehearsal with --rehearse). A
 # group ends with one archive of them, --out/group-N.tar.gz, which also holds the tuned tile sizes
 # (cache/). Copy that cache/ into a new --out and later groups use them.
-#   --stage NAME         run one stage; repeatable. Two stages run only by name:
+#   --stage NAME         run one stage; repeatable. Some run only by name:
+#                          profile traces two steps of M7C;
+#                          step-nsa, step-dense and each with -reentrant: a step in its own process;
 #                          sanitizer checks every memory access, which takes minutes;
 #                          learn trains M7C on the files of torch as the recipe does, with NSA and with
 #                          dense attention in all steps, five seeds, and tests the differences. It
@@ -29,18 +31,20 @@
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-# Kernels are compiled first, on all CPU cores. A group's limits add up to nine minutes.
+# Where Triton's cache is empty, compiling takes most of the time: `aot` and `aot-tune` compile on all
+# CPU cores what later stages launch. A group's limits add up to at most nine and a half minutes.
 declare -A groups=(
     [0]="" # the stages of --stage
-    [1]="aot doctor tests tests-bench profile step-nsa step-nsa-reentrant step-dense step-dense-reentrant tune"
-    [2]="module peers train train-compiled kernels flex decode"
-    [3]="recipe-zero1 recipe-zero2 ncu"
+    [1]="aot peers decode module ncu kernels"
+    [2]="doctor tests tests-bench aot-tune tune"
+    [3]="aot recipe-zero1 train-compiled flex recipe-zero2 train"
 )
+by_name="profile step-nsa step-nsa-reentrant step-dense step-dense-reentrant sanitizer learn"
 declare -A limits=(
-    [aot]=70 [doctor]=20 [tests]=120 [tests-bench]=45 [profile]=60 [step-nsa]=40 [step-nsa-reentrant]=40
-    [step-dense]=30 [step-dense-reentrant]=30 [tune]=85
-    [module]=120 [peers]=110 [train]=60 [train-compiled]=90 [kernels]=40 [flex]=80 [decode]=40
-    [recipe-zero1]=230 [recipe-zero2]=150 [ncu]=160
+    [aot]=80 [peers]=115 [decode]=60 [module]=135 [ncu]=120 [kernels]=50
+    [doctor]=110 [tests]=180 [tests-bench]=45 [aot-tune]=80 [tune]=150
+    [recipe-zero1]=190 [train-compiled]=85 [flex]=60 [recipe-zero2]=95 [train]=50
+    [profile]=60 [step-nsa]=60 [step-nsa-reentrant]=60 [step-dense]=30 [step-dense-reentrant]=30
     [sanitizer]=540 [learn]=570
 )
 say() { printf 'gpu: %s\n' "$*"; }
@@ -77,7 +81,7 @@ for number in "${group_numbers[@]}"; do
 done
 for stage in "${named_stages[@]}"; do
     [ -n "${limits[$stage]-}" ] ||
-        die "--stage $stage: choose from ${groups[1]} ${groups[2]} ${groups[3]} sanitizer learn"
+        die "--stage $stage: choose from ${groups[1]} ${groups[2]} ${groups[3]} $by_name"
 done
 for folder in "$wheels" "$peers"; do
     [ -d "${folder:-/}" ] || die "$folder: no such folder"
@@ -152,8 +156,8 @@ bench() {
     [ -z "$rehearse" ] || command+=(--device cpu --seconds 0.01 --rounds 2)
 }
 recipe() {
-    local size=(--steps 200) zero=$3
-    [ "$zero" != zero1 ] || size+=(--kill-at 75)
+    local size=(--steps 100) zero=$3
+    [ "$zero" != zero1 ] || size=(--steps 200 --kill-at 75)
     if [ -n "$rehearse" ]; then
         size=(--profile demo --steps 4 --save-every 2)
         [ "$zero" != zero1 ] || size+=(--kill-at 2)
@@ -179,17 +183,18 @@ command_of() {
         case $1 in
         tests)
             command+=(tests/ops/triton "--deselect=$sanitizer")
-            # Most of the time is compiling.
-            [ -n "$rehearse" ] || ! has xdist || command+=(-n 8)
+            # A file's kernels are compiled once, on all CPU cores; other files meanwhile run.
+            [ -n "$rehearse" ] || ! has xdist || command+=(-n 3 --dist loadfile)
             ;;
         tests-bench) command+=(tests/bench/test_{gpu_benches,timing,baselines,profile}.py) ;;
         sanitizer) command+=("$sanitizer") ;;
         esac
         ;;
-    aot)
+    aot | aot-tune)
         size=(--benchmarks)
+        [ "$1" = aot ] || size=(--tune)
         [ -z "$rehearse" ] || size=(--operation window_attention --jobs 1)
-        command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/aot.json" "${size[@]}")
+        command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/$1.json" "${size[@]}")
         ;;
     doctor) command=("$python" -m nsa.model.kernel_check) ;;
     profile | ncu)

@@ -15,7 +15,7 @@ from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 from nsa.atomic_io import row_json
-from nsa.bench.kernel_launches import OPERATIONS, all_launches
+from nsa.bench.kernel_launches import MAX_CANDIDATES, OPERATIONS, cases, record_launches
 from nsa.bench.loops import KINDS, PIPES, RATES
 from nsa.bench.options import SHAPES
 from nsa.bench.results import Report, print_table
@@ -27,15 +27,17 @@ from nsa.validation import words_of
 def add_flags(parser: argparse.ArgumentParser) -> None:
     about = f"chips ({','.join(CHIPS)}; with --loops {','.join(RATES)})"
     parser.add_argument("--arch", type=words_of(*dict.fromkeys((*CHIPS, *AMD))), help=about)
-    cases = parser.add_mutually_exclusive_group()
-    cases.add_argument("--full", action="store_true", help="every dtype, size and candidate config")
-    cases.add_argument(
-        "--benchmarks",
-        action="store_true",
-        help="what the GPU benchmarks launch, every candidate: fills Triton's cache for them",
-    )
+    which = parser.add_mutually_exclusive_group()
+    for kind, about in (
+        ("full", "every dtype, size and candidate config"),
+        ("benchmarks", "what the GPU benchmarks launch: fills Triton's cache for them"),
+        ("tune", "every candidate that `tune` times: fills Triton's cache for it"),
+    ):
+        which.add_argument(
+            f"--{kind}", dest="kind", action="store_const", const=kind, default="first", help=about
+        )
     about = "what each innermost loop is bound by, from its machine code, for M7C in bf16"
-    cases.add_argument("--loops", action="store_true", help=about)
+    which.add_argument("--loops", action="store_true", help=about)
     for flag, known in (("--operation", OPERATIONS), ("--dtype", DTYPES)):
         parser.add_argument(flag, type=words_of(*known), default=[*known], help="(all)")
     # Each imports PyTorch, and a container may report more CPU cores than it may use.
@@ -55,11 +57,18 @@ def run(report: Report) -> dict[str, Any]:
     chips = flags.arch or [*(RATES if flags.loops else CHIPS)]
     if flags.loops and not RATES.keys() >= set(chips):
         raise ValueError(f"--arch {','.join(chips)}: --loops has rates of {', '.join(RATES)} alone")
-    launches = all_launches(chips, flags.operation, flags.dtype, flags.full, flags.benchmarks)
+    candidates = MAX_CANDIDATES if flags.kind in ("full", "tune") else 1
+    launches = (
+        (case, launch, chip)
+        for case in cases(flags.kind, flags.operation)
+        if case.dtype in flags.dtype
+        for chip in chips
+        for launch in record_launches(case, candidates, chip)
+    )
     if flags.loops:
         heads = SHAPES["m7c"].heads
         launches = (x for x in launches if x[0].heads == heads and not x[0].packed)
-    first = not (flags.full or flags.benchmarks)
+    first = flags.kind == "first"
     spilled = compile_check.MAX_SPILLED_FIRST if first else compile_check.MAX_SPILLED
     with redirect_stdout(sys.stderr) if flags.json else nullcontext():
         rows, failures = compile_check.check(launches, flags.jobs, spilled, flags.loops)

@@ -6,7 +6,7 @@ what is compiled and checked is what runs on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -248,26 +248,31 @@ SPECIAL = [
 ]
 # The GPU benchmarks; beyond 8k tokens nothing more is compiled.
 BENCHMARKS = [
-    ((shape.heads, shape.kv_heads, shape.key, shape.value, length), spec)
-    for shape in SHAPES.values()
-    for length in (1024, 2048, 4096, 8192)
+    ((*SHAPES[name].sizes, length), spec)
+    for name in ("m7c", "64x4x128")
+    for length in (SHORT, 8192)
     for spec in (PAPER, DISJOINT)
 ]
+TUNED = ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
+TUNED += ("nsa_attention", "decode_attention")
 
 
-def cases(full: bool, operations: Iterable[str], benchmarks: bool = False) -> list[Case]:
-    """Return two representative shapes' cases; with `full` all, or the benchmarks'."""
+def cases(kind: str, operations: Iterable[str]) -> list[Case]:
+    """Return the cases of a flag of `python -m nsa.bench aot`; `first`: of two shapes."""
     wanted = [(shape, "bf16", PAPER) for shape in SUBSET]
-    if full:
+    if kind == "full":
         wanted = [(shape, dtype, PAPER) for shape in FULL for dtype in DTYPES]
         wanted += [(shape, "bf16", spec) for shape, spec in SPECIAL]
-    elif benchmarks:
+    elif kind == "benchmarks":
         wanted = [(shape, "bf16", spec) for shape, spec in BENCHMARKS]
+    elif kind == "tune":
+        wanted = [(shape, "bf16", spec) for shape, spec in BENCHMARKS if spec == PAPER]
+        operations = [name for name in operations if name in TUNED]
     return [
         Case(operation, *shape, dtype, packed, spec)
         for operation in operations
         for shape, dtype, spec in wanted
-        for packed in ((False,) if benchmarks else (False, True))
+        for packed in ((False,) if kind in ("benchmarks", "tune") else (False, True))
     ]
 
 
@@ -285,21 +290,3 @@ def record_launches(
             OPERATIONS[case.operation](case)
         launches += recorded
     return launches
-
-
-def all_launches(
-    chips: Sequence[str],
-    operations: Sequence[str],
-    dtypes: Sequence[str],
-    full: bool,
-    benchmarks: bool,
-) -> Iterator[tuple[Case, Launch, str]]:
-    """Return every launch that the flags of `python -m nsa.bench aot` name."""
-    candidates = MAX_CANDIDATES if full or benchmarks else 1
-    return (
-        (case, launch, chip)
-        for case in cases(full, operations, benchmarks)
-        if case.dtype in dtypes
-        for chip in chips
-        for launch in record_launches(case, candidates, chip)
-    )

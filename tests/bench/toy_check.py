@@ -122,7 +122,7 @@ def sample() -> dict[str, Any]:
 def one_launch_of_each_kernel() -> dict[str, Any]:
     """On an A100, with M7C's shape where that launches it."""
     launches: dict[str, tuple[Case, Any]] = {}
-    for case in kernel_launches.cases(False, OPERATIONS):
+    for case in kernel_launches.cases("first", OPERATIONS):
         for recorded in record_launches(case, 1):
             launches.setdefault(recorded.kernel.fn.__name__, (case, recorded))
     return check_launches([*launches.values()], ("sm_80",), compile_check.MAX_SPILLED_FIRST)
@@ -135,7 +135,7 @@ def kernels() -> dict[str, list[str]]:
         for module in pkgutil.iter_modules(nsa.ops.triton.__path__)
     ]
     library = {x.fn.__name__ for m in modules for x in vars(m).values() if is_kernel(x)}
-    cases = kernel_launches.cases(False, OPERATIONS)
+    cases = kernel_launches.cases("first", OPERATIONS)
     launched = {x.kernel.fn.__name__ for case in cases for x in record_launches(case)}
     return {"library": sorted(library), "check": sorted(launched)}
 

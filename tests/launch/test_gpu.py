@@ -38,11 +38,11 @@ def gpu_sh(
 
 
 GROUPS = {
-    "1": ["aot", "nsa.model.kernel_check", "pytest", "pytest", "profile", *["train"] * 4, "tune"],
-    "2": ["module", "module", "train", "train", "kernels", "module", "decode"],
-    "3": ["recipe", "recipe", "profile"],
+    "1": ["aot", "module", "decode", "module", "profile", "kernels"],
+    "2": ["nsa.model.kernel_check", "pytest", "pytest", "aot", "tune"],
+    "3": ["aot", "recipe", "train", "module", "recipe", "train"],
 }
-
+STEPS = [f"step-{kind}{mode}" for kind in ("nsa", "dense") for mode in ("", "-reentrant")]
 
 LIMIT = r"(?<!limits)\[([a-z0-9-]+)\]=(\d+)"  # not the limits[...] of a rehearsal
 
@@ -67,19 +67,36 @@ def test_the_script_only_runs_benchmarks_and_flags_that_exist(tmp_path: Path) ->
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_takes_at_most_ten_minutes(group: str) -> None:
-    """The limits of its stages, with five seconds to end each, and ten to start and archive."""
+    """Nine and a half for its stages; with five seconds to end each, ten to start and archive."""
     script = (ROOT / "launch/gpu.sh").read_text()
     limits = {name: int(value) for name, value in re.findall(LIMIT, script)}
     (stages,) = re.findall(rf'\[{group}\]="([^"]+)"', script)
     assert len(stages.split()) == len(commands("--group", group)) == len(GROUPS[group])
+    assert sum(limits[stage] for stage in stages.split()) <= 570
     assert sum(limits[stage] + 5 for stage in stages.split()) <= 590
+
+
+def test_what_a_cold_cache_needs_is_within_the_limits() -> None:
+    """As measured on an H100: the kernel check 80 s, the killed and resumed recipe 145 s."""
+    script = (ROOT / "launch/gpu.sh").read_text()
+    limits = {name: int(value) for name, value in re.findall(LIMIT, script)}
+    assert limits["doctor"] >= 100
+    (recipe,) = commands("--stage", "recipe-zero1")
+    assert float(recipe[recipe.index("--limit") + 1]) >= 150
+    started = [words[0] for words in commands("--stage", "aot-tune", "--stage", "tune")]
+    assert started == ["nsa.bench"] * 2
+    stages = dict(re.findall(r'\[([123])\]="([^"]+)"', script))
+    assert stages["1"].startswith("aot "), "compiles for all that follow"
+    assert stages["3"].startswith("aot ")
+    assert "aot-tune tune" in stages["2"]
 
 
 def test_m7c_is_measured_first_and_each_training_step_in_its_own_process() -> None:
     for words in commands():
         if "--shapes" in words:
             assert words[words.index("--shapes") + 1].startswith("m7c")
-    steps = [words for words in commands("--group", "1") if "train" in words]
+    steps = commands(*(word for name in STEPS for word in ("--stage", name)))
+    assert all("train" in words for words in steps)
     assert {(words[words.index("--kinds") + 1], "reentrant" in words) for words in steps} == {
         (kind, recompute) for kind in ("nsa", "dense") for recompute in (False, True)
     }
@@ -122,8 +139,7 @@ def test_its_tests_are_all_gpu_tests_and_import_without_training_packages() -> N
     named = [word for stage in ("tests", "tests-bench") for word in ("--stage", stage)]
     *tests, sanitizer = commands(*named, "--stage", "sanitizer")
     words = [*tests[0], *tests[1][1:]]
-    words.remove("-n")
-    words.remove("8")
+    words = [word for word in words if word not in ("-n", "3", "--dist", "loadfile")]
     marked = {
         path
         for package in ("ops", "model", "bench")
@@ -207,12 +223,14 @@ def test_a_group_ends_with_one_archive_of_its_results(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with tarfile.open(out / "group-3.tar.gz") as archive:
         names = {name.removeprefix("./") for name in archive.getnames()}
-    results = {"recipe-zero1.json", "recipe-zero2.json", "ncu.json", "gpu.log", "summary-3.txt"}
+    results = {"recipe-zero1.json", "recipe-zero2.json", "train.json", "gpu.log", "summary-3.txt"}
     assert results | {"cache/nsa-m7c/tiles.json"} <= names
     assert sum(name.endswith("tensorboard/x") for name in names) == 2
     assert not any("checkpoints" in name for name in names)
     lines = (out / "summary-3.txt").read_text().splitlines()
-    assert [line.split()[1] for line in lines] == ["recipe-zero1", "recipe-zero2", "ncu"]
+    assert [line.split()[1] for line in lines] == [
+        *("aot", "recipe-zero1", "train-compiled", "flex", "recipe-zero2", "train")
+    ]
     assert all(line.endswith("done") for line in lines)
 
 

@@ -48,6 +48,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs the real sizes")
 
 
+ATTENTION = [x for x in kernel_launches.TUNED if x != "decode_attention"]  # what the tests call
 # float16 has bfloat16's tiles, so that a few cases are enough; each takes compiling.
 IN_EVERY_DTYPE = ("M7C", "M7C, packed", "64/4/128", "64/4/192/128", "head size 256")
 
@@ -81,8 +82,7 @@ def calls_of(case: Case, dtype: torch.dtype) -> list[kernel_launches.Case]:
     packed = case.offsets is not None
     return [
         kernel_launches.Case(operation, *heads, *sizes, case.seq_len, name, packed, case.spec)
-        for operation in kernel_launches.OPERATIONS
-        if operation != "decode_attention"
+        for operation in ATTENTION
     ]
 
 
