@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 from nsa.bench.kernel_launches import Case
 from nsa.bench.loops import Loop, loops
 from nsa.bench.register_hazards import overwritten
+from nsa.ops.triton.configs import AMD
 from nsa.ops.triton.launch import Launch
 
 # Bytes spilled per thread. 24 registers, such as pointers and bounds saved around a loop, cost
@@ -56,29 +57,27 @@ PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 class ChipLimits:
     """A GPU's limits; bytes of shared memory per block and per multiprocessor."""
 
-    capability: int | str  # a compute capability, 90 for 9.0, or AMD's name of the chip
     shared: int
     shared_per_sm: int
     registers_per_sm: int = 65_536
     warps_per_sm: int = 64
     blocks_per_sm: int = 32
     tensor_memory: int = 512  # columns; only sm_100 has any
-    warp_size: int = 32
     shared_reserved: int = 1024  # bytes of each block's, by CUDA
 
 
 # What a consumer or workstation card has: RTX 30, A10 and A6000; RTX 40, L4 and L40S; RTX 50.
 SMALL: dict[str, int] = {"shared": 99 * 1024, "shared_per_sm": 100 * 1024, "warps_per_sm": 48}
-AMD = {"registers_per_sm": 131_072, "warps_per_sm": 32, "warp_size": 64, "shared_reserved": 0}
+ON_AMD = {"registers_per_sm": 131_072, "warps_per_sm": 32, "shared_reserved": 0}
 CHIPS = {
-    "sm_80": ChipLimits(80, 163 * 1024, 164 * 1024),
-    "sm_86": ChipLimits(86, **SMALL, blocks_per_sm=16),
-    "sm_89": ChipLimits(89, **SMALL, blocks_per_sm=24),
-    "sm_90": ChipLimits(90, 227 * 1024, 228 * 1024),
-    "sm_100": ChipLimits(100, 227 * 1024, 228 * 1024),
-    "sm_120": ChipLimits(120, **SMALL, blocks_per_sm=24),
-    "gfx942": ChipLimits("gfx942", 64 * 1024, 64 * 1024, **AMD),
-    "gfx950": ChipLimits("gfx950", 160 * 1024, 160 * 1024, **AMD),
+    "sm_80": ChipLimits(163 * 1024, 164 * 1024),
+    "sm_86": ChipLimits(**SMALL, blocks_per_sm=16),
+    "sm_89": ChipLimits(**SMALL, blocks_per_sm=24),
+    "sm_90": ChipLimits(227 * 1024, 228 * 1024),
+    "sm_100": ChipLimits(227 * 1024, 228 * 1024),
+    "sm_120": ChipLimits(**SMALL, blocks_per_sm=24),
+    "gfx942": ChipLimits(64 * 1024, 64 * 1024, **ON_AMD),
+    "gfx950": ChipLimits(160 * 1024, 160 * 1024, **ON_AMD),
 }
 
 
@@ -136,9 +135,9 @@ class BinaryStats:
     products: int  # matrix products in the source
     plain_products: int  # of these, without tensor cores
     tensor_core: int  # tensor-core instructions
-    asynchronous: int  # of these, wgmma and tcgen05, which need tiles of 64 rows or more
-    overwritten: int  # products whose operand is overwritten while they run
     blocks_per_sm: int
+    asynchronous: int = 0  # of these, wgmma and tcgen05, which need tiles of 64 rows or more
+    overwritten: int = 0  # products whose operand is overwritten while they run
     loops: tuple[Loop, ...] = ()  # the innermost ones, if they are counted
 
 
@@ -151,9 +150,10 @@ def compile_variant(variant: Variant, count_loops: bool = False) -> BinaryStats:
     read_binary = _read_hsaco if "hsaco" in compiled.asm else _read_cubin
     chip, shared, warps = CHIPS[variant.chip], compiled.metadata.shared, compiled.metadata.num_warps
     binary = read_binary(compiled.asm)
+    innermost = loops(_disassembled(compiled.asm["cubin"]), variant.chip) if count_loops else ()
     tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
     registers = max(8, -(-binary["registers"] // 8) * 8)  # they come in units of 8
-    threads = warps * chip.warp_size
+    threads = warps * _target(variant.chip).warp_size
     return BinaryStats(
         **binary,
         threads=threads,
@@ -168,9 +168,7 @@ def compile_variant(variant: Variant, count_loops: bool = False) -> BinaryStats:
             chip.shared_per_sm // max(1, shared + chip.shared_reserved),
             chip.tensor_memory // max(tensor_memory, 1),
         ),
-        loops=tuple(loops(_disassembled(compiled.asm["cubin"]), variant.chip))
-        if count_loops
-        else (),
+        loops=tuple(innermost),
     )
 
 
@@ -180,15 +178,13 @@ def _read_cubin(asm: dict[str, Any]) -> dict[str, int]:
     usage = _tool_output(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert functions, usage
-    hazards = 0
-    if FROM_REGISTERS.search(ptx):
-        hazards = len(overwritten(_disassembled(cubin)))
+    from_registers = FROM_REGISTERS.search(ptx)
     return {
         "registers": max(int(count) for count, _, _ in functions),
         "spilled": max(int(stack) + int(local) for _, stack, local in functions),
         "tensor_core": len(TENSOR_CORE.findall(ptx)),
         "asynchronous": len(ASYNCHRONOUS.findall(ptx)),
-        "overwritten": hazards,
+        "overwritten": len(overwritten(_disassembled(cubin))) if from_registers else 0,
     }
 
 
@@ -199,13 +195,8 @@ def _read_hsaco(asm: dict[str, Any]) -> dict[str, int]:
         max(map(int, re.findall(rf"^\s*\.{name}:\s*(\d+)", text, re.MULTILINE)))
         for name in ("vgpr_count", "private_segment_fixed_size")
     )
-    return {
-        "registers": registers,
-        "spilled": spilled,
-        "tensor_core": len(MATRIX_CORE.findall(text)),
-        "asynchronous": 0,
-        "overwritten": 0,
-    }
+    products = len(MATRIX_CORE.findall(text))
+    return {"registers": registers, "spilled": spilled, "tensor_core": products}
 
 
 def _disassembled(cubin: bytes) -> str:
@@ -237,8 +228,9 @@ def _as_if_on(chip: str) -> Iterator[None]:
 
 
 def _target(chip: str) -> GPUTarget:
-    name = CHIPS[chip].capability
-    return GPUTarget("hip" if isinstance(name, str) else "cuda", name, CHIPS[chip].warp_size)
+    if chip in AMD:
+        return GPUTarget("hip", chip, 64)
+    return GPUTarget("cuda", int(chip.removeprefix("sm_")), 32)
 
 
 def check(

@@ -26,7 +26,7 @@ from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from nsa.validation import words_of
 
 TIMES = ("gradients_ms", "step_ms", "loop_ms")
-FIGURES = (*TIMES, "peak_bytes", "tokens_per_s", "mfu", "mfu_as_if_dense")
+FIGURES = (*TIMES, "peak_bytes", "tokens_per_s", "mfu")
 LOOP = 4  # steps in a row, after which the host waits for the device
 
 
@@ -111,9 +111,8 @@ def _case(seq_len: int, report: Report) -> None:
             result["peak_bytes"] = peak_bytes(steps[kind], steppers[kind].held(), device)
             result["loop_ms"] = _loop_ms(steps[kind], device)
             result["tokens_per_s"] = batch * seq_len / result["loop_ms"] * 1e3
-            for name, dense in (("mfu", False), ("mfu_as_if_dense", True)):
-                flops = flops_per_token(configs[kind], seq_len, dense_equivalent=dense)
-                result[name] = ratio(result["tokens_per_s"] * flops, peak)
+            flops = flops_per_token(configs[kind], seq_len)
+            result["mfu"] = ratio(result["tokens_per_s"] * flops, peak)
     over = {}
     if set(ATTENTION_KINDS) <= results.keys():
         over = {
