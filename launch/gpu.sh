@@ -140,8 +140,7 @@ fi
 
 arch=sm_90
 if [ -n "$rehearse" ]; then
-    # Minutes on a busy CPU.
-    limits[aot]=400 limits[aot-tune]=400 limits[train-compiled]=400 limits[recipe-zero1]=400
+    for stage in "${!limits[@]}"; do limits[$stage]=400; done # minutes on a busy CPU
     export DS_ACCELERATOR=cpu
 elif [ -z "$dry" ]; then
     # The chip whose tile sizes this GPU uses: sm_86 on an sm_87.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -37,7 +36,8 @@ LIBRARIES = {
     "flash-sparse-attention": ("fsa.ops", "flash-sparse-attention"),
 }
 SHARED_KV_NOTE = "keys and values shared by its branches; mean pooling included"
-OUR_WINDOW_NOTE = "; flash-attn is missing, so its window is nsa.ops.window_attention"
+# They call flash-attn for their window; so does ours where that is faster (nsa bench tune).
+OUR_WINDOW_NOTE = "; its window is nsa.ops.window_attention"
 # fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
 FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
 
@@ -161,11 +161,10 @@ def load(name: str) -> ModuleType:
 
 
 def fla(inputs: Inputs, shape: Shape, *, window: bool) -> Implementation:
-    """Return fla's NSA with mean pooling; its window needs flash-attn, else ours replaces it."""
+    """Return fla's NSA with mean pooling, with or without our window."""
     if shape.group < 16 or shape.group & (shape.group - 1):
         raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {shape.group}")
     parallel_nsa, spec = load("fla").parallel_nsa, FLA_SPEC
-    fla_window = window and find_spec("flash_attn") is not None
 
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         g_cmp, g_sel, g_win = gates.unbind(-1)
@@ -175,16 +174,15 @@ def fla(inputs: Inputs, shape: Shape, *, window: bool) -> Implementation:
             v,
             g_cmp=g_cmp,
             g_slc=g_sel,
-            g_swa=g_win if fla_window else None,
             block_counts=spec.select_top,
             block_size=spec.select_len,
-            window_size=spec.window if fla_window else 0,
+            window_size=0,
         )
-        if fla_window or not window:
+        if not window:
             return o
         return torch.addcmul(o, window_attention(q, k, v, spec.window), g_win[..., None])
 
-    note = SHARED_KV_NOTE + (OUR_WINDOW_NOTE if window and not fla_window else "")
+    note = SHARED_KV_NOTE + OUR_WINDOW_NOTE * window
     return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates, note=note)
 
 
@@ -238,7 +236,7 @@ def _packed(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
 
 
 def _window(inputs: Inputs, spec: NSASpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return our window on [B·T, H, D], for implementations that leave theirs to flash-attn."""
+    """Return our window on [B·T, H, D]."""
     batch = inputs.q.shape[0]
 
     def window(*qkv: Tensor) -> Tensor:
@@ -249,10 +247,7 @@ def _window(inputs: Inputs, spec: NSASpec) -> Callable[[Tensor, Tensor, Tensor],
 
 
 def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
-    """Return Scalable-Flash-Native-Sparse-Attention's module, or its parts without flash-attn.
-
-    φ is a mean, gates are logits.
-    """
+    """Return the parts of Scalable-Flash-Native-Sparse-Attention's module; φ is a mean."""
     library = load("scalable-flash-nsa")
     config = library.NSAConfig(
         qk_head_dim=shape.key,
@@ -271,7 +266,7 @@ def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implement
     qkv, offsets = _packed(inputs)
     combine = importlib.import_module("flash_nsa.ops.combine").fused_sigmoid_combine
 
-    def parts(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
         library.NSAHelper.init_cu_seqlens(offsets)
         k_cmp, v_cmp = module.compress_k(k), module.compress_v(v)
         o_cmp, lse = library.compress_attn(q, k_cmp, v_cmp, sm_scale=module.sm_scale)
@@ -279,15 +274,10 @@ def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implement
             q, k_cmp, lse, sm_scale=module.sm_scale, maybe_efficient_version=True
         )
         o_sel = library.select_attn(q, k, v, index, sm_scale=module.sm_scale)
-        return combine(o_cmp, o_sel, window(q, k, v), logits)
+        return combine(o_cmp, o_sel, window(q, k, v), logits).unflatten(0, inputs.q.shape[:2])
 
-    def run(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
-        o = module(q, k, v, logits, offsets) if has_flash_attn else parts(q, k, v, logits)
-        return o.unflatten(0, inputs.q.shape[:2])
-
-    has_flash_attn = any(map(find_spec, ("flash_attn", "flash_attn_interface")))
     logits = torch.logit(inputs.gates.flatten(0, 1).float(), 1e-3).to(inputs.gates.dtype)
-    note = SHARED_KV_NOTE + "; gates are logits" + ("" if has_flash_attn else OUR_WINDOW_NOTE)
+    note = SHARED_KV_NOTE + "; gates are logits" + OUR_WINDOW_NOTE
     return Implementation(run, *qkv, logits, note=note)
 
 
@@ -321,5 +311,5 @@ def flash_sparse_attention(inputs: Inputs, shape: Shape, spec: NSASpec) -> Imple
         o = o_cmp * g_cmp + o_sel * g_sel + window(q, k, v) * g_win
         return o.unflatten(0, inputs.q.shape[:2])
 
-    note = SHARED_KV_NOTE + "; its window is nsa.ops.window_attention (flash-attn's, in its module)"
+    note = SHARED_KV_NOTE + OUR_WINDOW_NOTE
     return Implementation(run, *qkv, inputs.gates.flatten(0, 1), note=note)

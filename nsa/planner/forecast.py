@@ -239,8 +239,7 @@ def search(
 ) -> list[Candidate]:
     """Return the settings that fit, fastest first.
 
-    Ties go to the larger micro-batch, which uses a GPU better (`mfu` does not model this), then to
-    less memory.
+    Ties go to the larger micro-batch, which uses a GPU better than `MFU` says, then to less memory.
     """
     candidates = [
         Candidate(name, split, forecast(model, zero, split, hardware, ranks))
