@@ -18,7 +18,6 @@ from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
 from nsa.ops.triton.configs import amd_chip
 from nsa.system import output_of, package_version
-from nsa.text import align
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -183,8 +182,14 @@ def cell(figure: float | None, form: str = ".3g") -> str:
 def print_table(
     rows: Sequence[Sequence[str]], results: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
-    """Print aligned columns, the first left-aligned, and then the errors of `results`."""
-    print(*align([[*row, ""] for row in rows]), sep="\n", flush=True)
+    """Print aligned columns, the first left-aligned, and then the errors of `results`.
+
+    Not by nsa.text, which imports YAML: GPU benchmarks run where only PyTorch and Triton are.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        right = (text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *right]), flush=True)
     if results is not None:
         for name, result in results.items():
             for what, error in result["errors"].items():
