@@ -150,6 +150,12 @@ print(chip_of(torch.device("cuda")))') ||
         die "PyTorch of $python sees no GPU of sm_80 or newer; use --rehearse to try the script without one"
 fi
 
+tiny=() # a rehearsal's model
+for setting in data.seq_len=64 model.layers=1 model.width=64 train.micro_batch=1 \
+    train.warmup_steps=1 train.eval_samples=4; do
+    tiny+=(--set "$setting")
+done
+
 # Set `command` to a stage's command; $1: stage, $2: its seconds.
 bench() {
     command=("$python" -m nsa.bench "$1" --limit "$(($2 * 8 / 10))" --out "$out/$3.json" "${@:4}")
@@ -159,12 +165,8 @@ recipe() {
     local size=(--steps 100) zero=$3
     [ "$zero" != zero1 ] || size=(--steps 200 --kill-at 75)
     if [ -n "$rehearse" ]; then
-        size=(--profile demo --steps 4 --save-every 2)
+        size=(--profile demo --steps 4 --save-every 2 "${tiny[@]}")
         [ "$zero" != zero1 ] || size+=(--kill-at 2)
-        for setting in data.seq_len=64 model.layers=1 model.width=64 train.micro_batch=1 \
-            train.warmup_steps=1 train.eval_samples=4; do
-            size+=(--set "$setting")
-        done
     fi
     command=("$python" -m nsa.bench recipe --zero "${zero}_pcie" --limit "$(($2 * 8 / 10))"
         --run-dir "$out/runs/$zero-$(date +%H%M%S)" --out "$out/$1.json" "${size[@]}")
@@ -236,13 +238,7 @@ command_of() {
     recipe-*) recipe "$1" "$2" "${1#recipe-}" ;;
     learn)
         size=(--profile production --steps 600 --seeds 1 2 3 4 5)
-        if [ -n "$rehearse" ]; then
-            size=(--steps 2 --seeds 1 2)
-            for setting in data.seq_len=64 model.layers=1 model.width=64 train.micro_batch=1 \
-                train.warmup_steps=1 train.eval_samples=4; do
-                size+=(--set "$setting")
-            done
-        fi
+        [ -z "$rehearse" ] || size=(--steps 2 --seeds 1 2 "${tiny[@]}")
         [ -z "$settings" ] || size+=(--variant "$settings")
         # 90 s to start, to save what --limit stops, and to evaluate.
         command=("$python" -m nsa.bench ablations --variants "dense-first,nsa,dense" --jobs 1

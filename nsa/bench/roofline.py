@@ -41,9 +41,7 @@ class Work(NamedTuple):
         return max(zip(seconds, ("products", "exponentials", "memory"), strict=True))
 
 
-CARDS = {x: GPUS[name] for x, name in (
-    ("A100", "A100 80GB PCIe"), ("H100", "H100 80GB HBM3"), ("H200", "H200")
-)}  # fmt: skip
+CARDS = {"A100": GPUS["A100 80GB PCIe"], "H100": GPUS["H100 80GB HBM3"], "H200": GPUS["H200"]}
 # Exponentials: 16 per clock and multiprocessor.
 PEAKS = {
     name: PeakRates(

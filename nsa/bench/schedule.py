@@ -225,8 +225,8 @@ def estimate(kind: str, flags: argparse.Namespace) -> list[Result]:
     count_loops = flags.loops and kind == "nsa"
     times = (*TIMES, LOOPS) if count_loops else TIMES
     compiled = partial(compile_variant, count_loops=True) if count_loops else compile_variant
-    # Of the tensor cores: the clock follows from the rate of exponentials, 16 per cycle.
-    fastest = peak.exps / 16 * 4 * 2 * RATES[gpu.chip].tensor
+    # FLOP/s of the tensor cores: two of each multiply-add, four schedulers in a multiprocessor.
+    fastest = 1e9 * gpu.clock * gpu.multiprocessors * 4 * 2 * RATES[gpu.chip].tensor
     total: Result = {"kernel": "micro-batch", **dict.fromkeys(times, 0.0)}
     for cost in (cost for operation in operations for cost in operation.launches):
         if cost.name not in rows:
