@@ -301,9 +301,11 @@ def test_learn_runs_at_tiny_sizes_on_a_cpu_and_resumes(tmp_path: Path) -> None:
     done = gpu_sh(*words, "--limit", "900", timeout=1_000, PYTHON=sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "learn.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["nsa", "dense", "attention.shared_kv=true"]
+    assert [row["variant"] for row in rows] == [
+        *("dense-first", "nsa", "dense", "attention.shared_kv=true")
+    ]
     assert all(len(row["val_loss"]) == 2 for row in rows)
-    assert "minus nsa's (95% interval)" in done.stdout
+    assert "minus dense-first's (95% interval)" in done.stdout
 
 
 def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) -> None:
