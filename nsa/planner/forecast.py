@@ -186,7 +186,10 @@ def micro_batch_seconds(model: Model, batch: BatchShape, hardware: Hardware, kin
     gpu = batch.tokens * flops_with_recomputation(model, batch.checkpointing, kind) / hardware.flops
     if hardware.mfu is not None:
         return gpu / hardware.mfu
-    return max(gpu / MFU[kind], HOST_SECONDS[kind] * model.config.layers * _passes(batch))
+    host = HOST_SECONDS[kind] * model.config.layers * _passes(batch)
+    if model.teacher is not None:
+        host += HOST_SECONDS["dense"] * model.teacher.layers
+    return max(gpu / MFU[kind], host)
 
 
 def communication_seconds(
