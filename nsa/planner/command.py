@@ -144,12 +144,8 @@ def describe(
     reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
     limited = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
     by_host = ", limited by the host that starts kernels" if limited else ""
-    dense = []
-    if step.dense_steps:
-        rate = step.tokens / step.dense_seconds
-        dense = [
-            f"  {'tokens/s, dense':<18}{rate:>10,.0f}  in the first {step.dense_steps:,} steps"
-        ]
+    dense = f"  {'tokens/s, dense':<18}{step.tokens / step.dense_seconds:>10,.0f}"
+    dense += f"  in the first {step.dense_steps:,} steps"
     return [
         f"{name}: {model.parameters:,} parameters; micro-batch {batch.micro_batch} × "
         f"{batch.seq_len:,} tokens, accumulation {batch.accumulation}, "
@@ -166,7 +162,7 @@ def describe(
         f"  {'communication, ms':<18}{1e3 * step.communication:>10,.1f}",
         f"  {'exposed, ms':<18}{1e3 * step.exposed:>10,.1f}"
         f"  {100 * step.exposed_fraction:.1f}% of the step",
-        *dense,
+        *([dense] if step.dense_steps else []),
         f"  {'tokens/s':<18}{step.tokens_per_second:>10,.0f}",
         f"  {f'days, {steps:,} steps':<18}{step.days(steps):>10.2f}",
     ]
