@@ -30,6 +30,7 @@ from nsa.engine.zero_mode import has_muon
 from nsa.gates.schedule import until_step
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
+from nsa.monitor.artifacts import read_json
 from nsa.monitor.profile import parse_steps
 from nsa.resources import resource_path
 from nsa.system import available_memory
@@ -75,13 +76,15 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     """Resolve and validate the flags, without a process group; raise ValueError on a mistake."""
     profile, notes = _choose_profile(flags.profile)
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
-    base = recipe.profiles[profile]()
     saved = find_saved_settings(run_dir) if flags.resume else None
     if saved is not None:
         # What an older version did not save has its default, whatever the recipe has now.
         base = resolve_config(RunConfig(), saved / "config.yaml")
-    elif recipe.model_of_start:
-        base = _with_model_of_start(base, resolve_config(base, flags.config, flags.set))
+        profile, notes = _saved_profile(run_dir, profile, flags.profile)
+    else:
+        base = recipe.profiles[profile]()
+        if recipe.model_of_start:
+            base = _with_model_of_start(base, resolve_config(base, flags.config, flags.set))
     overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
     config = resolve_config(base, flags.config, overrides)
     vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
@@ -151,6 +154,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         ds_config=ds_config,
         run_dir=run_dir,
         resume=flags.resume,
+        resumed_config=None if saved is None else base,
         data_changed=any(map(_determines_data, changes)),
         stop_step=stop_step,
         notes=notes,
@@ -200,6 +204,15 @@ def _choose_profile(requested: str | None) -> tuple[str, list[str]]:
         "NO ACCELERATOR FOUND: running the `demo` profile, a small model on short sequences, "
         "instead of the 125M production run; --profile production overrides this"
     ]
+
+
+def _saved_profile(run_dir: Path, chosen: str, requested: str | None) -> tuple[str, list[str]]:
+    """Return the profile that a resumed run began with, and a note if another one is requested."""
+    saved = read_json(run_dir / "env.json").get("profile")
+    if not isinstance(saved, str):
+        return chosen, []
+    ignored = requested not in (None, saved)
+    return saved, [f"--profile {requested}: {run_dir} keeps its own, {saved}"] * ignored
 
 
 def _gpu_memory() -> float | None:

@@ -14,6 +14,7 @@ from nsa.validation import above_zero, at_least, at_most, one_of
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 AUTO = "auto"
+BATCH = ("micro_batch", "accumulation")  # with micro_batch=auto, the run sets both
 ON_BAD_STEP = ("abort", "skip", "rollback")
 ON_SPIKE = ("ignore", "warn", "skip", "rollback")
 
@@ -163,6 +164,12 @@ class RunConfig:
                     f"train.sequence_parallel = {ranks}: does not divide {name} = {value}; "
                     "choose a divisor of both model.kv_heads and data.seq_len"
                 )
+
+    def tokens_per_step(self, ranks: int) -> int:
+        """Return the tokens of one optimizer step on `ranks` ranks."""
+        train = self.train
+        sequences = train.rows * train.accumulation * ranks // train.sequence_parallel
+        return sequences * self.data.seq_len
 
     def resolved(self) -> RunConfig:
         """Return the config with train.dense_steps=auto as a number: 0 where it cannot be used."""

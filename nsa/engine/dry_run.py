@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import torch
 
@@ -37,7 +36,7 @@ def dry_run(request: RunRequest) -> None:
     engine, notes = build_engine(config, ds_config, device, weights)
     teacher = None if stored is None else load_teacher(stored, config, engine.module, device)
     shape = (config.train.rows, config.data.seq_len // config.train.sequence_parallel)
-    tokens_per_step = math.prod(shape) * config.train.accumulation * ranks.world_size
+    tokens_per_step = config.tokens_per_step(ranks.world_size)
     if ranks.rank == 0:
         for note in [*request.notes, *notes, *data_notes]:
             print(note)

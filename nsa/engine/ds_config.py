@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from pydantic import ValidationError
 
-from nsa.engine.config import RunConfig
+from nsa.engine.config import AUTO, BATCH, RunConfig
 from nsa.engine.ds_keys import MODELS, key_error, refusal_of
 from nsa.engine.resolve import walk
 from nsa.engine.zero_mode import block_of, has_muon, zero_mode
@@ -45,6 +45,7 @@ class Owned:
     value: Any
     origin: str  # for errors: "train.clip = 1.0"
     settings: str  # for errors: "train.clip"
+    measured: bool = False  # by train.micro_batch = auto, so no number in the JSON is right
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
@@ -140,18 +141,22 @@ def summary_line(resolved: dict[str, Any], world_size: int) -> str:
 
 def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
     """Return the keys that the recipe sets; in the JSON they are "auto", equal or absent."""
-    train = config.train
+    train, measured = config.train, config.train.micro_batch == AUTO
     batch = train.rows * train.accumulation * world_size
-    factors = f"{train.rows} × {train.accumulation} × {world_size}"
-    origin = f"train.micro_batch × train.accumulation × ranks = {factors} = {batch}"
-    owned = {"train_batch_size": Owned(batch, origin, "one of them")}
+    factors = f"{train.micro_batch} × {train.accumulation} × {world_size}"
+    product = f"train.micro_batch × train.accumulation × ranks = {factors} = {batch}"
+    if measured:
+        product = f"train.accumulation × ranks = {train.accumulation} × {world_size} = {batch}"
+    owned = {"train_batch_size": Owned(batch, product, "one of them")}
     for key, names in OWNED_FIELDS.items():
         values = [train.rows if name == "micro_batch" else getattr(train, name) for name in names]
-        owned[key] = Owned(
-            values if len(values) > 1 else values[0],
-            " and ".join(f"train.{n} = {v}" for n, v in zip(names, values, strict=True)),
-            " and ".join(f"train.{name}" for name in names),
-        )
+        value = values if len(values) > 1 else values[0]
+        if measured and names[0] in BATCH:
+            names, origin = BATCH, f"train.micro_batch = {AUTO} sets it"
+        else:
+            origin = " and ".join(f"train.{n} = {v}" for n, v in zip(names, values, strict=True))
+        settings = " and ".join(f"train.{name}" for name in names)
+        owned[key] = Owned(value, origin, settings, measured and names == BATCH)
     for precision in ("bf16", "fp16"):
         enabled = train.precision == precision
         origin = f"train.precision = {train.precision!r} sets it to {_as_json(enabled)}"
@@ -216,7 +221,7 @@ def _problems(
             continue
         expected = owned[path].value
         same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
-        if value != "auto" and not same:
+        if value != "auto" and (owned[path].measured or not same):
             yield (
                 path,
                 f', but {owned[path].origin}; write "auto" in the JSON or set '

@@ -81,7 +81,7 @@ def _train_steps(run: Run) -> str | None:
         run.telemetry.step_end(run.state)
         if not run.engine.was_step_applied() and recover(run):
             continue  # rolled back to an earlier step
-        run.throughput.step(_tokens_per_step(run))
+        run.throughput.step(run.config.tokens_per_step(run.ranks.world_size))
         if step == config.train.switch_step:
             run.observers.on_message(f"step {step}: attention is sparse from here on")
         if logs:
@@ -201,7 +201,7 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
         total += loss.detach().float()
     state.step += 1
     state.samples += run.data.loader.samples_per_step
-    state.tokens += _tokens_per_step(run)
+    state.tokens += run.config.tokens_per_step(run.ranks.world_size)
     state.skipped += not engine.was_step_applied()
     return total / config.accumulation
 
@@ -305,10 +305,6 @@ def _save(run: Run, required: bool = True) -> None:
         run.telemetry.enter("idle")
     if required:
         run.saver.finish()
-
-
-def _tokens_per_step(run: Run) -> int:
-    return run.data.loader.samples_per_step * run.config.data.seq_len
 
 
 def _is_due(step: int, every: int, stop_step: int) -> bool:

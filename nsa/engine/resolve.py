@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nsa.engine.config import AUTO, RunConfig
+from nsa.engine.config import AUTO, BATCH, RunConfig
 from nsa.untrusted import parse_yaml, read_text, short_repr
 
 MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
@@ -62,7 +62,7 @@ DEEPSPEED_KEYS = (
     *("zero_optimization", "offload_optimizer", "offload_param", "overlap_comm", "csv_monitor"),
     *("optimizer", "comet", "wandb"),
 )
-BATCH, NOT_GIVEN = ("micro_batch", "accumulation"), object()
+NOT_GIVEN = object()
 LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
 

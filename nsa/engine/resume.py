@@ -58,15 +58,19 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | 
         after = request.zero_stage
         if before != after:
             notes.append(f"changed since {path.name}: ZeRO stage: {before} -> {after}")
-    if isinstance(ranks, int) and ranks != world_size:
-        train = request.config.train
-        per_rank = train.rows * train.accumulation // train.sequence_parallel
-        notes.append(
-            f"{world_size} rank{'s' * (world_size > 1)} instead of {ranks}: a step has "
-            f"{per_rank * world_size} sequences instead of {per_rank * ranks}; "
-            "train.accumulation can restore that"
-        )
+    if isinstance(ranks, int) and request.resumed_config is not None:
+        tokens = request.config.tokens_per_step(world_size)
+        before = request.resumed_config.tokens_per_step(ranks)
+        if tokens != before:
+            notes.append(
+                f"a step has {tokens:,} tokens on {_count(world_size)} instead of {before:,} on "
+                f"{_count(ranks)}; train.accumulation can restore that"
+            )
     return saved, notes
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
 def read_state(saved: SavedState, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,27 @@ def test_auto_over_a_file_keeps_the_files_step(tmp_path: Path) -> None:
     assert (train.micro_batch, train.accumulation) == ("auto", 15)
     train = resolve_config(recipe, file).train
     assert (train.micro_batch, train.accumulation) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "cause"),
+    [
+        ("train_micro_batch_size_per_gpu", 1, "train.micro_batch = auto sets it"),
+        ("train_micro_batch_size_per_gpu", 8, "train.micro_batch = auto sets it"),
+        ("gradient_accumulation_steps", 32, "train.micro_batch = auto sets it"),
+        ("train_batch_size", 16, "train.accumulation × ranks = 32 × 2 = 64"),
+    ],
+)
+def test_a_number_in_deepspeeds_json_does_not_go_with_auto(
+    key: str, number: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, key: number}))
+    with pytest.raises(ValueError, match=r".") as caught:
+        production(tmp_path / "run", monkeypatch, 24 * GB, f"--deepspeed_config={file}")
+    message = str(caught.value)
+    assert message.startswith(f'{key} = {number} in {file}, but {cause}; write "auto" in the JSON')
+    assert "8 × 4" not in message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Resuming: the tokens of a step, and the profile that names the run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa.checkpoint.commit import commit, new_draft, wait_for_parts, write_part
+from nsa.checkpoint.state_file import SavedState, Topology, layout_of
+from nsa.engine import command_line
+from nsa.engine.resume import find_checkpoint
+from nsa.engine.run_request import Recipe, RunRequest
+from tests.engine.small import small, small_request
+
+RECIPE = Recipe("small", "", {"demo": small, "production": small})
+
+
+def resumed(run: Path, *flags: str) -> RunRequest:
+    arguments = [f"--run-dir={run}", "--resume", *flags]
+    return command_line.resolve_request(
+        RECIPE, command_line.build_parser(RECIPE).parse_args(arguments)
+    )
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The folder of a demo run on two ranks with a checkpoint of no weights."""
+    run = tmp_path / "run"
+    request = small_request(f"--run-dir={run}", "--set=train.micro_batch=4", "--set=data.seq_len=8")
+    draft = new_draft(run / "checkpoints", 3)
+    state = SavedState(draft, {"step": 3}, Topology(layout_of(1), "bf16", 2))
+    files = request.config_files() | {"state.json": state.to_json(), "rng_rank0.pt": ""}
+    for name, text in files.items():
+        (draft / name).write_text(text)
+    write_part(draft, 0, files, finite=True)
+    commit(run / "checkpoints", 3, wait_for_parts(draft, 1, threading.Event()), {})
+    (run / "env.json").write_text(json.dumps({"profile": "demo"}))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "line"),
+    [
+        (["micro_batch=2"], 2, "128 tokens on 2 ranks instead of 256 on 2 ranks"),
+        (["accumulation=8"], 2, "512 tokens on 2 ranks instead of 256 on 2 ranks"),
+        ([], 1, "128 tokens on 1 rank instead of 256 on 2 ranks"),
+        (["micro_batch=2"], 1, "64 tokens on 1 rank instead of 256 on 2 ranks"),
+        (["micro_batch=2", "accumulation=8"], 2, None),
+        (["micro_batch=auto"], 2, None),
+        (["accumulation=8"], 1, None),
+    ],
+)
+def test_a_resumed_run_whose_steps_have_other_tokens_logs_both_numbers(
+    saved: Path, changes: list[str], ranks: int, line: str | None
+) -> None:
+    request = resumed(saved, "--universal", *(f"--set=train.{change}" for change in changes))
+    _, notes = find_checkpoint(request, ranks)
+    expected = [f"a step has {line}; train.accumulation can restore that"] if line else []
+    assert [note for note in notes if "tokens" in note] == expected
+
+
+def gpu() -> SimpleNamespace:
+    """A stand-in for DeepSpeed's accelerator on a machine with a GPU."""
+    return SimpleNamespace(
+        device_name=lambda: "cuda",
+        device_count=lambda: 1,
+        total_memory=lambda index: 80e9,
+        supported_dtypes=lambda: [torch.bfloat16],
+    )
+
+
+@pytest.mark.parametrize(("profile", "on_gpu"), [("demo", True), ("production", False)])
+def test_a_run_resumed_on_another_kind_of_machine_keeps_its_profile(
+    saved: Path, profile: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (saved / "env.json").write_text(json.dumps({"profile": profile}))
+    if on_gpu:
+        monkeypatch.setattr(command_line, "get_accelerator", gpu)
+    request = resumed(saved)
+    assert request.profile == profile
+    assert not any("ACCELERATOR" in note for note in request.notes)
+
+
+def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) -> None:
+    request = resumed(saved, "--profile=production")
+    assert request.profile == "demo"
+    assert f"--profile production: {saved} keeps its own, demo" in request.notes
