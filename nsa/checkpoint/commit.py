@@ -98,7 +98,7 @@ def write_failure(draft: Path, rank: int, names: Iterable[str], reason: str) -> 
     for name in names:
         with contextlib.suppress(OSError):
             (draft / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # if this fails as well, the next consensus reports it
+    with contextlib.suppress(OSError):  # if this fails as well, the next barrier reports it
         atomic_write_text(_part(draft, rank), json.dumps({"error": reason}))
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
-from nsa.engine.consensus import RunAborted
+from nsa.engine.cpu_collectives import RunAborted
 from nsa.engine.zero_mode import ZeroMode
 
 TWICE = "gets its gradient more than once in one backward pass"

@@ -11,7 +11,7 @@ import torch
 from nsa.doctor.check import OK, SKIP, WARN, Check
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.model.kernel_check import KernelResult, check_kernels, problems_of
 from nsa.monitor.artifacts import finite_number
 from nsa.ops.backend import disable
@@ -20,7 +20,7 @@ NAME = "kernels"
 
 
 def check_on_all_ranks(
-    config: RunConfig, device: torch.device, consensus: Consensus
+    config: RunConfig, device: torch.device, collectives: CpuCollectives
 ) -> tuple[Check, list[dict[str, Any]]]:
     """Compare the run's kernels with PyTorch; return the result, and a row per operation."""
     backend = config.model.attention.backend
@@ -34,7 +34,7 @@ def check_on_all_ranks(
             return Check(NAME, SKIP, reason), []
     packed, dtype = config.data.packing == "documents", DTYPES[config.train.precision]
     results = check_kernels(config.model, dtype, device, packed, config.data.seq_len)
-    check = fall_back(consensus.gather(results), backend)
+    check = fall_back(collectives.gather(results), backend)
     rows = [asdict(result) for result in results]
     # JSON has neither NaN, of a wrong kernel, nor infinity, where a kernel raised.
     finite = ({name: finite_number(row[name]) for name in ("error", "allowed")} for row in rows)

@@ -7,7 +7,7 @@
                      log, evaluate, save and judge a go/no-go gate when due
 
 Observers cannot change the training. Between logged steps nothing here waits for the device, and
-the only collectives are DeepSpeed's and a few bytes between CPUs (consensus.py).
+the only collectives are DeepSpeed's and a few bytes between CPUs (cpu_collectives.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nsa.checkpoint import SaveFailed
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, on_device
 from nsa.engine.config import learning_rate
-from nsa.engine.consensus import AllRanksError, RunAborted
+from nsa.engine.cpu_collectives import AllRanksError, RunAborted
 from nsa.engine.dense_first import set_phase
 from nsa.engine.recovery import recover
 from nsa.engine.run import Run
@@ -99,9 +99,9 @@ def _judge_if_due(run: Run) -> None:
     for gate in run.gates:
         if gate.step == run.state.step:
             with run.throughput.paused():
-                histories = run.consensus.gather(run.telemetry.rank_history.up_to(gate.step))
+                histories = run.collectives.gather(run.telemetry.rank_history.up_to(gate.step))
                 no_go = _judge(run, gate, histories) if run.ranks.rank == 0 else None
-                no_go = run.consensus.broadcast(no_go)
+                no_go = run.collectives.broadcast(no_go)
             if no_go is not None:
                 raise RunAborted(no_go)
 
@@ -166,7 +166,7 @@ def _fetch_on_all_ranks(
     except ValueError as raised:
         error = raised
     count = sum(batch.label_count or 0 for batch in batches)
-    reason, labels = run.consensus.barrier_and_sum(count, error, run.shutdown.reason)
+    reason, labels = run.collectives.barrier_and_sum(count, error, run.shutdown.reason)
     return reason, batches, labels
 
 
@@ -226,7 +226,7 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
         for batch in batches:
             # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run
             # has to save.
-            if run.consensus.barrier(None, run.shutdown.reason) is not None:
+            if run.collectives.barrier(None, run.shutdown.reason) is not None:
                 return None, []
             batch = batch.to(run.device)
             forward = partial(run.engine, labels=batch.labels, cu_seqlens=batch.cu_seqlens)

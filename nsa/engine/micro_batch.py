@@ -18,7 +18,7 @@ import torch
 from nsa.dtypes import DTYPES
 from nsa.engine.build import build_model
 from nsa.engine.config import RunConfig
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.planner_inputs import batch_of, model_of, resolved_zero
 from nsa.engine.run_request import RunRequest
 from nsa.monitor.memory import is_out_of_memory
@@ -27,7 +27,7 @@ from nsa.planner.memory import memory
 
 
 def fit_on_all_ranks(
-    request: RunRequest, device: torch.device, consensus: Consensus, ranks: int
+    request: RunRequest, device: torch.device, collectives: CpuCollectives, ranks: int
 ) -> tuple[RunRequest, list[str]]:
     """Return the request with a micro-batch that fits on every rank's GPU, and log lines."""
     notes: list[str] = []
@@ -35,7 +35,7 @@ def fit_on_all_ranks(
         config = request.config
         needed, available = measure(config, request.ds_config, device, ranks)
         rank, (needed, available) = max(
-            enumerate(consensus.gather((needed, available))), key=lambda x: x[1][0] - x[1][1]
+            enumerate(collectives.gather((needed, available))), key=lambda x: x[1][0] - x[1][1]
         )
         if needed <= available or config.train.rows == 1:
             return request, notes

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import psutil
 
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.monitor.observer import warn
 
 UNREACHABLE_SECONDS = 60  # a host that does not answer for this long is lost
@@ -57,7 +57,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def connect_hosts(
-    consensus: Consensus, rank: int, hosts: Sequence[str]
+    collectives: CpuCollectives, rank: int, hosts: Sequence[str]
 ) -> dict[str, socket.socket]:
     """Connect rank 0 with the first rank of each other host; return connections by host name.
 
@@ -71,7 +71,7 @@ def connect_hosts(
         family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
         listener = socket.create_server(("", 0), family=family, backlog=1_024)
         port = listener.getsockname()[1]
-    port, token = consensus.broadcast((port, token))
+    port, token = collectives.broadcast((port, token))
     connections: dict[str, socket.socket] = {}
     if listener is not None:
         expected = {number: host for host, number in first_ranks.items() if host != hosts[0]}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nsa.engine.command_line import build_parser, resolve_request
-from nsa.engine.consensus import RunAborted
+from nsa.engine.cpu_collectives import RunAborted
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import Recipe
 from nsa.untrusted import printable
@@ -48,7 +48,7 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
             from nsa.engine.dry_run import dry_run
 
             if lock is not None:
-                lock.abandon()
+                lock.undo()
             dry_run(request)
         else:
             from nsa.engine.trainer import start

@@ -6,7 +6,7 @@ import contextlib
 
 from nsa import checkpoint
 from nsa.checkpoint import SavedState
-from nsa.engine.consensus import RunAborted
+from nsa.engine.cpu_collectives import RunAborted
 from nsa.engine.loss_guard import BadLosses
 from nsa.engine.resume import read_state
 from nsa.engine.run import Run
@@ -18,7 +18,7 @@ def recover(run: Run) -> bool:
     The bad step did not change the weights. A rollback replaces `run.state`.
     """
     train = run.config.train
-    bad_losses = run.consensus.gather(run.guard.pop())
+    bad_losses = run.collectives.gather(run.guard.pop())
     cause = _describe(bad_losses)
     if cause is None and train.precision == "fp16":
         return False  # DeepSpeed lowers the loss scale
@@ -57,7 +57,7 @@ def _roll_back(run: Run, cause: str) -> bool:
     bad_samples = run.state.samples - run.data.loader.samples_per_step
     with contextlib.suppress(checkpoint.SaveFailed):  # logged by the saver
         run.saver.finish()
-    saved = run.consensus.broadcast(_newest_finite(run) if run.ranks.rank == 0 else None)
+    saved = run.collectives.broadcast(_newest_finite(run) if run.ranks.rank == 0 else None)
     if saved is None:
         run.observers.on_message(f"{cause}; no checkpoint to roll back to")
         return False

@@ -11,7 +11,7 @@ from nsa.checkpoint import SavedState
 from nsa.checkpoint.state_file import Topology, check_loadable, layout_of
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.ds_config import load_ds_config
 from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
@@ -127,14 +127,14 @@ def _refuse_other_models(weights: Path) -> None:
 
 
 def agree_on_run(
-    consensus: Consensus, run_dir: Path, path: Path | None
+    collectives: CpuCollectives, run_dir: Path, path: Path | None
 ) -> tuple[Path, list[RankProcess]]:
     """Return rank 0's run folder and every rank's process; refuse different checkpoints.
 
     Without --run-dir, ranks may disagree: one that sees rank 0's new folder takes the next name.
     """
     process = RankProcess(os.uname().nodename, os.getpid())
-    folders, paths, processes = zip(*consensus.gather((run_dir, path, process)), strict=True)
+    folders, paths, processes = zip(*collectives.gather((run_dir, path, process)), strict=True)
     for rank, other in enumerate(paths):
         if other != paths[0]:
             raise ValueError(
@@ -144,7 +144,9 @@ def agree_on_run(
     return folders[0], list(processes)
 
 
-def convert_to_universal(consensus: Consensus, saved: SavedState, ranks: Ranks) -> SavedState:
+def convert_to_universal(
+    collectives: CpuCollectives, saved: SavedState, ranks: Ranks
+) -> SavedState:
     """Let rank 0 convert a checkpoint if another number of ranks saved it; return the result."""
     if not checkpoint.needs_universal(saved, ranks.world_size):
         return saved
@@ -154,5 +156,5 @@ def convert_to_universal(consensus: Consensus, saved: SavedState, ranks: Ranks) 
             saved = checkpoint.to_universal(saved)
         except ValueError as raised:
             error = raised
-    consensus.barrier(error)
-    return consensus.broadcast(saved)
+    collectives.barrier(error)
+    return collectives.broadcast(saved)

@@ -9,7 +9,7 @@ import torch
 
 from nsa.checkpoint import SavedState, Saver
 from nsa.doctor.check import Check
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.data import Data
 from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.load_run import StoredRun
@@ -43,7 +43,7 @@ class Run:
 
     # Set by build().
     device: torch.device
-    consensus: Consensus
+    collectives: CpuCollectives
     processes: list[RankProcess]  # of all ranks
     telemetry: RankTelemetry
     engine: Any  # DeepSpeed's

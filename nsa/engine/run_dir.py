@@ -143,7 +143,7 @@ class FolderLock:
             try:
                 self._open(private)
             except OSError:
-                self.abandon()
+                self.undo()
                 raise
 
     def _open(self, private: bool) -> None:
@@ -195,7 +195,7 @@ class FolderLock:
         if self._lost is not None:
             raise self._lost
 
-    def abandon(self) -> None:
+    def undo(self) -> None:
         """Release the folder and remove what this lock created, with all in it."""
         if self._run_dir in self._created:
             shutil.rmtree(self._run_dir, ignore_errors=True)

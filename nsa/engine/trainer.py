@@ -22,7 +22,7 @@ from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
 from nsa.doctor.ranks import rank_checks
 from nsa.engine import loop, resume
 from nsa.engine.build import build_engine
-from nsa.engine.consensus import Consensus, RunAborted
+from nsa.engine.cpu_collectives import CpuCollectives, RunAborted
 from nsa.engine.data import open_data
 from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.kernel_check import check_on_all_ranks
@@ -59,7 +59,7 @@ def start(request: RunRequest, lock: FolderLock | None) -> None:
             raise
     except (ValueError, RunAborted):
         if lock is not None:
-            lock.abandon()
+            lock.undo()
         raise
     train(run)
     stop_ranks()
@@ -117,22 +117,22 @@ def build(run: Run) -> None:
     """Join the process group, run the checks that need all ranks, build the engine."""
     run.device = start_ranks(run.ranks)
     config = run.config
-    run.consensus = Consensus(config.data.timeout * config.train.accumulation)
+    run.collectives = CpuCollectives(config.data.timeout * config.train.accumulation)
     path = None if run.resume_from is None else run.resume_from.checkpoint
-    run_dir, run.processes = resume.agree_on_run(run.consensus, run.request.run_dir, path)
+    run_dir, run.processes = resume.agree_on_run(run.collectives, run.request.run_dir, path)
     request = run.request = replace(run.request, run_dir=run_dir)
     run.telemetry = RankTelemetry(request, run.ranks, run.state)
     checks = rank_checks(
         device=run.device,
-        gather=run.consensus.gather,
+        gather=run.collectives.gather,
         config="".join(request.config_files().values()),
         node=run.node_checks,
     )
     if not passed(checks):
         raise RunAborted(f"preflight: {failures(checks)}")
     if run.resume_from is not None and request.universal:
-        run.resume_from = resume.convert_to_universal(run.consensus, run.resume_from, run.ranks)
-    kernels, kernel_rows = check_on_all_ranks(config, run.device, run.consensus)
+        run.resume_from = resume.convert_to_universal(run.collectives, run.resume_from, run.ranks)
+    kernels, kernel_rows = check_on_all_ranks(config, run.device, run.collectives)
     checks.append(kernels)
     if request.fits_micro_batch and config.train.sequence_parallel == 1:
         request = _fit_micro_batch(run)
@@ -162,7 +162,9 @@ def build(run: Run) -> None:
 
 def _fit_micro_batch(run: Run) -> RunRequest:
     """Take a smaller micro-batch on all ranks if the planned one does not fit on one of them."""
-    request, notes = fit_on_all_ranks(run.request, run.device, run.consensus, run.ranks.world_size)
+    request, notes = fit_on_all_ranks(
+        run.request, run.device, run.collectives, run.ranks.world_size
+    )
     if notes:
         run.notes += notes
         request = replace(request, notes=[*request.notes, *notes])  # also in env.json
@@ -211,7 +213,7 @@ def _create_parts(run: Run) -> None:
         run.engine,
         request.run_dir / "checkpoints",
         config.checkpoint,
-        barrier=run.consensus.barrier,
+        barrier=run.collectives.barrier,
         attachments=request.config_files(),
         tokenizer={"name": source.tokenizer, "fingerprint": source.tokenizer_fingerprint},
         on_saved=run.observers.on_checkpoint,
@@ -225,7 +227,7 @@ def train(run: Run) -> None:
     run.shutdown.start()
     if run.lock is not None:
         run.lock.watch()
-    run.shutdown.watch(run.processes, connect_hosts(run.consensus, run.ranks.rank, hosts))
+    run.shutdown.watch(run.processes, connect_hosts(run.collectives, run.ranks.rank, hosts))
     status = "failed"
     try:
         run.observers.on_start(run.info)

@@ -23,7 +23,7 @@ from nsa.monitor.artifacts import PHASES, older_part
 from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.memory import initialized_cuda, memory_gb
 from nsa.monitor.observer import warn
-from nsa.monitor.stacks import Collectives
+from nsa.monitor.stacks import CurrentCollective
 
 _BATCH_SECONDS = 0.5  # longest delay between a line and its write
 _BACKLOG = 1_000  # lines kept while the disk refuses writes
@@ -63,7 +63,7 @@ class Heartbeat:
         self._device: int | None = None
         self._memory_gb = 0.0
         self._measured_at: tuple[str, float, int] | None = None  # position when memory was read
-        self._collectives = Collectives()
+        self._collective = CurrentCollective()
         self._lines: deque[dict[str, Any]] = deque(maxlen=_BACKLOG)
         self._overflowed = 0  # lines that were dropped from the full deque
         self._order = threading.Lock()  # keeps the lines in the order of their times
@@ -162,7 +162,7 @@ class Heartbeat:
             self._memory_gb = memory_gb(self._device)
             self._measured_at = position
         self._record(
-            "progress", gpu_busy=_gpu_busy(self._device), collective=self._collectives.read()
+            "progress", gpu_busy=_gpu_busy(self._device), collective=self._collective.read()
         )
 
 

@@ -64,7 +64,7 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
     threading.Thread(target=add_flight_records, name="stacks", daemon=True).start()
 
 
-class Collectives:
+class CurrentCollective:
     """Names the collective that this process waits for.
 
     A summary takes microseconds, a full record with names tens of milliseconds: names are read only

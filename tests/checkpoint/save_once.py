@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.checkpoint import CheckpointConfig, Saver
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 
 
 def save_once(
@@ -17,7 +17,7 @@ def save_once(
     rank_state: dict[str, Any] | None = None,
 ) -> None:
     """Save once and wait for it; every rank must call it with the same step."""
-    barrier = Consensus(slowest=60).barrier
+    barrier = CpuCollectives(slowest=60).barrier
     saver = Saver(engine, folder, CheckpointConfig(), barrier=barrier)
     saver.save(step, state, rank_state)
     saver.finish()

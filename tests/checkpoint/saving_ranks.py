@@ -29,7 +29,7 @@ from nsa.checkpoint import (
     read_manifest,
     read_state_file,
 )
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import build, step, weights
 
@@ -42,7 +42,7 @@ class Trial:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.rank = dist.get_rank()
-        self.consensus = Consensus(60)
+        self.collectives = CpuCollectives(60)
         self.engine = build(seed=1)
         self.saved: list[tuple[int, str, float]] = []
         self.failed: list[str] = []
@@ -52,7 +52,7 @@ class Trial:
             self.engine,
             folder,
             CheckpointConfig(**config),
-            barrier=self.consensus.barrier,
+            barrier=self.collectives.barrier,
             attachments=ATTACHMENTS,
             on_saved=lambda number, path, stall: self.saved.append((number, path.name, stall)),
             on_failed=lambda error: self.failed.append(str(error)),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nsa.doctor import ranks
 from nsa.doctor.check import Check
 from nsa.doctor.ranks import rank_checks
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 
 CPU = torch.device("cpu")
 all_reduce = dist.all_reduce
@@ -41,7 +41,7 @@ def broken(buffer: torch.Tensor) -> None:
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-gather = Consensus(slowest=60).gather
+gather = CpuCollectives(slowest=60).gather
 other = rank == 1
 config = "train:\n  steps: 300\n  seed: 1\n"
 results = {

@@ -9,7 +9,7 @@ if "TRITON_INTERPRET" not in os.environ:  # read when triton is first imported
 import torch
 import torch.distributed as dist
 
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.kernel_check import fall_back
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.model.kernel_check import check_kernels
@@ -17,13 +17,15 @@ from nsa.ops import triton
 from nsa.ops.backend import dispatch
 
 dist.init_process_group("gloo")
-consensus = Consensus(slowest=60)
+collectives = CpuCollectives(slowest=60)
 if dist.get_rank() == 1:
     right = triton.swiglu
     triton.swiglu = lambda *args: right(*args) * 1.05  # type: ignore[assignment]
 shape = {"vocab_size": 61, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
 config = ModelConfig(**shape, mlp_width=16, attention=AttentionConfig(kind="dense"))
-results = consensus.gather(check_kernels(config, torch.bfloat16, torch.device("cpu"), packed=False))
+results = collectives.gather(
+    check_kernels(config, torch.bfloat16, torch.device("cpu"), packed=False)
+)
 try:
     fall_back(results, "triton")
 except ValueError as error:

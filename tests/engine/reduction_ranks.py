@@ -22,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from nsa.engine.consensus import RunAborted
+from nsa.engine.cpu_collectives import RunAborted
 from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.engine.matrix_ranks import ZERO, build, tokens

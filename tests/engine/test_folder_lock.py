@@ -43,19 +43,19 @@ def test_a_folder_in_use_is_refused_naming_its_owner_until_the_owner_dies(tmp_pa
     FolderLock(run_dir)
 
 
-def test_abandon_removes_only_what_the_lock_created(tmp_path: Path) -> None:
-    FolderLock(tmp_path / "runs/deep/run").abandon()
+def test_undoing_a_lock_removes_only_what_it_created(tmp_path: Path) -> None:
+    FolderLock(tmp_path / "runs/deep/run").undo()
     assert list(tmp_path.iterdir()) == []
     existing = tmp_path / "runs/existing"
     existing.mkdir(parents=True)
     (existing / "config.yaml").write_text("model: {}\n")
-    FolderLock(existing).abandon()
+    FolderLock(existing).undo()
     assert (existing / "config.yaml").read_text() == "model: {}\n"
     (tmp_path / "runs/empty").mkdir()
-    FolderLock(tmp_path / "runs/empty").abandon()
+    FolderLock(tmp_path / "runs/empty").undo()
     assert list((tmp_path / "runs/empty").iterdir()) == [], "no lone lock"
     (tmp_path / "runs/empty").rmdir()
-    FolderLock(tmp_path / "runs/other").abandon()
+    FolderLock(tmp_path / "runs/other").undo()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["existing"]
 
 

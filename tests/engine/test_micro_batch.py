@@ -13,7 +13,7 @@ import yaml
 
 from nsa.engine import micro_batch
 from nsa.engine.config import RunConfig, TrainConfig
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.resolve import resolve_config
 from tests.engine.test_planner_inputs import request as production
 
@@ -143,7 +143,7 @@ def fitted(
     )
     one = production(folder, monkeypatch, 24 * GB)
     assert one.fits_micro_batch
-    alone = Consensus.__new__(Consensus)
+    alone = CpuCollectives.__new__(CpuCollectives)
     alone._group = None
     fit, notes = micro_batch.fit_on_all_ranks(one, CPU, alone, 2)
     assert fit.ds_config["gradient_accumulation_steps"] == fit.config.train.accumulation

@@ -1,4 +1,4 @@
-"""Consensus: ranks exchange errors, stop requests and small objects over gloo, not the device."""
+"""Collectives between the CPUs of all ranks, over gloo: errors, stop requests, small objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-CONSENSUS_TIMEOUT = timedelta(minutes=30)  # on top of the slowest healthy rank
+PEER_TIMEOUT = timedelta(minutes=30)  # on top of the slowest healthy rank
 
 
 class AllRanksError(ValueError):
@@ -20,14 +20,14 @@ class RunAborted(Exception):
     """A No-Go, raised by all ranks together; the weights are intact."""
 
 
-class Consensus:
+class CpuCollectives:
     """Collectives of a few bytes between CPUs; none waits for a GPU."""
 
     def __init__(self, slowest: float) -> None:
         """`slowest`: maximum seconds between two barriers on a healthy rank."""
         self._group = None
         if dist.get_world_size() > 1:
-            timeout = CONSENSUS_TIMEOUT + timedelta(seconds=slowest)
+            timeout = PEER_TIMEOUT + timedelta(seconds=slowest)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def barrier(self, error: ValueError | None = None, stop: str | None = None) -> str | None:

@@ -2,21 +2,21 @@
 
 import torch.distributed as dist
 
-from nsa.engine.consensus import Consensus
+from nsa.engine.cpu_collectives import CpuCollectives
 
 dist.init_process_group("gloo")
-consensus = Consensus(slowest=60)
-consensus.barrier(None)
+collectives = CpuCollectives(slowest=60)
+collectives.barrier(None)
 print("passed")
-stop, total = consensus.barrier_and_sum(2**40 + dist.get_rank())
+stop, total = collectives.barrier_and_sum(2**40 + dist.get_rank())
 print("sum:", total - 2**41, stop)
-stop, _ = consensus.barrier_and_sum(5, stop="SIGTERM" if dist.get_rank() else None)
+stop, _ = collectives.barrier_and_sum(5, stop="SIGTERM" if dist.get_rank() else None)
 print("stop:", stop)
 try:
     error = ValueError("rank 1 got no batch") if dist.get_rank() == 1 else None
-    consensus.barrier(error)
+    collectives.barrier(error)
 except ValueError as raised:
     print("raised:", raised)
-consensus.barrier(None)
+collectives.barrier(None)
 print("passed again")
 dist.destroy_process_group()
