@@ -28,19 +28,11 @@ def __getattr__(name: str) -> Any:
     if name == "ops":
         return import_module("nsa.ops")
     if name == "__version__":
-        return _version()
+        version = import_module("nsa.system").package_version("nsa-m7c")
+        return version or "unknown: not installed"
     if name in __all__:
         return getattr(import_module("nsa.spec" if name == "NSASpec" else "nsa.model"), name)
     raise AttributeError(f"module 'nsa' has no attribute {name!r}")
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("nsa-m7c")
-    except PackageNotFoundError:
-        return "unknown: not installed"
 
 
 def _register_config(auto: ModuleType) -> None:

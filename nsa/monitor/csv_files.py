@@ -27,9 +27,9 @@ from nsa.monitor.observer import (
 
 METRICS_FILE, SELECTION_FILE, FALLBACKS_FILE = "metrics.csv", "selection.csv", "fallbacks.csv"
 TEACHER_FILE = "teacher.csv"
-INTEGERS = ("step", "tokens")
 SELECTION_COLUMNS = ("step", "layer", *LAYER_STATISTICS)
 FALLBACK_COLUMNS = ("operation", "backend", "reason", "calls")
+Cells = Mapping[str, float | None]  # of a row, by column
 Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and reason
 
 
@@ -41,11 +41,12 @@ class CsvObserver(Observer):
 
     file_name: str
     columns: tuple[str, ...]
+    number = "{:.6g}"  # format of a float
     _other_columns: tuple[str, ...] = ()  # of the file's earlier rows; empty in new ones
     _path: Path | None = None  # None before `on_start`, and if that raised
 
-    def rows(self, record: StepRecord) -> list[list[str]]:
-        """Return the rows of a logged step; may be empty."""
+    def rows(self, record: StepRecord) -> Sequence[Cells]:
+        """Return the rows of a logged step, which may have more than `columns`; may be empty."""
         raise NotImplementedError
 
     def on_start(self, info: RunInfo) -> None:
@@ -59,7 +60,14 @@ class CsvObserver(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         if self._path is not None and (rows := self.rows(record)):
-            self._append(self._path, rows)
+            columns = (*self.columns, *("" for _ in self._other_columns))
+            cells = [[self._cell(row.get(column)) for column in columns] for row in rows]
+            self._append(self._path, cells)
+
+    def _cell(self, value: float | None) -> str:
+        if value is None:
+            return ""
+        return str(value) if isinstance(value, int) else self.number.format(value)
 
     def _drop_rows_after(self, path: Path, step: int) -> None:
         """Drop the rows after `step` and those that a crash cut off."""
@@ -96,8 +104,7 @@ class CsvObserver(Observer):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:
             header = [] if file.tell() else [[*self.columns, *self._other_columns]]
-            padded = [[*row, *("" for _ in self._other_columns)] for row in rows]
-            lines = "".join(",".join(row) + "\n" for row in (*header, *padded))
+            lines = "".join(",".join(row) + "\n" for row in (*header, *rows))
             append_all_or_nothing(file, lines.encode())
 
 
@@ -116,15 +123,10 @@ def _free_name(path: Path) -> Path:
 class MetricsCsv(CsvObserver):
     """One row per logged step; floats read back exactly."""
 
-    file_name, columns = METRICS_FILE, METRICS_COLUMNS
+    file_name, columns, number = METRICS_FILE, METRICS_COLUMNS, "{!r}"
 
-    def rows(self, record: StepRecord) -> list[list[str]]:
-        cells = []
-        for column in self.columns:
-            value = getattr(record, column)
-            kind = int if column in INTEGERS else float
-            cells.append("" if value is None else repr(kind(value)))
-        return [cells]
+    def rows(self, record: StepRecord) -> Sequence[Cells]:
+        return [vars(record)]
 
 
 class SelectionCsv(CsvObserver):
@@ -135,13 +137,8 @@ class SelectionCsv(CsvObserver):
     def __init__(self, selector_loss: bool = False) -> None:
         self.columns = (*SELECTION_COLUMNS, *(SELECTOR_STATISTICS if selector_loss else ()))
 
-    def rows(self, record: StepRecord) -> list[list[str]]:
-        rows = []
-        for index, layer in enumerate(record.health.layers if record.health is not None else ()):
-            values = [layer.get(name) for name in self.columns[2:]]
-            cells = ["" if value is None else f"{value:.6g}" for value in values]
-            rows.append([str(record.step), str(index), *cells])
-        return rows
+    def rows(self, record: StepRecord) -> Sequence[Cells]:
+        return record.layers
 
 
 class TeacherCsv(CsvObserver):
@@ -149,11 +146,8 @@ class TeacherCsv(CsvObserver):
 
     file_name, columns = TEACHER_FILE, ("step", *TEACHER_COLUMNS)
 
-    def rows(self, record: StepRecord) -> list[list[str]]:
-        return [
-            [str(record.step), *(f"{row[name]:.6g}" for name in TEACHER_COLUMNS)]
-            for row in record.versus_teacher
-        ]
+    def rows(self, record: StepRecord) -> Sequence[Cells]:
+        return [{"step": record.step, **row} for row in record.versus_teacher]
 
 
 class FallbacksCsv(Observer):

@@ -12,19 +12,20 @@ import io
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nsa.constants import BRANCHES
-from nsa.monitor.artifacts import Table, older_part, read_table, valid_beats
+from nsa.monitor.artifacts import Row, Table, older_part, read_table, valid_beats
 from nsa.monitor.csv_files import METRICS_FILE, SELECTION_FILE
 from nsa.monitor.observer import METRICS_COLUMNS, Observer, RunInfo, StepRecord
 from nsa.untrusted import open_regular
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
 TRAINING = ("data", "forward", "backward", "step")
+SELECTION_COLUMNS = ("step", "layer", *map("gate_{}".format, BRANCHES), "recall", "recall_random")
 SELECTION_ROWS = 500  # newest rows of selection.csv to keep, a few logged steps
 
 
@@ -195,12 +196,12 @@ class RunHistory(Observer):
         del self.selection.rows[:-SELECTION_ROWS]
 
     def on_step(self, record: StepRecord) -> None:
-        values = {column: getattr(record, column) for column in METRICS_COLUMNS}
-        row = {name: float(value) for name, value in values.items() if value is not None}
-        self.metrics.rows.append(row)
-        for index, layer in enumerate(record.health.layers if record.health is not None else ()):
-            row = {f"gate_{branch}": layer[f"gate_{branch}"] or 0.0 for branch in BRANCHES}
-            recall = {name: layer.get(name) for name in ("recall", "recall_random")}
-            row |= {name: value for name, value in recall.items() if value is not None}
-            self.selection.rows.append({"step": float(record.step), "layer": float(index), **row})
+        self.metrics.rows.append(_row(vars(record), METRICS_COLUMNS))
+        self.selection.rows += [_row(layer, SELECTION_COLUMNS) for layer in record.layers]
         del self.selection.rows[:-SELECTION_ROWS]
+
+
+def _row(cells: Mapping[str, float | None], columns: Iterable[str]) -> Row:
+    """Return the numbers among the cells of these columns."""
+    values = ((name, cells.get(name)) for name in columns)
+    return {name: float(value) for name, value in values if value is not None}

@@ -93,6 +93,12 @@ class StepRecord:
     health: Health | None = None  # None for dense attention
     versus_teacher: Sequence[Mapping[str, float]] = ()  # of the validation split: TEACHER_COLUMNS
 
+    @property
+    def layers(self) -> list[dict[str, float | None]]:
+        """The rows of selection.csv, one for each NSA layer."""
+        layers = self.health.layers if self.health is not None else ()
+        return [{"step": self.step, "layer": i, **layer} for i, layer in enumerate(layers)]
+
 
 METRICS_COLUMNS = tuple(x.name for x in fields(StepRecord) if x.metadata.get("column"))
 TAGS = {x.name: tag for x in fields(StepRecord) if (tag := x.metadata.get("tag"))}
