@@ -114,30 +114,10 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     _check_precision(config.train.precision)
     _check_memory(config.model)
     _check_world_size(config.train.sequence_parallel, world_size)
-    ds_config_path = flags.deepspeed_config or DEFAULT_DS_CONFIG
-    if saved is not None and not flags.deepspeed_config:
-        ds_config_path = saved / "ds_config.json"
-        ds_config = leave_to_recipe(load_ds_config(ds_config_path))
-    else:
-        ds_config = load_ds_config(ds_config_path)
-    resolve = partial(
-        resolve_ds_config, ds_config, world_size=world_size, source=str(ds_config_path)
-    )
-    gpu_memory, asked = _gpu_memory(), config.train.micro_batch
-    ds_config = resolve(config)
-    if asked == AUTO:
-        zero = resolved_zero(ds_config, config)
-        config, batch_notes = resolve_micro_batch(config, zero, world_size, gpu_memory)
-        ds_config = resolve(config)
-        notes += batch_notes
-    config, mode_notes = resolve_checkpointing(config, ds_config, world_size, gpu_memory)
-    notes += mode_notes
-    if config.train.switch_step:
-        notes.append(
-            f"attention is dense in the first {config.train.switch_step:,} of "
-            f"{config.train.steps:,} steps (train.dense_steps); nothing is selected in them, so "
-            "selection.csv and the gates' curves begin after them"
-        )
+    gpu_memory, fits = _gpu_memory(), config.train.micro_batch == AUTO
+    source, raw = _load_ds_config(flags.deepspeed_config, saved)
+    config, ds_config, more = _resolve_auto(config, raw, source, world_size, gpu_memory)
+    notes += more
     if has_muon(ds_config):
         notes.append("Muon: the first step compiles its update, a minute or more without output")
     if config.train.compile:
@@ -160,7 +140,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         notes=notes,
         time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
         profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
-        fits_micro_batch=asked == AUTO and gpu_memory is not None,
+        fits_micro_batch=fits and gpu_memory is not None,
         universal=flags.universal,
     )
 
@@ -215,6 +195,29 @@ def _saved_profile(run_dir: Path, chosen: str, requested: str | None) -> tuple[s
     return saved, [f"--profile {requested}: {run_dir} keeps its own, {saved}"] * ignored
 
 
+def _load_ds_config(given: Path | None, saved: Path | None) -> tuple[Path, dict[str, Any]]:
+    """Return path and content of DeepSpeed's JSON; without a flag, a resumed run keeps its own."""
+    if given is not None or saved is None:
+        path = given or DEFAULT_DS_CONFIG
+        return path, load_ds_config(path)
+    path = saved / "ds_config.json"
+    return path, leave_to_recipe(load_ds_config(path))
+
+
+def _resolve_auto(
+    config: RunConfig, raw: dict[str, Any], source: Path, ranks: int, gpu_memory: float | None
+) -> tuple[RunConfig, dict[str, Any], list[str]]:
+    """Replace each "auto"; return config, DeepSpeed's config and lines for the log."""
+    resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(source))
+    ds_config, notes = resolve(config), list[str]()
+    if config.train.micro_batch == AUTO:
+        zero = resolved_zero(ds_config, config)
+        config, notes = resolve_micro_batch(config, zero, ranks, gpu_memory)
+        ds_config = resolve(config)
+    config, mode_notes = resolve_checkpointing(config, ds_config, ranks, gpu_memory)
+    return config, ds_config, [*notes, *mode_notes]
+
+
 def _gpu_memory() -> float | None:
     """Return the bytes of this node's smallest GPU, so that its ranks agree; None without one."""
     accelerator = get_accelerator()
@@ -224,7 +227,7 @@ def _gpu_memory() -> float | None:
 
 
 def _warnings(config: RunConfig) -> Iterator[str]:
-    """Yield a line for the log for each setting that is probably a mistake."""
+    """Yield a line for the log for each setting that is probably a mistake, or surprises."""
     train, attention, seq_len = config.train, config.model.attention, config.data.seq_len
     if train.warmup_steps >= train.steps:
         yield (
@@ -237,6 +240,12 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"data.seq_len = {seq_len}: has {blocks} selection blocks and "
             f"model.attention.spec.select_top = {top}, so every query selects all of its blocks; "
             f"set data.seq_len above {top * attention.spec.select_len}, or lower select_top"
+        )
+    if train.switch_step:
+        yield (
+            f"attention is dense in the first {train.switch_step:,} of {train.steps:,} steps "
+            "(train.dense_steps); nothing is selected in them, so selection.csv and the gates' "
+            "curves begin after them"
         )
     if "embedded" in config.data.sources() and (note := embedded_note()):
         yield note
