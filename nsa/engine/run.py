@@ -9,6 +9,7 @@ import torch
 
 from nsa.checkpoint import SavedState, Saver
 from nsa.doctor.check import Check
+from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.data import Data
 from nsa.engine.gradient_check import ReductionCheck
@@ -67,6 +68,9 @@ class Run:
     def __init__(self, request: RunRequest, lock: FolderLock | None) -> None:
         self.request = request
         self.lock = lock  # of the run's folder; None except on rank 0
-        self.config = request.config
         self.ranks = Ranks.from_environment()
         self.notes = list(request.notes)  # for the log
+
+    @property
+    def config(self) -> RunConfig:
+        return self.request.config

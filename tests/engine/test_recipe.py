@@ -39,7 +39,8 @@ class FinishedRun(NamedTuple):
 def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An uninterrupted run of 8 steps on two ranks, with packed documents."""
     folder, port = tmp_path_factory.mktemp("runs"), free_port()
-    arguments = ["--steps", "8", "--set", "data.packing=documents", "--set", "train.accumulation=2"]
+    settings = ("data.packing=documents", "train.accumulation=2", "monitor.memory_every=4")
+    arguments = ["--steps=8", *(f"--set={setting}" for setting in settings)]
     output = succeed(on_two_ranks("m7c.py", *TINY, *arguments, folder=folder, port=port))
     return FinishedRun(folder / "runs/m7c-demo", output, port)
 
@@ -72,6 +73,13 @@ def test_metrics_have_a_row_for_each_step_with_sound_values(finished: FinishedRu
     assert last["loss"] < rows[0]["loss"]
     assert all(row["mfu"] is None for row in rows), "the peak of a CPU is unknown"
     assert all(row["grad_norm"] > 0 and row["memory_gb"] > 0 for row in rows)
+
+
+def test_memory_is_recorded_around_the_first_and_every_nth_step(finished: FinishedRun) -> None:
+    for rank in range(2):
+        lines = (finished.dir / f"memory/rank{rank}.jsonl").read_text().splitlines()
+        taken = [(line["step"], line["when"]) for line in map(json.loads, lines)]
+        assert taken == [(step, when) for step in (1, 4, 8) for when in ("before", "after")]
 
 
 def test_tensorboard_holds_the_scalars_settings_and_texts(finished: FinishedRun) -> None:
