@@ -212,7 +212,7 @@ class HangDetector:
         try:
             monitor = parse_yaml(read_text(path))["monitor"]
             known = {field.name for field in fields(WatchConfig)}  # not of another version
-            watch = {name: value for name, value in monitor["watch"].items() if name in known}
+            watch = {name: value for name, value in dict(monitor["watch"]).items() if name in known}
             limits, interval = WatchConfig(**watch), float(monitor["heartbeat"])
             limits.validate()
             if not 0 <= interval < float("inf"):

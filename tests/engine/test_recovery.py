@@ -34,9 +34,7 @@ def test_more_bad_steps_than_the_budget_end_the_run() -> None:
     assert not recover(run)
     cause = "step 7: a loss is not finite on rank 0"
     assert messages == [f"{cause}; step skipped ({n} of at most 2)" for n in (1, 2)]
-    with pytest.raises(
-        RunAborted, match=r"3 bad steps .* more than train.bad_steps = 2"
-    ):
+    with pytest.raises(RunAborted, match=r"3 bad steps .* more than train.bad_steps = 2"):
         recover(run)
 
 
