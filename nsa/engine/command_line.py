@@ -227,7 +227,7 @@ def _gpu_memory() -> float | None:
 
 
 def _warnings(config: RunConfig) -> Iterator[str]:
-    """Yield a line for the log for each setting that is probably a mistake, or surprises."""
+    """Yield a line for the log for each setting that is probably a mistake."""
     train, attention, seq_len = config.train, config.model.attention, config.data.seq_len
     if train.warmup_steps >= train.steps:
         yield (
@@ -241,14 +241,14 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"model.attention.spec.select_top = {top}, so every query selects all of its blocks; "
             f"set data.seq_len above {top * attention.spec.select_len}, or lower select_top"
         )
+    if "embedded" in config.data.sources() and (note := embedded_note()):
+        yield note
     if train.switch_step:
         yield (
             f"attention is dense in the first {train.switch_step:,} of {train.steps:,} steps "
             "(train.dense_steps); nothing is selected in them, so selection.csv and the gates' "
             "curves begin after them"
         )
-    if "embedded" in config.data.sources() and (note := embedded_note()):
-        yield note
 
 
 def _changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
