@@ -115,8 +115,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     _check_memory(config.model)
     _check_world_size(config.train.sequence_parallel, world_size)
     gpu_memory, fits = _gpu_memory(), config.train.micro_batch == AUTO
-    source, raw = _load_ds_config(flags.deepspeed_config, saved)
-    config, ds_config, more = _resolve_auto(config, raw, source, world_size, gpu_memory)
+    path, raw = _load_ds_config(flags.deepspeed_config, saved)
+    config, ds_config, more = _resolve_auto(config, raw, path, world_size, gpu_memory)
     notes += more
     if has_muon(ds_config):
         notes.append("Muon: the first step compiles its update, a minute or more without output")
