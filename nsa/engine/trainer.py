@@ -22,14 +22,14 @@ from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
 from nsa.doctor.ranks import rank_checks
 from nsa.engine import loop, resume
 from nsa.engine.build import build_engine
-from nsa.engine.cpu_collectives import CpuCollectives, RunAborted
+from nsa.engine.cpu_collectives import AllRanksError, CpuCollectives, RunAborted
 from nsa.engine.data import open_data
 from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.kernel_check import check_on_all_ranks
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.micro_batch import fit_on_all_ranks
 from nsa.engine.peer_hosts import connect_hosts
-from nsa.engine.process_group import start_ranks, stop_ranks
+from nsa.engine.process_group import crash, start_ranks, stop_ranks
 from nsa.engine.run import Run
 from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest
@@ -61,7 +61,12 @@ def start(request: RunRequest, lock: FolderLock | None) -> None:
         if lock is not None:
             lock.undo()
         raise
-    train(run)
+    try:
+        train(run)
+    except ValueError as error:
+        if isinstance(error, AllRanksError | checkpoint.SaveFailed):
+            raise
+        crash(error)  # of one rank, within a step: no setting to change
     stop_ranks()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -110,5 +111,7 @@ def test_a_token_outside_the_vocabulary_ends_the_run(
     run = start_faulty(tmp_path, "wrong token", "tokens", ranks=[0]).end()
     ended = time.time()
     assert run.codes[0] == 1
-    assert "index out of range" in run.ranks.started[0].text("err")
+    error = run.ranks.started[0].text("err")
+    assert "Traceback" in error
+    assert re.search(r"ValueError: input_ids contains 1\d{4}; ids are 0 to", error)
     check_resumed("wrong-token", "forward", run, fault_time(run), ended)
