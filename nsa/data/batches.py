@@ -16,7 +16,7 @@ import torch
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.config import DataConfig
-from nsa.data.factory import fits_in_memory, is_indexed, open_store
+from nsa.data.dataset import Dataset
 from nsa.data.order import Mixer, hash64, shuffled_index
 from nsa.data.source import ALL, DataError
 from nsa.data.token_store import TokenStore
@@ -164,26 +164,25 @@ class Samples:
         return None
 
 
-def open_samples(config: DataConfig, split: str, seed: int) -> Samples | None:
-    """Open the samples of `data.source`; None if it is streamed.
+def open_samples(dataset: Dataset, split: str, seed: int) -> Samples | None:
+    """Open the samples of a dataset; None if it is streamed.
 
     Few documents that fit into memory are indexed as well, except in a mixture with a stream and
     for the split ALL.
     """
-    names = list(config.sources())
-    streamed = [name for name in names if not is_indexed(name)]
-    if split != ALL and all(fits_in_memory(config, name) for name in streamed):
+    streamed = [source for source in dataset.sources if not source.is_indexed]
+    if split != ALL and all(source.fits_in_memory for source in streamed):
         streamed = []
-    if len(streamed) == len(names):
+    if len(streamed) == len(dataset.sources):
         return None
     if streamed:
-        indexed = ", ".join(name for name in names if name not in streamed)
-        joined = ", ".join(streamed)
+        indexed = ", ".join(source.name for source in dataset.sources if source.is_indexed)
+        joined = ", ".join(source.name for source in streamed)
         raise DataError(
             f"data.source mixes streams ({joined}) with indexed tokens ({indexed}); write shards "
             f"of {joined} with `nsa data prepare` and name their folders instead"
         )
-    stores = [open_store(config, name, split) for name in names]
+    stores = list(dataset.stores(split))
     first = stores[0]
     for store in stores:
         if store.tokenizer_fingerprint != first.tokenizer_fingerprint:
@@ -192,7 +191,7 @@ def open_samples(config: DataConfig, split: str, seed: int) -> Samples | None:
                 f"data.source: {first.name} and {store.name} have different tokenizers "
                 f"({', '.join(fingerprints)}); prepare one of them again with the other's"
             )
-    return build_samples(config, stores, seed)
+    return build_samples(dataset.config, stores, seed)
 
 
 def build_samples(config: DataConfig, stores: Sequence[TokenStore], seed: int) -> Samples:

@@ -92,7 +92,6 @@ def _settings_as_flags() -> Iterator[None]:
 
 @_settings_as_flags()
 def _prepare(args: argparse.Namespace) -> int:
-    from nsa.data.factory import skipped_files
     from nsa.data.prepare import prepare, skipped
     from nsa.data.shards import INDEX
 
@@ -100,8 +99,6 @@ def _prepare(args: argparse.Namespace) -> int:
     config = _config(args, tokenizer=args.tokenizer, held_out=args.held_out)
     out = args.out.expanduser()
     finished = (out / INDEX).exists()
-    for line in skipped_files(config):
-        print(line)
     try:
         index = prepare(config, out, shard_tokens=args.shard_tokens, workers=args.workers)
     except KeyboardInterrupt:
@@ -166,7 +163,7 @@ def _contents(folder: Path, index: Index) -> list[str]:
 
 @_settings_as_flags()
 def _train_tokenizer(args: argparse.Namespace) -> int:
-    from nsa.data.factory import open_source
+    from nsa.data.dataset import open_source
     from nsa.data.tokenizer import train_tokenizer
 
     config = _config(args)

@@ -47,17 +47,17 @@ def open_files(
     """
     if path.is_dir():
         present = sorted(_below(path, pattern))
-        files, skipped = [_text_file(file, path) for file in present if _is_text(file)], 0
+        files, left_out = [_text_file(file, path) for file in present if _is_text(file)], 0
         if pattern or not any(file.suffix in DATASETS for file in files):
             files = [t for file in present if (t := _any_text(file, path, text_field))]
-            skipped = len(present) - len(files)
+            left_out = len(present) - len(files)
         if not files:
             names = ", ".join(sorted(file.name for file in present)[:NAMES_SHOWN])
             raise DataError(
                 f"data.source = '{path}': no text in this folder, which holds "
                 f"{names or 'no files'} (data.pattern = {pattern!r}); supported: {READABLE}"
             )
-        return Files(str(path), files, text_field, skipped=skipped, on_error=on_error)
+        return Files(str(path), files, text_field, left_out=left_out, on_error=on_error)
     if not path.exists():
         near = difflib.get_close_matches(str(path), NAMED, 1)
         raise DataError(
@@ -134,7 +134,7 @@ class Files:
     text_field: str
     index: int = 0
     count: int = 1
-    skipped: int = 0  # files of the folder that hold no text, or too much
+    left_out: int = 0  # files of the folder that hold no text, or too much
     on_error: str = "stop"  # or "skip": yield the errors of records and files that cannot be read
 
     def read(self, state: State | None = None) -> Reader:

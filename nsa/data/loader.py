@@ -22,10 +22,10 @@ from typing import Any, Generic, TypeVar
 
 from nsa.data.batches import Batch, Samples, open_samples, to_batch
 from nsa.data.config import DataConfig
-from nsa.data.factory import held_out, open_source
+from nsa.data.dataset import NO_DOCUMENT, Dataset
 from nsa.data.order import hash64
-from nsa.data.source import DataError, State
-from nsa.data.stream import NO_DOCUMENT, stream_rows
+from nsa.data.source import DataError, Skipped, State
+from nsa.data.stream import stream_rows
 from nsa.data.token_store import coverage, epochs_warning
 from nsa.data.tokenizer import build_tokenizer
 from nsa.data.worker import Worker
@@ -46,7 +46,7 @@ class IndexedBatches(Iterator[tuple[Batch, None]]):
         self.vocab_size = max(store.vocab_size for store in samples.stores)  # above every token id
         self.tokenizer = samples.stores[0].tokenizer
         self.tokenizer_fingerprint = samples.stores[0].tokenizer_fingerprint
-        self._samples, self._next = samples, consumed + rank * micro_batch
+        self._samples, self._rank, self._next = samples, rank, consumed + rank * micro_batch
         self._micro_batch, self._stride = micro_batch, world_size * micro_batch
 
     def __next__(self) -> tuple[Batch, None]:
@@ -64,6 +64,10 @@ class IndexedBatches(Iterator[tuple[Batch, None]]):
         data = self._samples
         return coverage(data.stores, data.fractions, data.seq_len, samples)
 
+    def skipped(self) -> list[str]:
+        """Return lines for the end of the log: what data.on_error left out on this rank."""
+        return [note for store in self._samples.stores for note in store.notes if not self._rank]
+
     def close(self) -> None:
         pass
 
@@ -76,7 +80,7 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
 
     def __init__(
         self,
-        config: DataConfig,
+        dataset: Dataset,
         *,
         rank: int,
         world_size: int,
@@ -84,14 +88,13 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         seed: int,
         state: State | None,
     ) -> None:
+        config, divisions = dataset.config, dataset.divisions
         tokenizer = build_tokenizer(config)
         text = _text_settings(config, seed)
-        # Opened here as well: a missing source is refused before a worker or an engine starts.
-        self._sizes = [open_source(config, name).size() for name in config.sources()]
+        self._sizes = [one.documents.size() for one in dataset.sources if one.documents is not None]
         identity = [tokenizer.fingerprint, repr(text), repr(self._sizes)]
-        divisions = [held_out(config, name) for name in config.sources()]
-        if any(division.by_position for division in divisions):
-            identity.append(repr(divisions))
+        if any(division.by_position for division in divisions.values()):
+            identity.append(repr([*divisions.values()]))
         self.fingerprint = f"{hash64('stream', *identity):016x}"
         self.vocab_size = tokenizer.vocab_size
         self.tokenizer = tokenizer.name
@@ -108,18 +111,18 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
             _check_unchanged(saved, self._settings)
         self._consumed = state["taken"] if state else 0
         self._cursors = list(state["workers"]) if state else [None] * config.workers
-        work = partial(
-            stream_rows, config, seed=seed, parts=world_size * config.workers, rows=micro_batch
-        )
+        parts = world_size * config.workers
+        work = partial(stream_rows, config, divisions, seed=seed, parts=parts, rows=micro_batch)
         name = f"data.source = {config.source_names()!r}, rank {rank}"
         self._workers = [
             Worker(partial(work, part=rank * config.workers + number, state=cursor), name)
             for number, cursor in enumerate(self._cursors)
         ]
+        self._skipped = [dict[str, Skipped]() for _ in self._workers]  # by source, since the start
 
     def __next__(self) -> tuple[Batch, State]:
         current = self._current
-        rows, self._cursors[current] = next(self._workers[current])
+        rows, self._cursors[current], self._skipped[current] = next(self._workers[current])
         self._consumed += 1
         # In checkpoints: "under" holds the settings, "taken" counts this rank's batches.
         state = {"under": self._settings, "taken": self._consumed, "workers": list(self._cursors)}
@@ -150,6 +153,12 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
             lines.append(f"{line}: at least {epochs:.2f} epochs of {size:,} bytes")
             lines += epochs_warning(name, f"{size:,} bytes", epochs)
         return lines
+
+    def skipped(self) -> list[str]:
+        total = dict.fromkeys(self._config.sources(), Skipped())
+        for by_source in self._skipped:
+            total |= {name: total[name].plus(more) for name, more in by_source.items()}
+        return [line for name, skipped in total.items() for line in skipped.note(name)]
 
     def close(self) -> None:
         for worker in self._workers:
@@ -299,7 +308,7 @@ class BatchLoader:
 
 
 def open_loader(
-    config: DataConfig,
+    dataset: Dataset,
     *,
     rank: int,
     world_size: int,
@@ -313,7 +322,7 @@ def open_loader(
 
     `state` is what this rank's `BatchLoader.state` returned at that step.
     """
-    samples = open_samples(config, "train", seed)
+    config, samples = dataset.config, open_samples(dataset, "train", seed)
     shape = {"rank": rank, "world_size": world_size, "micro_batch": micro_batch}
     source: IndexedBatches | StreamingBatches
     if samples is not None:
@@ -325,6 +334,6 @@ def open_loader(
             f"{PREPARE}"
         )
     else:
-        source = StreamingBatches(config, state=state, seed=seed, **shape)
+        source = StreamingBatches(dataset, state=state, seed=seed, **shape)
     samples_per_step = micro_batch * accumulation * world_size
     return BatchLoader(source, config, rank=rank, samples_per_step=samples_per_step, state=state)

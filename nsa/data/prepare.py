@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nsa.data.config import DataConfig
-from nsa.data.factory import held_out, open_source
+from nsa.data.dataset import open_dataset, open_source
 from nsa.data.shards import (
     FORMAT,
     INDEX,
@@ -44,8 +44,8 @@ from nsa.data.shards import (
     write_json,
     write_shard,
 )
-from nsa.data.source import SPLITS, DataError, Document, HeldOut, Reader, State, skipped_note
-from nsa.data.tokenizer import TokenArray, Tokenizer, as_document, build_tokenizer, id_type
+from nsa.data.source import SPLITS, DataError, Document, HeldOut, Reader, Skipped, State
+from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type
 from nsa.data.worker import Worker, WorkerDied
 
 DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer if they have more bytes than the next
@@ -69,21 +69,25 @@ def prepare(
     tokenizer = build_tokenizer(config)
     stamp = _stamp(config, tokenizer)
     settings = {name: getattr(config, name) for name in SETTINGS} | {"shard_tokens": shard_tokens}
-    source = None if (out / INDEX).exists() else open_source(config, stamp.source)
-    division = HeldOut(config.held_out)
-    if source is not None:
-        division = held_out(config, stamp.source)
-        if division.by_position:
-            settings["held_out_of_each"] = division.fraction
+    dataset = None if (out / INDEX).exists() else open_dataset(config)
+    if dataset is not None:
+        (source,) = dataset.sources
+        if source.documents is None:
+            raise DataError(f"data.source = {stamp.source!r}: is prepared already; train on it")
+        if source.division.by_position:
+            settings["held_out_of_each"] = source.division.fraction
+        size = source.documents.size() if progress else None
+        for line in dataset.notes if progress else ():
+            print(line)
     plan = {"format": FORMAT, "version": VERSION, "stamp": asdict(stamp), "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         parts = _start_or_resume(out, plan | {"parts": workers or os.cpu_count() or 1})
-        if source is not None:
+        if dataset is not None:
             _written_shards(out, stamp, parts)  # check those of a stopped run
-            job = _Job(config, division, tokenizer, stamp, out, shard_tokens, parts)
+            job = _Job(config, source.division, tokenizer, stamp, out, shard_tokens, parts)
             try:
-                _run_parts(job, source.size() if progress else None, progress)
+                _run_parts(job, size, progress)
             except DataError:
                 if not any(out.glob("part-*.json")):  # nothing written: the settings may change
                     (out / PLAN).unlink()
@@ -167,9 +171,10 @@ def _state(out: Path, part: int) -> State:
 
 def skipped(out: Path, index: Index) -> list[str]:
     """Return a line that counts what all launches skipped by data.on_error."""
-    parts = [_state(out, part).get("skipped", [0, ""]) for part in range(index.parts)]
-    first = next((first for count, first in parts if count), "")
-    return skipped_note(index.stamp.source, [sum(count for count, _ in parts), first])
+    total = Skipped()
+    for part in range(index.parts):
+        total = total.plus(Skipped(*_state(out, part).get("skipped", ())))
+    return total.note(index.stamp.source)
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,7 @@ def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -
     """Write the shards of one part; yield the bytes of text that were tokenised."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if job.parts > 1 else "true"
     state = _state(job.out, part)
-    count, first = state.get("skipped", [0, ""])  # by earlier launches
+    earlier = Skipped(*state.get("skipped", ()))
     try:
         source = open_source(job.config, job.stamp.source).part(part, job.parts)
         reader = source.read(state["reader"])
@@ -246,7 +251,7 @@ def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -
                     state["shards"].append(asdict(shard))
                     state["text_bytes"] += shard.text_bytes
             state["reader"] = reader.state()
-            state["skipped"] = [count + reader.skipped[0], first or reader.skipped[1]]
+            state["skipped"] = earlier.plus(reader.skipped)
             write_json(_state_path(job.out, part), state)
     except OSError as error:
         raise DataError(str(error)) from error
@@ -265,10 +270,10 @@ def _tokenise(
             for split in SPLITS
             if (text := job.division.text_for(document.text, split))
         ]
-        encoded = job.tokenizer.encode_many([text for _, text in pieces])
+        encoded = job.tokenizer.encode_documents([text for _, text in pieces])
         for (split, text), ids in zip(pieces, encoded, strict=True):
-            pending[split].append(as_document(job.tokenizer, ids))
-            tokens[split] += len(ids) + 1
+            pending[split].append(ids)
+            tokens[split] += len(ids)
             text_bytes[split] += len(text)
         yield sum(len(document.text) for document in documents)
         if max(tokens.values()) >= job.shard_tokens:

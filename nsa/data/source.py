@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nsa.data.config import DataConfig
 
@@ -39,6 +39,21 @@ class Document:
     location: str  # "books.jsonl:17"
 
 
+class Skipped(NamedTuple):
+    """Number of lines, rows and files that data.on_error = skip left out, and the first error."""
+
+    number: int = 0
+    first: str = ""
+
+    def plus(self, other: Skipped) -> Skipped:
+        return Skipped(self.number + other.number, self.first or other.first)
+
+    def note(self, name: str) -> list[str]:
+        """Return a line for the log, if anything was left out of the source `name`."""
+        text = f"{name}: data.on_error = skip left out {self.number:,} lines, rows or files; "
+        return [f"{text}the first: {self.first}"] if self.number else []
+
+
 class Reader(Iterator[Document]):
     """A resumable pass over a source, built from pairs (document, state after it).
 
@@ -49,14 +64,14 @@ class Reader(Iterator[Document]):
         self, documents: Iterator[tuple[Document | DataError, State]], state: State
     ) -> None:
         self._documents, self._state = documents, state
-        self.skipped: list[Any] = [0, ""]  # number since this reader began, and the first error
+        self.skipped = Skipped()  # since this reader began
 
     def __next__(self) -> Document:
         while True:
             document, self._state = next(self._documents)
             if isinstance(document, Document):
                 return document
-            self.skipped = [self.skipped[0] + 1, self.skipped[1] or str(document)]
+            self.skipped = self.skipped.plus(Skipped(1, str(document)))
 
     def state(self) -> State:
         """Return the cursor after the last document; `Source.read` resumes from it."""
@@ -107,13 +122,6 @@ class HeldOut:
         for _ in range(3):  # not inside a UTF-8 character
             cut -= 0 < cut < len(text) and text[cut] & 0xC0 == 0x80
         return text[cut:] if split == "val" else text[:cut]
-
-
-def skipped_note(name: str, skipped: list[Any]) -> list[str]:
-    """Return a line that counts what a reader skipped, if anything."""
-    count, first = skipped
-    text = f"{name}: data.on_error = skip left out {count:,} lines, rows or files; the first: "
-    return [text + first] if count else []
 
 
 def no_documents(config: DataConfig, name: str, split: str) -> DataError:

@@ -11,28 +11,27 @@ saved.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from nsa.data.config import DataConfig
-from nsa.data.factory import held_out, open_source, tokenise
+from nsa.data.dataset import NO_DOCUMENT, Dataset, OnDocument, OpenedSource, open_source
 from nsa.data.order import Mixer, hash64, shuffled_index
-from nsa.data.source import DataError, Reader, State, skipped_note
+from nsa.data.source import DataError, HeldOut, Reader, Skipped, Source, State
 from nsa.data.token_store import TokenStore
-from nsa.data.tokenizer import TokenArray, Tokenizer, as_document, build_tokenizer
+from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer
 
-OnDocument = Callable[[str, str], None]  # called with (source, location of its newest document)
-NO_DOCUMENT = "none yet"
+Rows = tuple[TokenArray, State, dict[str, Skipped]]  # rows, cursors after them, skipped so far
 START: State = {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0}  # a cursor
 DOCUMENTS_PER_CALL = 64  # of the tokenizer; enough to keep its threads busy
 
 
 def stream_rows(
     config: DataConfig,
+    divisions: Mapping[str, HeldOut],
     *,
     seed: int,
     part: int,
@@ -40,12 +39,12 @@ def stream_rows(
     rows: int,
     state: State | None = None,
     on_document: OnDocument = lambda source, location: None,
-) -> Iterator[tuple[TokenArray, State]]:
+) -> Iterator[Rows]:
     """Yield batches [rows, T + 1] of part `part` of `parts` of `data.source`, without end.
 
-    Each comes with the state from which a new stream of the same part resumes. A row begins with
-    the last token of its source's previous row. In a mixture, each source fills its fraction of
-    the rows.
+    Each comes with the state from which a new stream of the same part resumes, and with what was
+    skipped of each source. A row begins with the last token of its source's previous row. In a
+    mixture, each source fills its fraction of the rows.
     """
     fractions = config.sources()
     cursors = state["sources"] if state else {}
@@ -56,23 +55,38 @@ def stream_rows(
     tokenizer = build_tokenizer(config)
     streams = [
         _SourceStream(
-            config, name, tokenizer, on_document, seed, part, parts, cursors.get(name) or START
+            config=config,
+            name=name,
+            documents=open_source(config, name).part(part, parts),
+            division=division,
+            tokenizer=tokenizer,
+            on_document=on_document,
+            seed=seed,
+            part=part,
+            parts=parts,
+            start=cursors.get(name) or START,
         )
-        for name in fractions
+        for name, division in divisions.items()
     ]
     while True:
         sources = [mixer.locate(position)[0] for position in range(consumed, consumed + rows)]
         batch = np.stack([streams[source].row(config.seq_len) for source in sources])
         consumed += rows
-        yield batch, {"rows": consumed, "sources": {one.name: one.cursor() for one in streams}}
+        yield (
+            batch,
+            {"rows": consumed, "sources": {one.name: one.cursor() for one in streams}},
+            {one.name: one.skipped for one in streams},
+        )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _SourceStream:
     """One part of one source as an endless stream of tokens, cut into rows."""
 
     config: DataConfig
     name: str
+    documents: Source
+    division: HeldOut
     tokenizer: Tokenizer
     on_document: OnDocument
     seed: int
@@ -81,17 +95,16 @@ class _SourceStream:
     start: State  # cursor
 
     def __post_init__(self) -> None:
-        self._source = open_source(self.config, self.name).part(self.part, self.parts)
-        self._division = held_out(self.config, self.name)
+        self.skipped = Skipped()  # in the pass that skipped most: passes skip the same
         self._newest = NO_DOCUMENT
         self._pending: deque[tuple[State, TokenArray]] = deque()  # (cursor, tokens) of documents
         self._pending_tokens = 0
-        self._documents = self._tokenised()
+        self._encoded = self._encode_from_start()
 
     def row(self, length: int) -> TokenArray:
         """Return the next `length` tokens and the one after them, which starts the next row."""
         while self._pending_tokens <= length:
-            cursor, tokens = next(self._documents)
+            cursor, tokens = next(self._encoded)
             self._pending.append((cursor, tokens))
             self._pending_tokens += len(tokens)
         pieces, missing = [], length + 1
@@ -114,13 +127,13 @@ class _SourceStream:
         """Return the cursor of the next row."""
         return self._pending[0][0] if self._pending else self.start
 
-    def _tokenised(self) -> Iterator[tuple[State, TokenArray]]:
+    def _encode_from_start(self) -> Iterator[tuple[State, TokenArray]]:
         """Yield the cursor and tokens, with eos, of each document from the start cursor on."""
         pass_number, block = self.start["pass"], self.start["block"]
         before = self.start["reader"]  # the reader's state before the block
         document, token = self.start["document"], self.start["token"]
         while True:
-            reader = self._source.read(before)
+            reader = self.documents.read(before)
             while texts := self._block(reader):
                 cursor = {"pass": pass_number, "block": block, "reader": before}
                 texts = self._shuffle(texts, pass_number, block)
@@ -128,8 +141,6 @@ class _SourceStream:
                     yield {**cursor, "document": index, "token": token}, tokens[token:]
                     token = 0
                 document, block, before = 0, block + 1, reader.state()
-            for line in skipped_note(f"{self.name}, this part's pass", reader.skipped):
-                print(line, file=sys.stderr, flush=True)
             if block == 0:
                 raise self._no_documents()
             pass_number, block, before = pass_number + 1, 0, None
@@ -144,8 +155,9 @@ class _SourceStream:
                 break
             self._newest = document.location
             self.on_document(self.name, self._newest)
-            if text := self._division.text_for(document.text, "train"):
+            if text := self.division.text_for(document.text, "train"):
                 texts.append(text)
+        self.skipped = max(self.skipped, reader.skipped)
         return texts
 
     def _shuffle(self, texts: list[bytes], pass_number: int, block: int) -> list[bytes]:
@@ -156,9 +168,8 @@ class _SourceStream:
 
     def _encode(self, texts: list[bytes], first: int) -> Iterator[tuple[int, TokenArray]]:
         for start in range(first, len(texts), DOCUMENTS_PER_CALL):
-            encoded = self.tokenizer.encode_many(texts[start : start + DOCUMENTS_PER_CALL])
-            for index, tokens in enumerate(encoded, start):
-                yield index, as_document(self.tokenizer, tokens)
+            encoded = self.tokenizer.encode_documents(texts[start : start + DOCUMENTS_PER_CALL])
+            yield from enumerate(encoded, start)
 
     def _no_documents(self) -> DataError:
         part, fix = "", ""
@@ -171,17 +182,15 @@ class _SourceStream:
         )
 
 
-def collect_tokens(
-    config: DataConfig,
-    tokens: int,
-    on_document: OnDocument = lambda source, location: None,
-    *,
-    split: str = "val",
+def validation_stores(
+    config: DataConfig, divisions: Mapping[str, HeldOut], tokens: int, on_document: OnDocument
 ) -> Iterator[TokenStore]:
-    """Yield a token store per source: its split's first documents, `tokens` tokens or more.
+    """Yield a token store per source: its first validation documents, `tokens` tokens or more.
 
     Sources are not divided into parts, so the result does not depend on the number of ranks.
     """
-    for name in config.sources():
-        on_document(name, NO_DOCUMENT)
-        yield tokenise(config, name, split, tokens, on_document)
+    opened = [
+        OpenedSource(name, open_source(config, name), division)
+        for name, division in divisions.items()
+    ]
+    yield from Dataset(config, opened).stores("val", tokens, on_document)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from nsa.data.config import DataConfig
 from nsa.data.hub import hub_url, probe
-from nsa.data.source import DataError, Source, skipped_note
+from nsa.data.source import DataError, Source
 from nsa.system import with_timeout
 
 TokenArray = npt.NDArray[np.integer]
@@ -50,6 +50,15 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
         """Return the ids of each text; faster than one at a time."""
         raise NotImplementedError
+
+    def encode_documents(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        """Return the ids of each text between the start and the end of a document."""
+        encoded = map(self.with_start, self.encode_many(texts))
+        return [np.append(ids, ids.dtype.type(self.eos_id)) for ids in encoded]
+
+    def with_start(self, ids: TokenArray) -> TokenArray:
+        """Add the start of a document, if there is one."""
+        return ids if self.start_id is None else np.insert(ids, 0, self.start_id)
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
         """Return the bytes of `ids`; skip specials and ids outside the vocabulary."""
@@ -163,16 +172,6 @@ def split_text(text: str, longest: int = CHARS_PER_PIECE) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:]
-
-
-def as_document(tokenizer: Tokenizer, ids: TokenArray) -> TokenArray:
-    """Add the start, if the tokenizer has one, and the end of text."""
-    return np.append(as_start(tokenizer, ids), ids.dtype.type(tokenizer.eos_id))
-
-
-def as_start(tokenizer: Tokenizer, ids: TokenArray) -> TokenArray:
-    """Add the start of a document, if the tokenizer has one."""
-    return ids if tokenizer.start_id is None else np.insert(ids, 0, tokenizer.start_id)
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
@@ -315,7 +314,7 @@ def _pieces(source: Source) -> Iterator[str]:
     for document in reader:
         empty = False
         yield from split_text(document.text.decode("utf-8", errors="replace"))
-    for line in skipped_note(source.name, reader.skipped):
+    for line in reader.skipped.note(source.name):
         print(line, file=sys.stderr)
     if empty:
         raise DataError(f"data.source: {source.name} has no documents to train on")

@@ -7,10 +7,10 @@ from queue import Empty
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, Samples, build_samples, open_samples
-from nsa.data.config import DataConfig
+from nsa.data.dataset import NO_DOCUMENT, Dataset
 from nsa.data.loader import PREPARE, Prefetcher
 from nsa.data.source import DataError
-from nsa.data.stream import NO_DOCUMENT, collect_tokens
+from nsa.data.stream import validation_stores
 from nsa.data.token_store import TokenStore
 from nsa.data.worker import Worker
 
@@ -24,13 +24,15 @@ class ValidationData:
     """
 
     def __init__(
-        self, config: DataConfig, *, sequences: int, micro_batch: int, world_size: int
+        self, dataset: Dataset, *, sequences: int, micro_batch: int, world_size: int
     ) -> None:
+        config = dataset.config
         self._config, self._requested = config, sequences
         self._micro_batch, self._world_size = micro_batch, world_size
-        self._indexed = open_samples(config, "val", VALIDATION_SEED)
+        self._indexed = open_samples(dataset, "val", VALIDATION_SEED)
         if self._indexed is None:
-            work = partial(collect_tokens, config, sequences * config.seq_len + 1)
+            tokens = sequences * config.seq_len + 1
+            work = partial(validation_stores, config, dataset.divisions, tokens)
             self._worker = Worker(work, f"data.source = {config.source_names()!r}, validation")
             self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.sources()))
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
-from nsa.data.factory import skipped_files
+from nsa.data.dataset import open_dataset
 from nsa.data.loader import BatchLoader, IndexedBatches, StreamingBatches, open_loader
 from nsa.data.validation_data import ValidationData
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks
 from nsa.engine.train_state import TrainState
+from nsa.monitor.observer import warn
 
 
 @dataclass
@@ -50,9 +51,11 @@ class Data:
         self.loader = self.open_loader(consumed=consumed, state=loader_state)
 
     def close(self) -> None:
-        """Stop the prefetching threads and worker processes."""
+        """Stop the prefetching threads and worker processes; log what data.on_error left out."""
         self.loader.close()
         self.validation.close()
+        for line in self.loader.source.skipped():
+            warn(f"rank {self.data_ranks.rank}: {line}")
 
 
 def open_data(
@@ -77,9 +80,10 @@ def open_data(
         )
         state.samples, loader_state = 0, None
 
+    dataset = open_dataset(config.data)
     open_at = partial(
         open_loader,
-        config.data,
+        dataset,
         rank=data_ranks.rank,
         world_size=data_ranks.world_size,
         micro_batch=config.train.rows,
@@ -93,7 +97,7 @@ def open_data(
         loader.wait_until_ready()  # errors of the first documents surface here
         state.data = loader.source.fingerprint
         validation = ValidationData(
-            config.data,
+            dataset,
             sequences=config.train.eval_samples,
             micro_batch=config.train.rows,
             world_size=data_ranks.world_size,
@@ -101,7 +105,7 @@ def open_data(
     except ValueError:
         loader.close()
         raise
-    notes += skipped_files(config.data)
+    notes += dataset.notes
     steps_left = config.train.steps - state.step
     notes += loader.source.describe(state.samples + steps_left * loader.samples_per_step)
     return Data(loader, validation, notes, open_at, data_ranks, (ranks.rank % group, group))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from nsa.data.config import DataConfig
+    from nsa.data.dataset import Dataset
     from nsa.data.tokenizer import Tokenizer
     from nsa.engine.config import RunConfig
     from nsa.engine.load_run import LoadedRun, StoredRun
@@ -72,6 +73,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _evaluate_runs(args: argparse.Namespace) -> tuple[list[Row], list[Path]]:
     """Evaluate all runs and write the results; return their rows and the files."""
+    from nsa.data.dataset import open_dataset
     from nsa.engine.load_run import find_run, load_run
     from nsa.evaluate.results import make_folder, write
     from nsa.report.compare import labelled
@@ -83,15 +85,15 @@ def _evaluate_runs(args: argparse.Namespace) -> tuple[list[Row], list[Path]]:
     tokenizers = {name: require_tokenizer(name, run) for name, run in runs.items()}
     config = next(iter(runs.values())).config
     settings = _data_settings(args, config)
-    default_split = _default_split(settings, runs)
-    split = args.split or default_split
     lengths = _lengths(args, settings.seq_len)
-    settings = replace(settings, seq_len=lengths[-1])
+    dataset = open_dataset(replace(settings, seq_len=lengths[-1]))
+    default_split = _default_split(dataset, runs)
+    split = args.split or default_split
     tokens = args.tokens or config.train.eval_samples * config.data.seq_len
     data: dict[str, EvalData] = {}  # by fingerprint of the tokenizer
     for tokenizer in tokenizers.values():
         if tokenizer.fingerprint not in data:
-            data[tokenizer.fingerprint] = _open_data(settings, split, tokens, tokenizer)
+            data[tokenizer.fingerprint] = _open_data(dataset, split, tokens, tokenizer)
     out = args.out or args.path / "eval"
     make_folder(out)
     results: list[Result] = []
@@ -140,25 +142,27 @@ def _lengths(args: argparse.Namespace, trained_len: int) -> list[int]:
     return lengths
 
 
-def _default_split(data: DataConfig, runs: Mapping[str, StoredRun]) -> str:
+def _default_split(dataset: Dataset, runs: Mapping[str, StoredRun]) -> str:
     """Return "held_out" for a dataset that one of the runs was trained on, else "all".
 
     Log the runs whose training read some of the text that is held out here.
     """
-    from nsa.data.factory import held_out
-    from nsa.data.shards import is_prepared
+    from nsa.data.dataset import open_dataset
 
-    def by_position(config: DataConfig) -> set[bool]:
-        return {held_out(config, name).by_position for name in config.sources()}
+    def by_position(opened: Dataset) -> set[bool]:
+        return {division.by_position for division in opened.divisions.values()}
 
-    prepared = any(map(is_prepared, data.sources()))  # its splits are fixed
+    data = dataset.config
+    prepared = any(source.documents is None for source in dataset.sources)  # its splits are fixed
     trained_on = {
         name: run.config.data
         for name, run in runs.items()
         if sources_overlap(data, run.config.data)
     }
     for name, trained in trained_on.items() if not prepared else ():
-        if data.held_out > trained.held_out or by_position(data) != by_position(trained):
+        same = replace(data, seq_len=trained.seq_len) == trained
+        own = dataset if same else open_dataset(trained)
+        if data.held_out > trained.held_out or by_position(dataset) != by_position(own):
             _log(
                 f"{name}: its training read some of the text evaluated here, as it held out other "
                 f"documents (data.held_out = {data.held_out}, in training {trained.held_out}; few "
@@ -204,12 +208,12 @@ def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
     return run.tokenizer
 
 
-def _open_data(data: DataConfig, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
+def _open_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
     from nsa.evaluate.data import open_eval_data
 
-    config = replace(data, tokenizer=tokenizer.name)
+    config = replace(dataset.config, tokenizer=tokenizer.name)
     config.validate()
-    opened = open_eval_data(config, SPLITS[split], tokens, tokenizer)
+    opened = open_eval_data(replace(dataset, config=config), SPLITS[split], tokens, tokenizer)
     note = f"; {opened.exhausted} has fewer than the {tokens:,} requested"
     _log(
         f"{config.source_names()}, split {split}, packing {config.packing}, tokenizer "

@@ -20,10 +20,8 @@ import torch
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, Samples, build_samples, open_samples, to_batch
-from nsa.data.config import DataConfig
-from nsa.data.shards import is_prepared
+from nsa.data.dataset import Dataset
 from nsa.data.source import ALL, DataError
-from nsa.data.stream import collect_tokens
 from nsa.data.tokenizer import TokenArray, Tokenizer
 from nsa.data.validation_data import VALIDATION_SEED
 
@@ -54,21 +52,22 @@ class EvalBatch:
 Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to evaluate
 
 
-def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
-    """Return the first `tokens` tokens of `data.source`, in samples of `data.seq_len`.
+def open_eval_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
+    """Return the first `tokens` tokens of a dataset, in samples of `data.seq_len`.
 
     An indexed source is cut into samples as in training; a streamed one is read in order.
     """
-    for name in config.sources():
-        if split == ALL and is_prepared(name):
+    config = dataset.config
+    for source in dataset.sources:
+        if split == ALL and source.documents is None:
             raise DataError(
-                f"--split all: data.source = {name!r} was split when it was prepared; choose "
-                "held_out or train"
+                f"--split all: data.source = {source.name!r} was split when it was prepared; "
+                "choose held_out or train"
             )
     count = max(1, tokens // config.seq_len)
-    samples = open_samples(config, split, VALIDATION_SEED)
+    samples = open_samples(dataset, split, VALIDATION_SEED)
     if samples is None:
-        stores = list(collect_tokens(config, count * config.seq_len + 1, split=split))
+        stores = list(dataset.stores(split, count * config.seq_len + 1))
         samples = build_samples(config, stores, VALIDATION_SEED)
     for store in samples.stores:
         if store.tokenizer_fingerprint != tokenizer.fingerprint:

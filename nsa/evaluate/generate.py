@@ -73,10 +73,10 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
     """Return a prompt's ids, int64 [T]."""
     import numpy as np
 
-    from nsa.data.tokenizer import HubTokenizer, as_start, load_pretrained
+    from nsa.data.tokenizer import HubTokenizer, load_pretrained
 
     if not args.chat:
-        return as_start(tokenizer, tokenizer.encode(text)).astype("int64")
+        return tokenizer.with_start(tokenizer.encode(text)).astype("int64")
     source = load_pretrained(tokenizer.name) if isinstance(tokenizer, HubTokenizer) else None
     if source is None or not source.chat_template:
         raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
 from nsa.data.validation_data import ValidationData
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.distillation import token_divergence
@@ -22,9 +23,9 @@ TOKENS = 8_192  # evaluated at each length
 def read_samples(data: DataConfig, attention: AttentionConfig) -> list[Batch]:
     """Read samples of the longest length from the validation split of `data.source`."""
     longest = _lengths(attention)[-1]
-    data = replace(data, seq_len=longest, packing="concat")
+    dataset = open_dataset(replace(data, seq_len=longest, packing="concat"))
     samples = max(1, TOKENS // longest)
-    validation = ValidationData(data, sequences=samples, micro_batch=1, world_size=1)
+    validation = ValidationData(dataset, sequences=samples, micro_batch=1, world_size=1)
     with closing(validation):
         return validation.batches(0)
 

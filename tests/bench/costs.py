@@ -30,6 +30,7 @@ from nsa.bench.timing import Step, time_alternating
 from nsa.bench.train import Stepper
 from nsa.data.builtin import embedded
 from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
 from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
@@ -176,7 +177,7 @@ def _loading(source: Path) -> dict[str, float]:
 def _loader(source: Path, micro_batch: int, seq_len: int) -> BatchLoader:
     config = DataConfig(source=str(source), seq_len=seq_len)
     return open_loader(
-        config, rank=0, world_size=1, micro_batch=micro_batch, accumulation=1, seed=0
+        open_dataset(config), rank=0, world_size=1, micro_batch=micro_batch, accumulation=1, seed=0
     )
 
 

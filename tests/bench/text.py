@@ -21,7 +21,7 @@ from torch import Tensor
 from nsa.bench.ablations import COMMON, Training, add_run_flags, train_variants
 from nsa.bench.recipe import recipe_config
 from nsa.bench.results import Report
-from nsa.data.factory import held_out, open_source
+from nsa.data.dataset import open_dataset, open_source
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.model import parameter_count
@@ -109,16 +109,15 @@ def run(report: Report) -> dict[str, Any]:
 def evaluated_documents(training: Training) -> Tensor:
     """Return the first LENGTH + 1 tokens of held-out files, longer ones only: [documents, ..]."""
     data = recipe_config(training.profile, training.settings).data
-    tokenizer, (source,) = build_tokenizer(data), data.sources()
-    held, rows = held_out(data, source), list[Tensor]()
-    for document in open_source(data, source).read():
-        ids = tokenizer.encode(held.text_for(document.text, "val"))
+    tokenizer, (source,), rows = build_tokenizer(data), open_dataset(data).sources, list[Tensor]()
+    for document in source.documents.read():
+        ids = tokenizer.encode(source.division.text_for(document.text, "val"))
         if len(ids) > LENGTH:
             rows.append(torch.tensor(ids[: LENGTH + 1].astype("int64")))
         if len(rows) == DOCUMENTS:
             break
     if not rows:
-        raise ValueError(f"--source {source}: no held-out file has {LENGTH:,} tokens")
+        raise ValueError(f"--source {source.name}: no held-out file has {LENGTH:,} tokens")
     return torch.stack(rows)
 
 

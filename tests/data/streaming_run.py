@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
 from nsa.data.loader import open_loader
 
 
@@ -26,7 +27,7 @@ def main(source: str, folder: Path, steps: int, save_every: int, pause_at: int) 
     if checkpoint.exists():
         saved = json.loads(checkpoint.read_text())
     loader = open_loader(
-        config,
+        open_dataset(config),
         rank=1,
         world_size=2,
         micro_batch=2,

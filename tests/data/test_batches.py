@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from nsa.data.batches import Batch, Samples, on_device
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_store
 from nsa.data.loader import IndexedBatches
 from nsa.data.token_store import TokenStore
+from tests.data.texts import open_store
 
 EOS = 257
 
@@ -65,7 +65,7 @@ def digest_of_batches() -> str:
             config = DataConfig(
                 source=source, packing=packing, seq_len=256, synthetic_bytes=100_000
             )
-            store = open_store(config, source, split)
+            store = open_store(config, split)
             samples = Samples([store], seq_len=256, seed=1337, packing=packing)
             for first in (0, 17 * 12 + 6, 10_000 * 12 + 3):
                 batch = samples.batch(range(first, first + 3))

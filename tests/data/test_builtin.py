@@ -17,8 +17,9 @@ from nsa.data.builtin import (
     synthetic,
 )
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source, open_store
+from nsa.data.dataset import open_source
 from nsa.data.source import DataError, Source, is_validation
+from tests.data.texts import open_store
 from tests.ranks import ROOT
 
 
@@ -33,7 +34,7 @@ def touch(root: Path, *names: str) -> None:
 
 
 def test_the_embedded_text_is_enough_to_train_and_validate_on() -> None:
-    train, val = (open_store(DataConfig(), "embedded", split) for split in ("train", "val"))
+    train, val = (open_store(DataConfig(), split) for split in ("train", "val"))
     assert len(train) > 5_000_000
     assert len(val) > 64 * 2_048
 
@@ -70,12 +71,12 @@ def test_other_files_are_noted_and_do_not_resume_a_pass(tmp_path: Path) -> None:
 
 
 def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
-    tokens = open_store(DataConfig(), "embedded:tensorboard", "train")
+    tokens = open_store(DataConfig(source="embedded:tensorboard"), "train")
     assert len(tokens) > 100_000
     for missing in ("embedded:no_such_package", "embedded:../secrets"):
         expected = f"data.source = '{missing}': '{missing[9:]}' is not an installed package; "
         with pytest.raises(DataError, match=re.escape(expected)):
-            open_store(DataConfig(), missing, "train")
+            open_store(DataConfig(source=missing), "train")
 
 
 @pytest.mark.parametrize("size", [1, 999, 50_000])

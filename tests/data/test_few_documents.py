@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,19 @@ from hypothesis import strategies as st
 from nsa.cli import main
 from nsa.data.batches import open_samples
 from nsa.data.config import DataConfig
-from nsa.data.factory import held_out, tokenise
+from nsa.data.dataset import open_dataset
+from nsa.data.files import Files
 from nsa.data.loader import StreamingBatches, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.shards import open_shards
 from nsa.data.source import DataError, HeldOut
 from nsa.data.token_store import TokenStore
 from nsa.data.validation_data import ValidationData
-from tests.data.texts import HELD_OUT, documents_in, split, text, texts, write_lines
+from nsa.engine.data import open_data
+from nsa.engine.process_group import Ranks
+from nsa.engine.train_state import TrainState
+from tests.data.texts import HELD_OUT, documents_in, open_store, split, text, texts, write_lines
+from tests.engine.small import small_request
 
 SHAPE = {"micro_batch": 2, "accumulation": 1, "seed": 1}
 
@@ -47,10 +53,10 @@ def test_a_folder_of_four_documents_is_prepared_and_trained_on(
     command = ["data", "prepare", "--source", str(folder), "--tokenizer", "byte", "--out", str(out)]
     assert main(command) == 0
     assert main(["data", "check", str(out)]) == 0
-    config = DataConfig(source=str(out), seq_len=2_048, packing=packing)
-    with closing(open_loader(config, rank=1, world_size=2, **SHAPE)) as train:
+    dataset = open_dataset(DataConfig(source=str(out), seq_len=2_048, packing=packing))
+    with closing(open_loader(dataset, rank=1, world_size=2, **SHAPE)) as train:
         assert train.next_batch().tokens == 2 * 2_048
-    assert ValidationData(config, sequences=1, micro_batch=1, world_size=2).sequences == 1
+    assert ValidationData(dataset, sequences=1, micro_batch=1, world_size=2).sequences == 1
     starts, ends = (documents(open_shards(str(out), name)) for name in ("train", "val"))
     joined = [start + end for start, end in zip(starts, ends, strict=True)]
     assert sorted(joined) == [text(number, 2_000) for number in range(4)]
@@ -62,11 +68,11 @@ def test_one_text_of_a_few_thousand_tokens_is_read_by_any_number_of_ranks(
 ) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes(text(0, 5_000))
-    config = DataConfig(source=str(path), seq_len=seq_len)
+    dataset = open_dataset(DataConfig(source=str(path), seq_len=seq_len))
     for ranks in (1, 3):
-        with closing(open_loader(config, rank=ranks - 1, world_size=ranks, **SHAPE)) as train:
+        with closing(open_loader(dataset, rank=ranks - 1, world_size=ranks, **SHAPE)) as train:
             train.next_batch()
-        validation = ValidationData(config, sequences=8, micro_batch=1, world_size=ranks)
+        validation = ValidationData(dataset, sequences=8, micro_batch=1, world_size=ranks)
         assert validation.sequences == 2_500 // seq_len
 
 
@@ -74,12 +80,11 @@ def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes(text(0, 1_000_000))
     config = DataConfig(source=str(path))
-    (start,), (end,) = (documents(tokenise(config, str(path), name)) for name in ("train", "val"))
+    (start,), (end,) = (documents(open_store(config, name)) for name in ("train", "val"))
     assert start + end == path.read_bytes()
     assert len(end) == 50_000
-    assert held_out(DataConfig(held_out=0.005), str(path)).fraction == pytest.approx(
-        16_384 / 1e6, 1e-3
-    )
+    (division,) = open_dataset(replace(config, held_out=0.005)).divisions.values()
+    assert division.fraction == pytest.approx(16_384 / 1e6, 1e-3)
 
 
 def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) -> None:
@@ -87,8 +92,9 @@ def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) 
     plain, packed = tmp_path / "book.txt", tmp_path / "book.txt.gz"
     plain.write_bytes(content)
     packed.write_bytes(gzip.compress(content))
-    config = DataConfig(held_out=0.005)
-    assert held_out(config, str(packed)) == held_out(config, str(plain))
+    config = DataConfig(source={str(packed): 1.0, str(plain): 1.0}, held_out=0.005)
+    first, second = open_dataset(config).divisions.values()
+    assert first == second
 
 
 @given(st.text(), st.floats(0, 0.5))
@@ -102,16 +108,38 @@ def test_a_document_is_divided_between_two_characters(characters: str, fraction:
 
 def test_few_documents_join_a_mixture_of_either_kind(folder: Path, tmp_path: Path) -> None:
     many = write_lines(tmp_path / "many.jsonl", texts(200))
-    streamed = DataConfig(source={str(folder): 1.0, many: 1.0}, seq_len=64)
+    streamed = open_dataset(DataConfig(source={str(folder): 1.0, many: 1.0}, seq_len=64))
     assert open_samples(streamed, "train", seed=1) is None
     stream = StreamingBatches(streamed, rank=0, world_size=2, micro_batch=2, seed=1, state=None)
     stream.close()
     prepare(DataConfig(source=many), tmp_path / "out", workers=1, progress=False)
     indexed = DataConfig(source={str(folder): 1.0, str(tmp_path / "out"): 1.0}, seq_len=64)
-    assert open_samples(indexed, "train", seed=1) is not None
+    assert open_samples(open_dataset(indexed), "train", seed=1) is not None
     mixed = DataConfig(source={many: 1.0, str(tmp_path / "out"): 1.0}, seq_len=64)
     with pytest.raises(DataError, match="mixes streams"):
-        open_samples(mixed, "train", seed=1)
+        open_samples(open_dataset(mixed), "train", seed=1)
+
+
+@pytest.mark.parametrize("count", [20, 300])
+def test_documents_are_counted_once_for_training_and_validation(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+    size_if_few = Files.size_if_few
+
+    def watched(files: Files, limit: int) -> int | None:
+        counted.append(files.name)
+        return size_if_few(files, limit)
+
+    monkeypatch.setattr(Files, "size_if_few", watched)
+    source = write_lines(tmp_path / "a.jsonl", texts(count))
+    config = small_request("--set=data.seq_len=8").config
+    config.data.source, config.train.eval_samples = source, 1
+    data = open_data(config, Ranks(0, 0, 1), TrainState())
+    data.validation_batches()
+    data.rewind(0, None)
+    data.close()
+    assert counted == [source]
 
 
 def test_enough_documents_keep_their_split_and_fingerprints(
@@ -125,7 +153,9 @@ def test_enough_documents_keep_their_split_and_fingerprints(
     for name, expected in zip(("train", "val"), split(texts(25)), strict=True):
         assert documents(open_shards("out", name)) == expected
     fingerprints = [open_shards("out", name).fingerprint[:16] for name in ("train", "val")]
-    stream = StreamingBatches(config, rank=0, world_size=1, micro_batch=1, seed=1, state=None)
+    stream = StreamingBatches(
+        open_dataset(config), rank=0, world_size=1, micro_batch=1, seed=1, state=None
+    )
     stream.close()
     known = ["ab1bb477fcf73bcb", "af1ba5e4e5195c8e", "4d37bb065fae7863"]
     assert [*fingerprints, stream.fingerprint] == known

@@ -347,7 +347,7 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
     source = open_files(tmp_path, "text")
     found = {document.location: document.text for document in source.read()}
     assert found == kept
-    assert source.skipped == len(skipped)
+    assert source.left_out == len(skipped)
     names = [file.name for file in open_files(tmp_path, "text", "*.py").files]
     assert names == ["a/main.py"]
     assert [file.name for file in open_files(tmp_path, "text", "b/*").files] == sorted(

@@ -18,6 +18,7 @@ import torch
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import open_samples
 from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
 from nsa.data.files import open_files
 from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
@@ -45,7 +46,7 @@ def loader_of(
     config: DataConfig, *, rank: int = 0, world_size: int = 1, **settings: Any
 ) -> BatchLoader:
     shape = {"micro_batch": 2, "accumulation": 1, "seed": 3} | settings
-    return open_loader(config, rank=rank, world_size=world_size, **shape)
+    return open_loader(open_dataset(config), rank=rank, world_size=world_size, **shape)
 
 
 def read(loader: BatchLoader, count: int) -> list[list[list[int]]]:
@@ -63,9 +64,9 @@ def wait_for_first_batch(loader: BatchLoader) -> None:
 def test_indexed_batches_come_in_order_and_need_no_state() -> None:
     config = configure("synthetic", synthetic_bytes=20_000)
     shape = {"micro_batch": 2, "accumulation": 3, "world_size": 2, "seed": 3}
-    samples = open_samples(config, "train", seed=3)
+    samples = open_samples(open_dataset(config), "train", seed=3)
     assert samples is not None
-    with closing(open_loader(config, rank=1, consumed=24, **shape)) as loader:
+    with closing(open_loader(open_dataset(config), rank=1, consumed=24, **shape)) as loader:
         for consumed in (24, 36):
             for micro_step in range(3):
                 first = consumed + micro_step * 4 + 2  # rank 0's two samples come first
@@ -213,13 +214,15 @@ def test_a_process_ends_with_open_loaders(source: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom nsa.data.config import DataConfig\n"
+        "from nsa.data.dataset import open_dataset\n"
         "from nsa.data.loader import open_loader\n"
         "from nsa.data.validation_data import ValidationData\n"
         "shape = {'micro_batch': 1, 'world_size': 1}\n"
         "config = DataConfig(source=sys.argv[1], seq_len=16, held_out=0.2)\n"
-        "loader = open_loader(config, rank=0, accumulation=1, seed=1, **shape)\n"
-        "validation = ValidationData(config, sequences=3, **shape)\n"
-        "indexed = open_loader(DataConfig(seq_len=16), rank=0, accumulation=1, seed=1, **shape)\n"
+        "datasets = [open_dataset(config), open_dataset(DataConfig(seq_len=16))]\n"
+        "step = {'rank': 0, 'accumulation': 1, 'seed': 1}\n"
+        "loader, indexed = [open_loader(one, **shape, **step) for one in datasets]\n"
+        "validation = ValidationData(datasets[0], sequences=3, **shape)\n"
         "for each in (loader, indexed): each.next_batch()\n"
     )
     run = spawn_ranks(program, source, ranks=0)
@@ -228,7 +231,9 @@ def test_a_process_ends_with_open_loaders(source: str, tmp_path: Path) -> None:
 
 def test_close_ends_the_workers_and_may_be_called_twice(source: str) -> None:
     loader = loader_of(configure(source, workers=2))
-    validation = ValidationData(configure(source), sequences=5, micro_batch=1, world_size=1)
+    validation = ValidationData(
+        open_dataset(configure(source)), sequences=5, micro_batch=1, world_size=1
+    )
     workers = workers_of(os.getpid())
     assert len(workers) == 3
     for _ in range(2):

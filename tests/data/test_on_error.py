@@ -12,13 +12,15 @@ import pytest
 
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.factory import tokenise
 from nsa.data.files import open_files
 from nsa.data.formats import BUFFER_BYTES
 from nsa.data.source import DataError, State
 from nsa.data.token_store import coverage
+from nsa.engine.data import open_data
+from nsa.engine.process_group import Ranks
+from nsa.engine.train_state import TrainState
 from tests.data.test_prepare import contents
-from tests.data.texts import Rows, configure
+from tests.data.texts import Rows, configure, open_store
 from tests.engine.small import small_request
 
 BROKEN = 6  # lines, rows and files of `folder` that cannot be read
@@ -61,10 +63,10 @@ def test_skip_reads_all_else_and_counts_each_broken_piece_once(folder: Path) -> 
         assert sum(text.startswith("a ") for text in texts) == 30
         assert sum(text.startswith("d ") for text in texts) == 450
         assert {"e 1", "e 2", "f"} <= {*texts}
-        assert sum(reader.skipped[0] for reader in readers) == BROKEN
+        assert sum(reader.skipped.number for reader in readers) == BROKEN
     (reader,) = [source.read()]
     assert len([*reader]) == len(texts)
-    assert reader.skipped[1].startswith(f"{folder}/a.jsonl:10: not a line of JSON")
+    assert reader.skipped.first.startswith(f"{folder}/a.jsonl:10: not a line of JSON")
 
 
 def test_a_pass_that_resumes_anywhere_skips_the_same(folder: Path) -> None:
@@ -110,23 +112,47 @@ def test_prepare_counts_in_one_line_what_it_skips(
     assert tokens[0] == tokens[1]
 
 
-def test_a_stream_and_memory_report_the_count(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stream_counts_once_what_all_its_passes_skip(folder: Path) -> None:
     rows = Rows(configure(str(folder), on_error="skip"), seed=0, part=0, parts=1, rows=500)
-    while not (error := capsys.readouterr().err):
+    while rows.state() is None or rows.state()["sources"][str(folder)]["pass"] < 2:
         next(rows)
-    text = f"left out {BROKEN} lines, rows or files; the first: {folder}/a.jsonl:10"
-    assert error.count(text) == 1
+    skipped = rows.skipped[str(folder)]
+    assert skipped.number == BROKEN
+    assert skipped.first.startswith(f"{folder}/a.jsonl:10: ")
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_a_run_that_ends_within_its_first_pass_reports_the_count(
+    few: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Streamed by two workers, and in memory."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(["{broken", "[1]", *lines(*map(str, range(20 if few else 500)))]))
+    config = small_request("--set=data.on_error=skip", "--set=data.seq_len=8").config
+    config.data.source, config.data.workers = str(path), 2
+    config.train.eval_samples = 1
+    data = open_data(config, Ranks(0, 0, 1), TrainState())
+    for _ in range(2):  # one of each worker
+        data.next_batch()
+    assert "left out" not in capsys.readouterr().err
+    data.close()
+    assert capsys.readouterr().err == (
+        f"nsa: rank 0: {path}: data.on_error = skip left out 2 lines, rows or files; the first: "
+        f"{path}:1: not a line of JSON (Expecting property name enclosed in double quotes: line 1 "
+        "column 2 (char 1)); fix or remove it\n"
+    )
+
+
+def test_memory_reports_the_count_in_the_first_lines(folder: Path) -> None:
     config = DataConfig(source=str(folder / "a.jsonl"), on_error="skip")
-    store = tokenise(config, config.source, "train")
+    store = open_store(config, "train")
     assert "left out 2 lines, rows or files" in coverage([store], [1.0], 16, None)[0]
 
 
 def test_nothing_but_broken_files_is_no_dataset(folder: Path) -> None:
     config = DataConfig(source=str(folder / "c.parquet"), on_error="skip")
     with pytest.raises(DataError, match=r"has no document .*c\.parquet: cannot be read"):
-        tokenise(config, config.source, "train")
+        open_store(config, "train")
 
 
 def test_a_stopped_run_may_go_on_with_skip(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa.data.config import DataConfig
-from nsa.data.factory import held_out
+from nsa.data.dataset import open_dataset
 from nsa.data.source import DataError
-from nsa.data.stream import collect_tokens
 from tests.data.texts import (
     EOS,
     HELD_OUT,
     Rows,
     documents_in,
+    open_store,
     split,
     text,
     texts,
@@ -172,7 +172,7 @@ def test_giant_and_empty_documents_are_streamed(tmp_path: Path) -> None:
     config = DataConfig(source=source, held_out=1e-9, seq_len=1_000, shuffle_documents=1)
     packed = Rows(config, seed=1, part=0, parts=1, rows=500)
     rows = [next(packed) for _ in range(13)]
-    start = giant[: -int(len(giant) * held_out(config, source).fraction)]
+    start = giant[: -int(len(giant) * open_dataset(config).divisions[source].fraction)]
     assert documents_in(tokens_of(rows))[:4] == [start, b"small", start, b"small"]
 
 
@@ -212,18 +212,19 @@ def test_validation_tokens_are_the_first_of_the_source_and_as_many_as_requested(
     _, validation = split(texts(400))
     config = DataConfig(source=source, held_out=HELD_OUT)
     locations: list[str] = []
-    (store,) = collect_tokens(config, 300, lambda _, location: locations.append(location))
+    dataset = open_dataset(config)
+    (store,) = dataset.stores("val", 300, lambda _, location: locations.append(location))
     documents = documents_in(store.read(0, len(store)))
     assert documents == validation[: len(documents)]
     assert 300 <= len(store) < 300 + 61
     assert len(locations) < 200  # reading stops once there is enough
     text_bytes = sum(map(len, documents))
     assert store.bytes_per_token == pytest.approx(text_bytes / (text_bytes + len(documents)))
-    (everything,) = collect_tokens(config, 10**9)
+    (everything,) = dataset.stores("val", 10**9)
     assert documents_in(everything.read(0, len(everything))) == validation
 
 
 def test_a_source_without_validation_documents_is_refused_by_name(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", split(texts(100))[0])
     with pytest.raises(DataError, match=r"a\.jsonl' .*split 'val'; raise data\.held_out = 0\.2"):
-        list(collect_tokens(DataConfig(source=source, held_out=HELD_OUT), 100))
+        open_store(DataConfig(source=source, held_out=HELD_OUT), "val")

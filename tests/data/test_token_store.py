@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_store
 from nsa.data.source import DataError, is_validation
 from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import ByteTokenizer
+from tests.data.texts import open_store
 
 SMALL = DataConfig(source="synthetic", synthetic_bytes=50_000)
-
-
-def store_of(config: DataConfig, split: str) -> TokenStore:
-    store = open_store(config, "synthetic", split)
-    return store
 
 
 def documents(store: TokenStore) -> list[bytes]:
@@ -33,7 +28,7 @@ def documents(store: TokenStore) -> list[bytes]:
 
 
 def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
-    train, val = documents(store_of(SMALL, "train")), documents(store_of(SMALL, "val"))
+    train, val = documents(open_store(SMALL, "train")), documents(open_store(SMALL, "val"))
     texts = [document.text for document in synthetic(50_000).read()]
     assert train == [text for text in texts if not is_validation(text, 0.05)]
     assert val == [text for text in texts if is_validation(text, 0.05)]
@@ -42,7 +37,7 @@ def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
 
 
 def test_bytes_per_token_divides_text_by_all_tokens() -> None:
-    store = open_store(DataConfig(), "embedded", "val")
+    store = open_store(DataConfig(), "val")
     texts = [document.text for document in embedded().read() if is_validation(document.text, 0.05)]
     size = sum(map(len, texts))
     assert store.bytes_per_token == pytest.approx(size / (size + len(texts)), rel=1e-12)
@@ -51,10 +46,10 @@ def test_bytes_per_token_divides_text_by_all_tokens() -> None:
 
 
 def test_different_tokens_have_different_fingerprints() -> None:
-    stores = [store_of(SMALL, "train"), store_of(SMALL, "val")]
-    stores.append(store_of(DataConfig(synthetic_bytes=50_001), "train"))
+    stores = [open_store(SMALL, "train"), open_store(SMALL, "val")]
+    stores.append(open_store(DataConfig(synthetic_bytes=50_001), "train"))
     assert len({store.fingerprint for store in stores}) == 3
-    assert store_of(SMALL, "train").fingerprint == stores[0].fingerprint
+    assert open_store(SMALL, "train").fingerprint == stores[0].fingerprint
 
 
 @settings(deadline=None)
@@ -71,7 +66,7 @@ def test_reads_cross_the_borders_of_pieces(lengths: list[int], data: st.DataObje
 
 def test_an_empty_split_is_refused_by_name() -> None:
     with pytest.raises(DataError, match=r"'synthetic' has no document for split 'val'; raise data"):
-        open_store(DataConfig(synthetic_bytes=10, held_out=1e-9), "synthetic", "val")
+        open_store(DataConfig(source="synthetic", synthetic_bytes=10, held_out=1e-9), "val")
 
 
 def test_coverage_reports_samples_epochs_and_left_over_tokens() -> None:

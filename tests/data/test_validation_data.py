@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 
 from nsa.constants import IGNORE_INDEX
+from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
 from nsa.data.source import DataError
 from nsa.data.validation_data import ValidationData
 from tests.data.texts import configure, split, texts, write_lines, write_to_pipe
+
+
+def validation_of(
+    config: DataConfig, sequences: int, micro_batch: int = 1, world_size: int = 1
+) -> ValidationData:
+    shape = {"micro_batch": micro_batch, "world_size": world_size}
+    return ValidationData(open_dataset(config), sequences=sequences, **shape)
 
 
 def evaluated(validation: ValidationData, ranks: int, micro_batch: int) -> list[tuple[int, ...]]:
@@ -39,9 +48,7 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
     config = configure(name, packing=packing, synthetic_bytes=20_000)
     expected: list[tuple[int, ...]] = []
     for ranks, micro_batch in ((1, 1), (2, 3), (5, 2)):
-        with closing(
-            ValidationData(config, sequences=13, micro_batch=micro_batch, world_size=ranks)
-        ) as validation:
+        with closing(validation_of(config, 13, micro_batch, ranks)) as validation:
             samples = evaluated(validation, ranks, micro_batch)
             assert validation.note is None
         expected = expected or samples
@@ -52,9 +59,7 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
 def test_validation_reads_only_documents_that_training_does_not(source: str) -> None:
     _, documents = split(texts(200))
     stream = b"\n".join(documents)
-    with closing(
-        ValidationData(configure(source), sequences=20, micro_batch=1, world_size=1)
-    ) as validation:
+    with closing(validation_of(configure(source), 20)) as validation:
         for sample in evaluated(validation, 1, 1):
             for text in bytes(min(token, 255) for token in sample[:16]).split(b"\xff"):
                 assert text in stream
@@ -67,9 +72,7 @@ def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: 
     source = write_lines(tmp_path / "b.jsonl", train[:40] + documents[:3])
     available = (sum(len(text) + 1 for text in documents[:3]) - 1) // 16
     assert available > 0
-    with closing(
-        ValidationData(configure(source), sequences=50, micro_batch=2, world_size=ranks)
-    ) as validation:
+    with closing(validation_of(configure(source), 50, 2, ranks)) as validation:
         assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
         assert validation.note is not None
         assert f"ends after {available} sequences" in validation.note
@@ -89,7 +92,7 @@ def test_validation_waits_while_its_source_yields_documents(pipe: tuple[str, Any
     writing = Thread(target=write_slowly, daemon=True)
     writing.start()
     start = time.monotonic()
-    with closing(ValidationData(config, sequences=9, micro_batch=1, world_size=1)) as validation:
+    with closing(validation_of(config, 9)) as validation:
         assert validation.sequences == 9
     assert time.monotonic() - start > seconds
     writing.join()
@@ -100,7 +103,7 @@ def test_the_timeout_of_validation_names_the_hanging_source(pipe: tuple[str, Any
     write_to_pipe(writer, texts(5))
     config = configure(name, timeout=2)
     with (
-        closing(ValidationData(config, sequences=50, micro_batch=1, world_size=1)) as validation,
+        closing(validation_of(config, 50)) as validation,
         pytest.raises(DataError, match=r"slow\.jsonl': no document .* 2 sec.*slow\.jsonl:5"),
     ):
         validation.batches(0)

@@ -11,8 +11,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
 from nsa.data.source import is_validation
 from nsa.data.stream import stream_rows
+from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer
 
 EOS = ByteTokenizer.eos_id
@@ -28,17 +30,25 @@ def configure(source: Any, **settings: Any) -> DataConfig:
 
 
 class Rows(Iterator[np.ndarray]):
-    """The rows of a stream; `state` is that after the last one."""
+    """The rows of a stream; `state` is that after the last one, `skipped` what was left out."""
 
     def __init__(self, config: DataConfig, *, state: Any = None, **arguments: Any) -> None:
-        self._stream, self._state = stream_rows(config, state=state, **arguments), state
+        divisions = open_dataset(config).divisions
+        self._stream = stream_rows(config, divisions, state=state, **arguments)
+        self._state, self.skipped = state, {}
 
     def __next__(self) -> np.ndarray:
-        rows, self._state = next(self._stream)
+        rows, self._state, self.skipped = next(self._stream)
         return rows
 
     def state(self) -> Any:
         return self._state
+
+
+def open_store(config: DataConfig, split: str) -> TokenStore:
+    """One split of a `data.source` that is a single source."""
+    (store,) = open_dataset(config).stores(split)
+    return store
 
 
 def text(number: int, length: int) -> bytes:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source
+from nsa.data.dataset import open_dataset, open_source
 from nsa.data.prepare import prepare
 from nsa.data.shards import read_index, write_index
 from nsa.data.source import DataError
@@ -56,7 +56,10 @@ def test_loaded_model_has_the_validation_loss_that_training_logged(run: Path) ->
     loaded = load_run(run)
     config = loaded.config
     validation = ValidationData(
-        config.data, sequences=config.train.eval_samples, micro_batch=8, world_size=1
+        open_dataset(config.data),
+        sequences=config.train.eval_samples,
+        micro_batch=8,
+        world_size=1,
     )
     (batch,) = validation.batches(0)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, open_samples
+from nsa.data.dataset import open_dataset
 from nsa.engine.build import parameter_groups
 from nsa.engine.config import RunConfig, learning_rate
 from nsa.engine.resolve import resolve_config
@@ -64,7 +65,7 @@ def config(uneven: Path) -> RunConfig:
 @pytest.fixture(scope="module")
 def batches(config: RunConfig) -> list[Batch]:
     """The global batch of each step."""
-    samples = open_samples(config.data, "train", config.train.seed)
+    samples = open_samples(open_dataset(config.data), "train", config.train.seed)
     assert samples is not None
     return [samples.batch(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS)]
 

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
 from nsa.engine.load_run import LoadedRun, load_run
 from nsa.evaluate import perplexity
 from nsa.evaluate.data import eval_batches, open_eval_data
@@ -109,9 +110,8 @@ def test_bits_per_byte_equal_those_of_nsa_eval_on_the_same_windows(
 
     source = write_lines(tmp_path / "both.jsonl", [first, second])
     assert opened.tokenizer is not None
-    ours = open_eval_data(
-        DataConfig(source=source, seq_len=SEQ_LEN), "all", 10**6, opened.tokenizer
-    )
+    dataset = open_dataset(DataConfig(source=source, seq_len=SEQ_LEN))
+    ours = open_eval_data(dataset, "all", 10**6, opened.tokenizer)
     batches = eval_batches(ours, SEQ_LEN, SEQ_LEN, 2)
     losses = perplexity.evaluate(opened.model, batches, ours.count, SEQ_LEN)
     starts = torch.tensor([ours.samples.locate(sample)[1] for sample in range(ours.count)])

@@ -21,7 +21,7 @@ from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Samples
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source
+from nsa.data.dataset import open_dataset, open_source
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
@@ -375,9 +375,9 @@ def test_losses_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_data_of_another_tokenizer_is_refused(folder: Path) -> None:
-    config = DataConfig(source=str(folder / "lines.jsonl"), seq_len=16)
+    dataset = open_dataset(DataConfig(source=str(folder / "lines.jsonl"), seq_len=16))
     other = ByteTokenizer()
     other.fingerprint = "another"
     with pytest.raises(ValueError, match=r"lines\.jsonl was prepared with the tokenizer 'byte'"):
-        open_eval_data(config, "val", 64, other)
-    assert open_eval_data(config, "val", 64, ByteTokenizer()).count == 4
+        open_eval_data(dataset, "val", 64, other)
+    assert open_eval_data(dataset, "val", 64, ByteTokenizer()).count == 4

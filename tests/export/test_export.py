@@ -23,7 +23,7 @@ from transformers.dynamic_module_utils import get_imports
 
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source
+from nsa.data.dataset import open_source
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export.hf_tokenizer import write_tokenizer

@@ -28,7 +28,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source, tokenise
+from nsa.data.dataset import open_source
 from nsa.data.tokenizer import Tokenizer, train_tokenizer
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import load_run
@@ -41,7 +41,7 @@ from nsa.model import AttentionConfig, parameter_count
 from nsa.model.hf import NSAForCausalLM
 from nsa.monitor.csv_files import read_metrics
 from nsa.planner.memory import memory
-from tests.data.texts import texts, write_lines
+from tests.data.texts import open_store, texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.ranks import ROOT
 
@@ -611,7 +611,7 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
     assert 0 not in ids, "a text cannot spell a special token"
     text = tmp_path / "text.jsonl"
     write_lines(text, [b"one", b"two"])
-    stored = tokenise(replace(run.config.data, source=str(text), held_out=0.4), str(text), "train")
+    stored = open_store(replace(run.config.data, source=str(text), held_out=0.4), "train")
     stream = stored.read(0, len(stored)).tolist()
     assert [stream.count(id) for id in (0, 1, 2)] == [2, 2, 0]
     assert [stream[0], stream[-1]] == [0, 1]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from nsa.checkpoint.manifest import MANIFEST, manifest_text, newest_valid, sync_and_hash
 from nsa.checkpoint.state_file import read_state_file
 from nsa.data import DataConfig, loader
+from nsa.data.dataset import open_dataset
 from nsa.data.stream import stream_rows
 from nsa.engine.config import TrainConfig
 from nsa.engine.loss_guard import LossGuard
@@ -119,8 +120,9 @@ def test_any_rank_state_that_is_accepted_can_be_restored(
     config = DataConfig(source=source, seq_len=16, shuffle_documents=8, held_out=0.1, workers=2)
     monkeypatch.setattr(loader, "Worker", lambda work, name: work)
     shape: dict[str, int] = {"rank": 0, "world_size": 1, "micro_batch": 2, "seed": 3}
-    _, cursor = next(stream_rows(config, seed=3, part=0, parts=2, rows=2))
-    under = loader.StreamingBatches(config, state=None, **shape)._settings
+    dataset = open_dataset(config)
+    _, cursor, _ = next(stream_rows(config, dataset.divisions, seed=3, part=0, parts=2, rows=2))
+    under = loader.StreamingBatches(dataset, state=None, **shape)._settings
     feed = {"under": under, "taken": 1, "workers": [cursor, None]}
     guard = LossGuard(TrainConfig(), torch.device("cpu"))
     state = {"feed": feed, "guard": guard.state()}
@@ -133,7 +135,7 @@ def test_any_rank_state_that_is_accepted_can_be_restored(
             _, saved = read_state(read_state_file(checkpoint), ranks)
             guard.restore(saved.get("guard", guard.state()))
             feed = saved.get("feed")
-            works = loader.StreamingBatches(config, state=feed, **shape)._workers
+            works = loader.StreamingBatches(dataset, state=feed, **shape)._workers
             next(works[0]())
             outcomes.add("restored")
 

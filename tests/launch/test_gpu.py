@@ -12,6 +12,7 @@ import tarfile
 import time
 import venv
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import pytest
 from nsa.bench import ablations
 from nsa.bench.__main__ import parser
 from nsa.bench.recipe import recipe_config
-from nsa.data.factory import open_store
+from tests.data.texts import open_store
 from tests.ranks import ROOT
 
 SANITIZER = "tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing"
@@ -119,7 +120,7 @@ def test_learn_compares_nsa_dense_and_the_settings_of_set() -> None:
         assert config.data.source == "embedded:torch"
         assert config.train.warmup_steps < flags.steps < config.monitor.ladder.smoke
     for split, samples in (("val", config.train.eval_samples), ("train", flags.steps * 32)):
-        text = open_store(config.data, "embedded:torch", split)
+        text = open_store(replace(config.data, source="embedded:torch"), split)
         assert samples < len(text) // config.data.seq_len, "each is read at most once"
     (default,) = commands("--stage", "learn")
     assert "--variant" not in default

@@ -1,0 +1,153 @@
+"""Dataset: `data.source`, opened once and passed on to all that read it.
+
+    open_dataset(config)  ->  Dataset  ->  loader, validation, `nsa data prepare`, `nsa eval`
+
+A worker process opens the documents again, by `open_source`, and is passed their division.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nsa.data.builtin import embedded, synthetic
+from nsa.data.config import DataConfig
+from nsa.data.files import Files, open_files
+from nsa.data.hub import open_hub
+from nsa.data.shards import is_prepared, open_shards
+from nsa.data.source import DataError, HeldOut, Source, is_builtin, no_documents
+from nsa.data.token_store import TokenStore
+from nsa.data.tokenizer import TokenArray, build_tokenizer
+
+OnDocument = Callable[[str, str], None]  # called with (source, location of its newest document)
+NO_DOCUMENT = "none yet"
+# A source has few documents if there are fewer than FEW_DOCUMENTS, and a hash is expected to hold
+# out fewer than FEW_IN_VALIDATION of them: it may hold out none.
+FEW_DOCUMENTS = 1_000
+FEW_IN_VALIDATION = 5
+VALIDATION_BYTES = 1 << 14  # held out of few documents: fits a sample of 2,048 tokens
+MAX_IN_MEMORY_BYTES = 1 << 24  # few documents with more text are streamed
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """One source of `data.source`: its documents, and how they are divided."""
+
+    name: str
+    documents: Source | None  # None: prepared shards
+    division: HeldOut
+    fits_in_memory: bool = False  # few documents, which need not be streamed
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether it is always a token store: built in or prepared, never streamed."""
+        return self.documents is None or is_builtin(self.name)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The sources of `data.source`; `config` decides how they are tokenised and packed."""
+
+    config: DataConfig
+    sources: list[OpenedSource]
+
+    @property
+    def divisions(self) -> dict[str, HeldOut]:
+        return {source.name: source.division for source in self.sources}
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each folder whose files are not all read."""
+        folders = [one.documents for one in self.sources if isinstance(one.documents, Files)]
+        text = "{}: {:,} files are read; {:,} that are empty, binary or huge are not"
+        return [text.format(f.name, len(f.files), f.left_out) for f in folders if f.left_out]
+
+    def stores(
+        self,
+        split: str,
+        tokens: float = math.inf,
+        on_document: OnDocument = lambda source, location: None,
+    ) -> Iterator[TokenStore]:
+        """Yield one split of each source as a token store.
+
+        Documents are tokenised from the first on, until they have `tokens` tokens.
+        """
+        for source in self.sources:
+            if source.documents is None:
+                yield open_shards(source.name, split)
+            else:
+                on_document(source.name, NO_DOCUMENT)
+                yield self._tokenise(source, source.documents, split, tokens, on_document)
+
+    def _tokenise(
+        self,
+        source: OpenedSource,
+        documents: Source,
+        split: str,
+        tokens: float,
+        on_document: OnDocument,
+    ) -> TokenStore:
+        tokenizer = build_tokenizer(self.config)
+        pieces: list[TokenArray] = []
+        text_bytes = count = 0
+        reader = documents.read()
+        for document in reader:
+            on_document(source.name, document.location)
+            if text := source.division.text_for(document.text, split):
+                pieces += tokenizer.encode_documents([text])
+                text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
+                if count >= tokens:
+                    break
+        notes = reader.skipped.note(source.name)
+        if not pieces:
+            error = no_documents(self.config, source.name, split)
+            raise DataError("; ".join([str(error), *notes]))
+        joined = np.concatenate(pieces)
+        return TokenStore(
+            [joined],
+            tokenizer.eos_id,
+            text_bytes / count,
+            name=source.name,
+            fingerprint=hashlib.sha256(joined.astype(np.uint32).tobytes()).hexdigest(),
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=tokenizer.name,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            notes=notes,
+        )
+
+
+def open_dataset(config: DataConfig) -> Dataset:
+    """Open the sources of `data.source`; read up to FEW_DOCUMENTS of a local one to count them."""
+    sources = []
+    for name in config.sources():
+        documents = None if is_prepared(name) else open_source(config, name)
+        size = _size_if_few(config, documents) if isinstance(documents, Files) else None
+        division = HeldOut(config.held_out)
+        if size:  # the end of each document is held out: a hash may hold out none
+            fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
+            division = HeldOut(fraction, by_position=True)
+        fits = 0 < (size or 0) <= MAX_IN_MEMORY_BYTES
+        sources.append(OpenedSource(name, documents, division, fits))
+    return Dataset(config, sources)
+
+
+def open_source(config: DataConfig, name: str) -> Source:
+    """Open one source of `data.source` as documents."""
+    if name == "embedded" or name.startswith("embedded:"):
+        return embedded(name.partition(":")[2] or "deepspeed")
+    if name == "synthetic":
+        return synthetic(config.synthetic_bytes)
+    if name == "fineweb_edu" or name.startswith("hf:"):
+        return open_hub(config, name)
+    return open_files(Path(name).expanduser(), config.text_field, config.pattern, config.on_error)
+
+
+def _size_if_few(config: DataConfig, files: Files) -> int | None:
+    """Return the bytes of text if there are few documents."""
+    limit = math.ceil(FEW_IN_VALIDATION / config.held_out)
+    return files.size_if_few(min(FEW_DOCUMENTS, limit))
