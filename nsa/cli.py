@@ -100,7 +100,7 @@ def _parser() -> Parser:
     add_export_parser(verbs)
     add_import_parser(verbs)
 
-    about = "print parameters and FLOPs per token of M7C and its dense twin"
+    about = "print parameters and FLOPs per token of recipes/m7c.py and of its dense twin"
     info = verbs.add_parser("info", help=about, description=about)
     info.add_argument("--seq-len", type=int, default=2_048, help="sequence length (default: 2048)")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -177,12 +177,14 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from nsa.model.config import ModelConfig
-    from nsa.model.count import flops_per_token, parameter_count
-
     positive_flags(args, "seq_len")
-    m7c = ModelConfig()
-    dense = replace(m7c, attention=replace(m7c.attention, kind="dense"))
+    # Importing DeepSpeed logs to stdout.
+    with contextlib.redirect_stdout(io.StringIO()):
+        from nsa.engine.plan_command import DEFAULT_RECIPE, load_profile
+        from nsa.model.count import flops_per_token, parameter_count
+
+        m7c = load_profile(DEFAULT_RECIPE, "production").model
+    dense = replace(m7c, attention=replace(m7c.attention, kind="dense", selector_loss=0.0))
     rows = [
         (name, parameter_count(config), flops_per_token(config, args.seq_len))
         for name, config in (("M7C", m7c), ("dense twin", dense))

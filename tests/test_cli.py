@@ -17,9 +17,11 @@ import pytest
 
 from nsa import cli
 from nsa.cli import main
-from nsa.model.config import ModelConfig
+from nsa.engine.plan_command import load_profile
 from nsa.model.count import parameter_count
 from tests.ranks import ROOT
+
+M7C = load_profile(ROOT / "recipes/m7c.py", "production").model
 
 VERBS = (
     "bench",
@@ -140,7 +142,7 @@ def test_a_closed_pipe_is_not_an_error() -> None:
 def test_info_counts_the_m7c_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--seq-len", "4096"]) == 0
     output = capsys.readouterr().out
-    assert f"{parameter_count(ModelConfig()):,}" in output
+    assert f"{parameter_count(M7C):,}" in output
     assert "4,096 tokens" in output
     m7c, dense = (float(line.split()[-1].replace(",", "")) for line in output.splitlines()[-2:])
     assert 700 < m7c < dense < 1_500  # MFLOP: about 6 per parameter, plus attention
@@ -277,7 +279,7 @@ def test_json_has_stable_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     info = tree("info", "--seq-len", "512")
     assert info["seq_len"] == 512
     assert [model["model"] for model in info["models"]] == ["M7C", "dense twin"]
-    assert info["models"][0]["parameters"] == parameter_count(ModelConfig())
+    assert info["models"][0]["parameters"] == parameter_count(M7C)
     assert info["models"][0].keys() == {"model", "parameters", "flops_per_token"}
     check = tree("check", str(DS_CONFIG))
     assert check["summary"].startswith("ok: ZeRO-1")
