@@ -228,19 +228,14 @@ def _gpu_memory() -> float | None:
 
 def _warnings(config: RunConfig) -> Iterator[str]:
     """Yield a line for the log for each setting that is probably a mistake."""
-    train, attention, seq_len = config.train, config.model.attention, config.data.seq_len
+    train = config.train
     if train.warmup_steps >= train.steps:
         yield (
             f"train.warmup_steps = {train.warmup_steps}: not below train.steps = {train.steps}, so "
             "the learning rate never decays; lower it"
         )
-    blocks, top = attention.spec.select_blocks_len(seq_len), attention.spec.select_top
-    if attention.kind == "nsa" and "sel" in attention.branch_names and blocks <= top:
-        yield (
-            f"data.seq_len = {seq_len}: has {blocks} selection blocks and "
-            f"model.attention.spec.select_top = {top}, so every query selects all of its blocks; "
-            f"set data.seq_len above {top * attention.spec.select_len}, or lower select_top"
-        )
+    if note := config.selects_all_note():
+        yield note
     if "embedded" in config.data.sources() and (note := embedded_note()):
         yield note
     if train.switch_step:

@@ -179,6 +179,18 @@ class RunConfig:
         steps = self.train.steps // 2 if usable and not self.train.selector_steps else 0
         return replace(self, train=replace(self.train, dense_steps=steps))
 
+    def selects_all_note(self) -> str | None:
+        """Return a warning if sequences are so short that no block is left out."""
+        attention, seq_len = self.model.attention, self.data.seq_len
+        blocks, top = attention.spec.select_blocks_len(seq_len), attention.spec.select_top
+        if attention.kind != "nsa" or "sel" not in attention.branch_names or blocks > top:
+            return None
+        return (
+            f"data.seq_len = {seq_len}: has {blocks} selection blocks and "
+            f"model.attention.spec.select_top = {top}, so every query selects all of its blocks; "
+            f"set data.seq_len above {top * attention.spec.select_len}, or lower select_top"
+        )
+
     def _can_start_dense(self) -> bool:
         attention = self.model.attention
         every_branch = attention.kind == "nsa" and attention.branch_names == BRANCHES

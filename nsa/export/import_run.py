@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,8 @@ def import_run(args: argparse.Namespace) -> int:
     print(f"start a recipe from it: --config {args.to / 'config.yaml'}")
     train = config.train
     print(f"its schedule: {train.steps:,} steps at {train.learning_rate:g}", flush=True)
+    if note := config.selects_all_note():
+        print(f"nsa: warning: {note}", file=sys.stderr)
     if args.gap:
         for line in logit_gaps(old_model.float(), model.float(), samples):
             print(line, flush=True)
