@@ -358,6 +358,23 @@ def test_the_dense_recipe_can_be_planned() -> None:
     assert (code, "125,688,576" not in output) == (0, True)
 
 
+def test_the_plan_of_an_import_says_which_model_it_is_for(tmp_path: Path) -> None:
+    sparsify = ("--recipe", str(ROOT / "recipes/sparsify.py"))
+    start = f"--set=train.start_from={tmp_path}"
+    for flags, folder in ((sparsify, "runs/nsa-start"), ((*sparsify, start), tmp_path)):
+        _, output, _ = plan(*flags)
+        assert (
+            "the model is that of recipes/sparsify.py; a run has that of train.start_from, which "
+            f"nsa plan --config {folder}/config.yaml plans\n" in output
+        )
+    (tmp_path / "config.yaml").write_text(
+        f"model:\n  layers: 2\ntrain:\n  start_from: {tmp_path}\n  dense_steps: 0\n"
+    )
+    _, output, _ = plan("--config", str(tmp_path / "config.yaml"))
+    assert "125,986,560" not in output
+    assert "the model is that of" not in output + plan()[1]
+
+
 def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
     _, output, _ = plan()
     assert "accumulation 1, checkpointing none\n" in output
