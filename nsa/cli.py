@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from nsa.completion import SHELLS, completion
 from nsa.constants import INTERRUPTED
@@ -23,7 +22,7 @@ from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
-from nsa.resources import resource_path
+from nsa.resources import existing_or_resource, resource_path
 from nsa.system import package_version
 from nsa.untrusted import printable
 from nsa.validation import Parser, positive_flags, reject_unknown_flags
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    about = "Tools around training. To train: deepspeed --num_gpus 2 recipes/m7c.py"
+    about = "Tools around training. To train: nsa train --num_gpus 2 m7c"
     parser = Parser(prog="nsa", description=about)
     version = package_version("nsa-m7c") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"nsa {version}")
@@ -76,7 +75,8 @@ def _parser() -> Parser:
     about = "validate a DeepSpeed JSON against the M7C recipe; print it with 'auto' resolved"
     codes = "Exit code: 0 if the recipe accepts the file, 2 with a line per key to change."
     check = verbs.add_parser("check", help=about, description=about, epilog=codes)
-    check.add_argument("ds_config", type=Path, help="e.g. ds_configs/zero1_pcie.json")
+    about = "e.g. ds_configs/zero1_pcie.json"
+    check.add_argument("ds_config", type=existing_or_resource, help=about)
     check.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
     about = "override one setting of the recipe, e.g. train.micro_batch=4; repeatable"
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)

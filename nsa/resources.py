@@ -16,3 +16,10 @@ def resource_path(name: str) -> Path:
     roots = (*parents, Path(sysconfig.get_path("data")))
     candidates = [parents[1] / name, *(root / "share" / "nsa-m7c" / name for root in roots)]
     return next((path for path in candidates if path.exists()), candidates[-1])
+
+
+def existing_or_resource(text: str) -> Path:
+    """Return the path that a flag names; without a clone, `ds_configs/…` is the installed file."""
+    path, found = Path(text), resource_path(text)
+    shipped = path.parts[:1] in (("recipes",), ("ds_configs",)) and found.exists()
+    return found if shipped and not path.exists() else path

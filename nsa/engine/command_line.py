@@ -32,7 +32,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json
 from nsa.monitor.profile import parse_steps
-from nsa.resources import resource_path
+from nsa.resources import existing_or_resource, resource_path
 from nsa.system import available_memory
 from nsa.validation import Parser
 
@@ -64,7 +64,7 @@ def build_parser(recipe: Recipe) -> Parser:
     about = "override one setting, e.g. train.learning_rate=3e-4; repeatable"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     about = "DeepSpeed JSON (default: ds_configs/zero1_pcie.json)"
-    add("--deepspeed_config", type=Path, help=about)
+    add("--deepspeed_config", type=existing_or_resource, help=about)
     add("--profile-steps", metavar="10-12", help="trace these steps into <run>/profile")
     about = "build everything, run one step on random tokens, print a summary and exit"
     add("--dry-run", action="store_true", help=about)

@@ -19,6 +19,7 @@ from nsa.planner.forecast import (
     flops_with_recomputation,
 )
 from nsa.planner.inputs import BatchShape, Model, Zero
+from nsa.resources import existing_or_resource
 
 # Bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus. Assumed.
 # host4 and host5: GPUs without peer access, whose data passes through the host's memory.
@@ -47,11 +48,13 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     about = "estimate memory, traffic, step time and days of a run before starting it"
     parser = verbs.add_parser("plan", help=about, description=about)
     add = parser.add_argument
-    add("--recipe", type=Path, metavar="FILE", help="recipe file (default: recipes/m7c.py)")
+    about = "recipe file (default: recipes/m7c.py)"
+    add("--recipe", type=existing_or_resource, metavar="FILE", help=about)
     add("--profile", default="production", help="profile of the recipe (production)")
     add("--config", type=Path, help="YAML that overrides the recipe")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override one value")
-    add("--deepspeed_config", type=Path, help="DeepSpeed JSON (ds_configs/zero1_pcie.json)")
+    about = "DeepSpeed JSON (ds_configs/zero1_pcie.json)"
+    add("--deepspeed_config", type=existing_or_resource, help=about)
     add("--gpus", type=int, default=2, help="number of GPUs over all nodes (2)")
     add("--nodes", type=int, default=1, help="number of nodes (1)")
     add("--link", help=f"{', '.join(LINKS)}, or GB/s between two GPUs (the device's, or pcie4)")

@@ -7,11 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.engine.runs import TINY
 from tests.ranks import ROOT
 
 SHARE = "share/nsa-m7c"
@@ -85,6 +89,60 @@ def test_without_a_clone_the_files_are_found_where_pip_puts_them(
     ).stdout.split()
     assert all(Path(path).exists() for path in paths)
     assert all(Path(path).is_relative_to(tmp_path / share / "share") for path in paths)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin/` of an environment with the wheel, and of this project nothing else."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    packages = folder / sysconfig.get_path("purelib", "venv", {"base": ""}).lstrip("/")
+    # A path in a .pth file is searched, but the .pth files in it, an editable install's, are not.
+    others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (packages / "others.pth").write_text("\n".join(others) + "\n")
+    assert wheel.filename is not None
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python")]
+    pip += ["install", "--quiet", "--no-deps", "--no-index", wheel.filename]
+    subprocess.run(pip, check=True)
+    return folder / "bin"
+
+
+def run(installed: Path, folder: Path, program: str, *words: str) -> str:
+    """Run a program of the environment in a folder; return what it prints."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [installed / program, *words],
+        cwd=folder,
+        env=variables | {"PATH": f"{installed}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-2_000:] + result.stderr[-2_000:]
+    return result.stdout
+
+
+def test_an_installed_wheel_plans_with_its_recipes_and_configs(
+    installed: Path, tmp_path: Path
+) -> None:
+    """From an empty folder, by the names that the pages have."""
+    path = run(installed, tmp_path, "python", "-c", "import nsa; print(nsa.__file__)")
+    assert Path(path).is_relative_to(installed.parent)
+    files = ("--recipe=recipes/m7c_dense.py", "--deepspeed_config=ds_configs/zero2_pcie.json")
+    output = run(installed, tmp_path, "nsa", "plan", *files)
+    assert output.startswith("zero2_pcie: 120,638,208 parameters")
+
+
+@pytest.mark.full
+def test_an_installed_wheel_trains_resumes_and_reports(installed: Path, tmp_path: Path) -> None:
+    nsa = partial(run, installed, tmp_path, "nsa")
+    train = ("train", "--num_gpus", "1", "m7c", "--profile=demo", "--run-dir=run", *TINY)
+    nsa(*train, "--dry-run")
+    assert not [*tmp_path.iterdir()]
+    config = "--deepspeed_config=ds_configs/zero0_debug.json"
+    assert "step 3/3" in nsa(*train, "--steps=3", config)
+    assert "step 5/5" in nsa(*train, "--steps=5", "--resume")
+    assert nsa("report", "run") == "run/report.md\n"
+    assert "Go for 5 steps" in (tmp_path / "run/report.md").read_text()
 
 
 def test_no_module_looks_for_files_outside_the_package_by_its_own_path() -> None:
