@@ -1,0 +1,42 @@
+"""`nsa eval --json`: eval.json on standard output, with stable keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa.cli import main
+from tests.data.texts import texts, write_lines
+from tests.evaluate.models import write_model
+
+ROW = {
+    *("run", "place", "step", "trained_seq_len", "seq_len", "stride", "tokens", "samples"),
+    *("loss", "standard_error", "perplexity", "bits_per_byte", "bytes_per_token"),
+    *("over", "positions"),
+}
+
+
+def test_json_is_eval_json_alone_on_stdout_with_stable_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "lines.jsonl", texts(300, 200))
+    models = [str(write_model(tmp_path / name)) for name in ("one", "other")]
+    flags = ["--compare", models[1], "--source", source, "--seq-len=64", "--tokens=640", "--json"]
+    assert main(["eval", models[0], *flags]) == 0
+    output = capsys.readouterr()
+    tree = json.loads(output.out)
+    assert tree == json.loads((tmp_path / "one/eval/eval.json").read_text())
+    assert "640 tokens in 10 samples" in output.err
+    assert tree.keys() == {"text", "results"}
+    assert tree["text"] == {"source": source, "split": "all", "packing": "concat"}
+    first, second = tree["results"]
+    assert first.keys() == second.keys() == ROW
+    assert (first["run"], first["seq_len"], first["tokens"]) == ("one", 64, 640)
+    assert (first["step"], first["over"]) == (None, None)
+    assert second["over"].keys() == {"run", "seq_len", "loss", "standard_error"}
+    assert second["over"]["run"] == "one"
+    assert {key for bucket in first["positions"] for key in bucket} == {
+        *("first", "last", "tokens", "loss", "standard_error")
+    }
