@@ -52,21 +52,15 @@ class ListSource:
         return None
 
 
-def embedded(package: str | Path = "deepspeed") -> ListSource:
-    """Return the Python files of an installed package, or a folder, ordered by relative path."""
-    if isinstance(package, Path):
-        return _python_files(package, f"embedded:{package}")
-    return _installed(package)
-
-
-@cache
-def _installed(package: str) -> ListSource:
-    """A run opens it three times: for both splits, and to compare the hash."""
+@cache  # a run opens it twice: to read it, and to compare the hash
+def embedded(package: str = "deepspeed") -> ListSource:
+    """Return the Python files of an installed package."""
     name = "embedded" if package == "deepspeed" else f"embedded:{package}"
-    return _python_files(_folder_of(package), name)
+    return python_files(_folder_of(package), name)
 
 
-def _python_files(root: Path, name: str) -> ListSource:
+def python_files(root: Path, name: str) -> ListSource:
+    """Return the Python files below a folder, ordered by relative path."""
     paths = sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
@@ -93,9 +87,9 @@ def _folder_of(package: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def embedded_note(package: str | Path = "deepspeed") -> str | None:
+def embedded_note() -> str | None:
     """Return a note if published figures were measured on other files, else None."""
-    if embedded(package).fingerprint == EMBEDDED_SHA256:
+    if embedded().fingerprint == EMBEDDED_SHA256:
         return None
     return (
         f"data.source = 'embedded': the files of DeepSpeed {version('deepspeed')} here are not "

@@ -2,7 +2,7 @@
 
     open_dataset(config)  ->  Dataset  ->  loader, validation, `nsa data prepare`, `nsa eval`
 
-A worker process opens the documents again, by `open_source`, and is passed their division.
+It is passed on to worker processes too, which open the documents again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,19 +36,27 @@ VALIDATION_BYTES = 1 << 14  # held out of few documents: fits a sample of 2,048 
 MAX_IN_MEMORY_BYTES = 1 << 24  # few documents with more text are streamed
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenedSource:
     """One source of `data.source`: its documents, and how they are divided."""
 
+    config: DataConfig
     name: str
-    documents: Source | None  # None: prepared shards
     division: HeldOut
     fits_in_memory: bool = False  # few documents, which need not be streamed
+
+    @cached_property
+    def documents(self) -> Source | None:
+        """The documents; None of a prepared folder."""
+        return None if is_prepared(self.name) else open_source(self.config, self.name)
 
     @property
     def is_indexed(self) -> bool:
         """Whether it is always a token store: built in or prepared, never streamed."""
         return self.documents is None or is_builtin(self.name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "documents"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,6 @@ class Dataset:
 
     config: DataConfig
     sources: list[OpenedSource]
-
-    @property
-    def divisions(self) -> dict[str, HeldOut]:
-        return {source.name: source.division for source in self.sources}
 
     @property
     def notes(self) -> list[str]:
@@ -75,64 +81,56 @@ class Dataset:
     ) -> Iterator[TokenStore]:
         """Yield one split of each source as a token store.
 
-        Documents are tokenised from the first on, until they have `tokens` tokens.
+        Documents are tokenised from the first on, until they have `tokens` tokens. Sources are not
+        divided into parts, so the result does not depend on the number of ranks.
         """
         for source in self.sources:
             if source.documents is None:
                 yield open_shards(source.name, split)
-            else:
-                on_document(source.name, NO_DOCUMENT)
-                yield self._tokenise(source, source.documents, split, tokens, on_document)
-
-    def _tokenise(
-        self,
-        source: OpenedSource,
-        documents: Source,
-        split: str,
-        tokens: float,
-        on_document: OnDocument,
-    ) -> TokenStore:
-        tokenizer = build_tokenizer(self.config)
-        pieces: list[TokenArray] = []
-        text_bytes = count = 0
-        reader = documents.read()
-        for document in reader:
-            on_document(source.name, document.location)
-            if text := source.division.text_for(document.text, split):
-                pieces += tokenizer.encode_documents([text])
-                text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
-                if count >= tokens:
-                    break
-        notes = reader.skipped.note(source.name)
-        if not pieces:
-            error = no_documents(self.config, source.name, split)
-            raise DataError("; ".join([str(error), *notes]))
-        joined = np.concatenate(pieces)
-        return TokenStore(
-            [joined],
-            tokenizer.eos_id,
-            text_bytes / count,
-            name=source.name,
-            fingerprint=hashlib.sha256(joined.astype(np.uint32).tobytes()).hexdigest(),
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer.name,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            notes=notes,
-        )
+                continue
+            on_document(source.name, NO_DOCUMENT)
+            tokenizer = build_tokenizer(self.config)
+            pieces: list[TokenArray] = []
+            text_bytes = count = 0
+            reader = source.documents.read()
+            for document in reader:
+                on_document(source.name, document.location)
+                if text := source.division.text_for(document.text, split):
+                    pieces += tokenizer.encode_documents([text])
+                    text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
+                    if count >= tokens:
+                        break
+            notes = reader.skipped.note(source.name)
+            if not pieces:
+                error = no_documents(self.config, source.name, split)
+                raise DataError("; ".join([str(error), *notes]))
+            joined = np.concatenate(pieces)
+            yield TokenStore(
+                [joined],
+                tokenizer.eos_id,
+                text_bytes / count,
+                name=source.name,
+                fingerprint=hashlib.sha256(joined.astype(np.uint32).tobytes()).hexdigest(),
+                vocab_size=tokenizer.vocab_size,
+                tokenizer=tokenizer.name,
+                tokenizer_fingerprint=tokenizer.fingerprint,
+                notes=notes,
+            )
 
 
 def open_dataset(config: DataConfig) -> Dataset:
     """Open the sources of `data.source`; read up to FEW_DOCUMENTS of a local one to count them."""
     sources = []
     for name in config.sources():
-        documents = None if is_prepared(name) else open_source(config, name)
-        size = _size_if_few(config, documents) if isinstance(documents, Files) else None
-        division = HeldOut(config.held_out)
-        if size:  # the end of each document is held out: a hash may hold out none
-            fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
-            division = HeldOut(fraction, by_position=True)
-        fits = 0 < (size or 0) <= MAX_IN_MEMORY_BYTES
-        sources.append(OpenedSource(name, documents, division, fits))
+        source = OpenedSource(config, name, HeldOut(config.held_out))
+        if isinstance(source.documents, Files):
+            limit = min(FEW_DOCUMENTS, math.ceil(FEW_IN_VALIDATION / config.held_out))
+            if size := source.documents.size_if_few(limit):
+                # The end of each document is held out: a hash may hold out none.
+                fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
+                source.division = HeldOut(fraction, by_position=True)
+                source.fits_in_memory = size <= MAX_IN_MEMORY_BYTES
+        sources.append(source)
     return Dataset(config, sources)
 
 
@@ -145,9 +143,3 @@ def open_source(config: DataConfig, name: str) -> Source:
     if name == "fineweb_edu" or name.startswith("hf:"):
         return open_hub(config, name)
     return open_files(Path(name).expanduser(), config.text_field, config.pattern, config.on_error)
-
-
-def _size_if_few(config: DataConfig, files: Files) -> int | None:
-    """Return the bytes of text if there are few documents."""
-    limit = math.ceil(FEW_IN_VALIDATION / config.held_out)
-    return files.size_if_few(min(FEW_DOCUMENTS, limit))

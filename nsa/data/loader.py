@@ -88,13 +88,13 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         seed: int,
         state: State | None,
     ) -> None:
-        config, divisions = dataset.config, dataset.divisions
+        config, divisions = dataset.config, [source.division for source in dataset.sources]
         tokenizer = build_tokenizer(config)
         text = _text_settings(config, seed)
         self._sizes = [one.documents.size() for one in dataset.sources if one.documents is not None]
         identity = [tokenizer.fingerprint, repr(text), repr(self._sizes)]
-        if any(division.by_position for division in divisions.values()):
-            identity.append(repr([*divisions.values()]))
+        if any(division.by_position for division in divisions):
+            identity.append(repr(divisions))
         self.fingerprint = f"{hash64('stream', *identity):016x}"
         self.vocab_size = tokenizer.vocab_size
         self.tokenizer = tokenizer.name
@@ -112,7 +112,7 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         self._consumed = state["taken"] if state else 0
         self._cursors = list(state["workers"]) if state else [None] * config.workers
         parts = world_size * config.workers
-        work = partial(stream_rows, config, divisions, seed=seed, parts=parts, rows=micro_batch)
+        work = partial(stream_rows, dataset, seed=seed, parts=parts, rows=micro_batch)
         name = f"data.source = {config.source_names()!r}, rank {rank}"
         self._workers = [
             Worker(partial(work, part=rank * config.workers + number, state=cursor), name)

@@ -12,17 +12,15 @@ saved.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from nsa.data.config import DataConfig
-from nsa.data.dataset import NO_DOCUMENT, Dataset, OnDocument, OpenedSource, open_source
+from nsa.data.dataset import NO_DOCUMENT, Dataset, OnDocument, OpenedSource
 from nsa.data.order import Mixer, hash64, shuffled_index
-from nsa.data.source import DataError, HeldOut, Reader, Skipped, Source, State
-from nsa.data.token_store import TokenStore
-from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer
+from nsa.data.source import DataError, Reader, Skipped, State
+from nsa.data.tokenizer import TokenArray, build_tokenizer
 
 Rows = tuple[TokenArray, State, dict[str, Skipped]]  # rows, cursors after them, skipped so far
 START: State = {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0}  # a cursor
@@ -30,8 +28,7 @@ DOCUMENTS_PER_CALL = 64  # of the tokenizer; enough to keep its threads busy
 
 
 def stream_rows(
-    config: DataConfig,
-    divisions: Mapping[str, HeldOut],
+    dataset: Dataset,
     *,
     seed: int,
     part: int,
@@ -46,48 +43,32 @@ def stream_rows(
     skipped of each source. A row begins with the last token of its source's previous row. In a
     mixture, each source fills its fraction of the rows.
     """
-    fractions = config.sources()
+    fractions = dataset.config.sources()
     cursors = state["sources"] if state else {}
     consumed = state["rows"] if state else 0
     # Each part mixes its rows separately. If parts took turns in one order, a part could get rows
     # of some sources only: a mixture 1:1 on two parts would give each part one source.
     mixer = Mixer(list(fractions.values()), list(fractions))
-    tokenizer = build_tokenizer(config)
     streams = [
-        _SourceStream(
-            config=config,
-            name=name,
-            documents=open_source(config, name).part(part, parts),
-            division=division,
-            tokenizer=tokenizer,
-            on_document=on_document,
-            seed=seed,
-            part=part,
-            parts=parts,
-            start=cursors.get(name) or START,
-        )
-        for name, division in divisions.items()
+        _SourceStream(source, on_document, seed, part, parts, cursors.get(source.name) or START)
+        for source in dataset.sources
     ]
     while True:
         sources = [mixer.locate(position)[0] for position in range(consumed, consumed + rows)]
-        batch = np.stack([streams[source].row(config.seq_len) for source in sources])
+        batch = np.stack([streams[source].row(dataset.config.seq_len) for source in sources])
         consumed += rows
         yield (
             batch,
-            {"rows": consumed, "sources": {one.name: one.cursor() for one in streams}},
-            {one.name: one.skipped for one in streams},
+            {"rows": consumed, "sources": {one.source.name: one.cursor() for one in streams}},
+            {one.source.name: one.skipped for one in streams},
         )
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _SourceStream:
     """One part of one source as an endless stream of tokens, cut into rows."""
 
-    config: DataConfig
-    name: str
-    documents: Source
-    division: HeldOut
-    tokenizer: Tokenizer
+    source: OpenedSource
     on_document: OnDocument
     seed: int
     part: int
@@ -95,6 +76,9 @@ class _SourceStream:
     start: State  # cursor
 
     def __post_init__(self) -> None:
+        assert self.source.documents is not None
+        self._documents = self.source.documents.part(self.part, self.parts)
+        self._tokenizer = build_tokenizer(self.source.config)
         self.skipped = Skipped()  # in the pass that skipped most: passes skip the same
         self._newest = NO_DOCUMENT
         self._pending: deque[tuple[State, TokenArray]] = deque()  # (cursor, tokens) of documents
@@ -133,7 +117,7 @@ class _SourceStream:
         before = self.start["reader"]  # the reader's state before the block
         document, token = self.start["document"], self.start["token"]
         while True:
-            reader = self.documents.read(before)
+            reader = self._documents.read(before)
             while texts := self._block(reader):
                 cursor = {"pass": pass_number, "block": block, "reader": before}
                 texts = self._shuffle(texts, pass_number, block)
@@ -148,14 +132,14 @@ class _SourceStream:
     def _block(self, reader: Reader) -> list[bytes]:
         """Return `data.shuffle_documents` training documents, or fewer at the end of a pass."""
         texts: list[bytes] = []
-        self.on_document(self.name, self._newest)
-        while len(texts) < self.config.shuffle_documents:
+        self.on_document(self.source.name, self._newest)
+        while len(texts) < self.source.config.shuffle_documents:
             document = next(reader, None)
             if document is None:
                 break
             self._newest = document.location
-            self.on_document(self.name, self._newest)
-            if text := self.division.text_for(document.text, "train"):
+            self.on_document(self.source.name, self._newest)
+            if text := self.source.division.text_for(document.text, "train"):
                 texts.append(text)
         self.skipped = max(self.skipped, reader.skipped)
         return texts
@@ -168,7 +152,7 @@ class _SourceStream:
 
     def _encode(self, texts: list[bytes], first: int) -> Iterator[tuple[int, TokenArray]]:
         for start in range(first, len(texts), DOCUMENTS_PER_CALL):
-            encoded = self.tokenizer.encode_documents(texts[start : start + DOCUMENTS_PER_CALL])
+            encoded = self._tokenizer.encode_documents(texts[start : start + DOCUMENTS_PER_CALL])
             yield from enumerate(encoded, start)
 
     def _no_documents(self) -> DataError:
@@ -177,20 +161,6 @@ class _SourceStream:
             part = f"part {self.part + 1} of {self.parts} (one for each worker of each rank) "
             fix = "lower data.workers or the number of ranks, or "
         return DataError(
-            f"data.source = {self.name!r}: {part}holds no document to train on; {fix}write "
+            f"data.source = {self.source.name!r}: {part}holds no document to train on; {fix}write "
             "shards with `nsa data prepare`, or take a larger source"
         )
-
-
-def validation_stores(
-    config: DataConfig, divisions: Mapping[str, HeldOut], tokens: int, on_document: OnDocument
-) -> Iterator[TokenStore]:
-    """Yield a token store per source: its first validation documents, `tokens` tokens or more.
-
-    Sources are not divided into parts, so the result does not depend on the number of ranks.
-    """
-    opened = [
-        OpenedSource(name, open_source(config, name), division)
-        for name, division in divisions.items()
-    ]
-    yield from Dataset(config, opened).stores("val", tokens, on_document)

@@ -10,7 +10,6 @@ from nsa.data.batches import Batch, Samples, build_samples, open_samples
 from nsa.data.dataset import NO_DOCUMENT, Dataset
 from nsa.data.loader import PREPARE, Prefetcher
 from nsa.data.source import DataError
-from nsa.data.stream import validation_stores
 from nsa.data.token_store import TokenStore
 from nsa.data.worker import Worker
 
@@ -32,7 +31,7 @@ class ValidationData:
         self._indexed = open_samples(dataset, "val", VALIDATION_SEED)
         if self._indexed is None:
             tokens = sequences * config.seq_len + 1
-            work = partial(validation_stores, config, dataset.divisions, tokens)
+            work = partial(dataset.stores, "val", tokens)
             self._worker = Worker(work, f"data.source = {config.source_names()!r}, validation")
             self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.sources()))
 

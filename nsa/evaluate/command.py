@@ -150,7 +150,7 @@ def _default_split(dataset: Dataset, runs: Mapping[str, StoredRun]) -> str:
     from nsa.data.dataset import open_dataset
 
     def by_position(opened: Dataset) -> set[bool]:
-        return {division.by_position for division in opened.divisions.values()}
+        return {source.division.by_position for source in opened.sources}
 
     data = dataset.config
     prepared = any(source.documents is None for source in dataset.sources)  # its splits are fixed

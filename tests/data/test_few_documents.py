@@ -83,8 +83,8 @@ def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
     (start,), (end,) = (documents(open_store(config, name)) for name in ("train", "val"))
     assert start + end == path.read_bytes()
     assert len(end) == 50_000
-    (division,) = open_dataset(replace(config, held_out=0.005)).divisions.values()
-    assert division.fraction == pytest.approx(16_384 / 1e6, 1e-3)
+    (source,) = open_dataset(replace(config, held_out=0.005)).sources
+    assert source.division.fraction == pytest.approx(16_384 / 1e6, 1e-3)
 
 
 def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) 
     plain.write_bytes(content)
     packed.write_bytes(gzip.compress(content))
     config = DataConfig(source={str(packed): 1.0, str(plain): 1.0}, held_out=0.005)
-    first, second = open_dataset(config).divisions.values()
-    assert first == second
+    first, second = open_dataset(config).sources
+    assert first.division == second.division
 
 
 @given(st.text(), st.floats(0, 0.5))

@@ -172,7 +172,7 @@ def test_giant_and_empty_documents_are_streamed(tmp_path: Path) -> None:
     config = DataConfig(source=source, held_out=1e-9, seq_len=1_000, shuffle_documents=1)
     packed = Rows(config, seed=1, part=0, parts=1, rows=500)
     rows = [next(packed) for _ in range(13)]
-    start = giant[: -int(len(giant) * open_dataset(config).divisions[source].fraction)]
+    start = giant[: -int(len(giant) * open_dataset(config).sources[0].division.fraction)]
     assert documents_in(tokens_of(rows))[:4] == [start, b"small", start, b"small"]
 
 

@@ -33,8 +33,7 @@ class Rows(Iterator[np.ndarray]):
     """The rows of a stream; `state` is that after the last one, `skipped` what was left out."""
 
     def __init__(self, config: DataConfig, *, state: Any = None, **arguments: Any) -> None:
-        divisions = open_dataset(config).divisions
-        self._stream = stream_rows(config, divisions, state=state, **arguments)
+        self._stream = stream_rows(open_dataset(config), state=state, **arguments)
         self._state, self.skipped = state, {}
 
     def __next__(self) -> np.ndarray:

@@ -121,7 +121,7 @@ def test_any_rank_state_that_is_accepted_can_be_restored(
     monkeypatch.setattr(loader, "Worker", lambda work, name: work)
     shape: dict[str, int] = {"rank": 0, "world_size": 1, "micro_batch": 2, "seed": 3}
     dataset = open_dataset(config)
-    _, cursor, _ = next(stream_rows(config, dataset.divisions, seed=3, part=0, parts=2, rows=2))
+    _, cursor, _ = next(stream_rows(dataset, seed=3, part=0, parts=2, rows=2))
     under = loader.StreamingBatches(dataset, state=None, **shape)._settings
     feed = {"under": under, "taken": 1, "workers": [cursor, None]}
     guard = LossGuard(TrainConfig(), torch.device("cpu"))
