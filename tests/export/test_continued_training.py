@@ -9,7 +9,7 @@ import yaml
 
 from nsa.cli import main
 from nsa.engine.config import TrainConfig
-from tests.export.test_import import command, imported, llama, refused
+from tests.export.llamas import command, imported, llama, refused
 
 SCRATCH = TrainConfig()
 

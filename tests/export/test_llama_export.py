@@ -15,7 +15,7 @@ from nsa.engine.load_run import load_run
 from nsa.engine.plan_command import load_profile
 from nsa.export.to_llama import check_llama
 from tests.engine.runs import TINY, on_one_rank, succeed
-from tests.export.test_import import FAMILIES, imported, llama, logits, tokens
+from tests.export.llamas import FAMILIES, imported, llama, logits, tokens
 from tests.ranks import ROOT
 
 

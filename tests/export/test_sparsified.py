@@ -15,9 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from nsa.export.to_hf import export
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
-from tests.export.test_import import SHAPE, SMALL, add_chat_tokenizer, export, imported
+from tests.export.llamas import SHAPE, SMALL, add_chat_tokenizer, imported
 from tests.model.test_hf_clients import SHORT_TRAINING, peft, trl
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you too"}]

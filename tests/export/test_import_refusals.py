@@ -1,0 +1,149 @@
+"""`nsa import` refuses what it cannot convert, in one line with the fix."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nsa.cli import main
+from nsa.engine.config import RunConfig
+from nsa.engine.resume import find_initial_weights
+from tests.export.llamas import command, imported, llama, refused
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("gpt2", "learned positions"), ("olmo2", "norms after attention"), ("bloom", "must be one")],
+)
+def test_another_architecture_is_refused_by_what_differs(
+    model_type: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "original"
+    llama(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}))
+    capsys.readouterr()
+    error = refused(capsys, folder)
+    assert reason in error
+    assert f"model_type = '{model_type}'" in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias = True: this model supports only False"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model supports only 'silu'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type = 'dynamic': this model supports only one of default, linear, llama3, yarn",
+        ),
+    ],
+)
+def test_an_unsupported_llama_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama", **changes)
+    capsys.readouterr()
+    assert message in refused(capsys, tmp_path / "llama")
+
+
+def test_a_missing_weight_is_named(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(llama_folder, tmp_path / "llama")
+    weights = load_file(llama_folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.v_proj.weight"]
+    save_file(weights, tmp_path / "llama/model.safetensors")
+    assert "blocks.1.attention.v.weight is None there" in refused(capsys, tmp_path / "llama")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set=attention.compressor=mlp", "--set=attention.compressor_hidden=31"], "needs 32"),
+        (["--shares=0,1"], "--shares 0,1: write a number for each branch, cmp,sel,win"),
+        (["--shares=nan,0,1"], "--shares nan,0,1: each is a fraction of the dense output"),
+        (["--shares=0,1e40,1"], "write numbers from -100 to 100"),
+        (["--shares=0,1,0", "--set=attention.shared_kv=true"], "omit one of the two"),
+        (["--set=attention.kind=dense"], "kind = 'dense': only --attention sets"),
+        (["--attention=dense", "--set=model.attention.kind=nsa"], "give --attention nsa"),
+        (["--attention=dense", "--shares=0,1,0"], "keeps its dense attention"),
+        (["--gap=no/such/text"], "no/such/text"),
+        (["--attention=dense", "--gap=embedded"], "keeps its dense attention"),
+        (["--set=model.layers=3"], "blocks.2."),
+        (["--set=model.layer=3"], "did you mean model.layers"),
+    ],
+)
+def test_invalid_arguments_are_refused_with_the_fix(
+    arguments: list[str], message: str, llama_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, llama_folder, *arguments)
+
+
+def test_folders_that_cannot_be_imported_are_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    assert "holds neither checkpoints/ nor model.safetensors" in refused(capsys, folder)
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "config.json without model.safetensors; save the model with" in refused(capsys, folder)
+    save_file({"wte.weight": torch.ones(2)}, folder / "model.safetensors")
+    assert "model_type = 'gpt2': has learned positions" in refused(capsys, folder)
+    (folder / "config.json").write_text("[]")
+    assert "not the JSON of a configuration" in refused(capsys, folder)
+    assert main(["import", str(folder), "--to", str(folder)]) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "org/Small-1B", "--to", "run"]) == 2
+    error = capsys.readouterr().err
+    assert "hf download org/Small-1B --local-dir models/Small-1B" in error
+
+
+def test_training_from_a_folder_of_transformers_names_the_import(llama_folder: Path) -> None:
+    config = RunConfig()
+    config.train.start_from = str(llama_folder)
+    with pytest.raises(ValueError, match=f"nsa import {llama_folder} --to"):
+        find_initial_weights(config)
+
+
+def test_the_target_may_be_a_link_but_not_the_working_directory(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Replacing the working directory would leave the shell in a deleted folder."""
+    (tmp_path / "empty").mkdir()
+    for link, target in (("to_empty", "empty"), ("to_nothing", "nothing")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+        imported(llama_folder, tmp_path / link, "--attention=dense")
+        assert (tmp_path / link).is_symlink()
+        assert not (tmp_path / target).is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(command(llama_folder, Path("."))) == 2
+    assert "--to .: cannot be replaced; name a new folder inside it" in capsys.readouterr().err
+    imported(llama_folder, Path("new"), "--attention=dense")
+
+
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama")
+    file = tmp_path / "llama/model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = math.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    capsys.readouterr()
+    error = refused(capsys, tmp_path / "llama")
+    assert "weight blocks.1.mlp.up.weight is not finite everywhere" in error

@@ -1,0 +1,169 @@
+"""`nsa import`: a model's tokenizer, its special tokens and its chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    AutoTokenizer,
+)
+
+from nsa.cli import main
+from nsa.engine.load_run import load_run
+from nsa.export import logit_gap
+from nsa.export.to_hf import export
+from nsa.model.hf import NSAForCausalLM
+from tests.data.texts import open_store, write_lines
+from tests.export.llamas import (
+    CHAT,
+    SMALL,
+    add_chat_tokenizer,
+    add_tokenizer,
+    imported,
+    llama,
+    refused,
+)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_unless_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, to = tmp_path / "llama", tmp_path / "refused"
+    llama(folder, vocab_size=300)
+    (folder / "tokenizer_config.json").write_text("{}")  # holds no vocabulary
+    capsys.readouterr()
+    for gap in ([], ["--gap=synthetic"]):
+        assert main(["import", str(folder), "--to", str(to), *gap]) == 2
+        error = capsys.readouterr().err
+        assert f"{folder}: has no tokenizer.json; save the model's tokenizer" in error
+        assert error.count("\n") == 1
+        assert not to.exists()
+    assert "data.tokenizer = 'bytes': choose byte" in refused(capsys, folder, "--tokenizer=bytes")
+    for flag in ("--tokenizer=byte", "--set=data.tokenizer=byte"):
+        run = imported(folder, tmp_path / flag[2:5], flag)
+        assert run.config.data.tokenizer == "byte"
+    add_tokenizer(folder.rename(tmp_path / "other"))
+    named = imported(tmp_path / "other", tmp_path / "own")
+    assert named.config.data.tokenizer == f"hf:{tmp_path / 'own'}"
+
+
+def test_the_byte_tokenizer_is_refused_for_a_smaller_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama", vocab_size=258)
+    capsys.readouterr()
+    error = refused(capsys, tmp_path / "llama", "--tokenizer=byte")
+    assert "--tokenizer byte: has 259 ids, but the vocabulary of" in error
+    assert "has 258" in error
+
+
+def test_a_llamas_tokenizer_is_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """The new folder does not need the old one; the gap's text is read with the tokenizer."""
+    monkeypatch.setattr(logit_gap, "TOKENS", 64)
+    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", "--attention=nsa", *SMALL]
+    folder = tmp_path / "llama"
+    llama(folder, vocab_size=300)
+    expected = add_tokenizer(folder)
+    imported(folder, tmp_path / "dense", "--attention=dense")
+    for source, to in ((tmp_path / "dense", "sparse"), (folder, "run")):
+        imported(source, tmp_path / to, *text)
+        assert len(re.findall(r"^ +\d+ .*%$", capsys.readouterr().out, re.M)) == 3
+    shutil.rmtree(folder)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run = load_run(tmp_path / "moved")
+    assert run.tokenizer is not None
+    assert run.tokenizer.fingerprint == expected.fingerprint
+    assert run.config.data.tokenizer == f"hf:{tmp_path / 'run'}"
+
+
+@pytest.fixture(scope="module")
+def chat_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose tokenizer starts each text with a token and has a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "llama"
+    llama(folder, vocab_size=270, eos_token_id=[1, 3])
+    add_chat_tokenizer(folder)
+    return folder
+
+
+def test_a_tokenizers_special_tokens_and_chat_template_travel(
+    chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = imported(chat_llama, tmp_path / "run")
+    assert run.tokenizer.start_id == 0
+    assert run.tokenizer.eos_id == 1
+    ids = run.tokenizer.encode(b"a<s>b")
+    assert 0 not in ids, "a text cannot spell a special token"
+    text = tmp_path / "text.jsonl"
+    write_lines(text, [b"one", b"two"])
+    stored = open_store(replace(run.config.data, source=str(text), held_out=0.4), "train")
+    stream = stored.read(0, len(stored)).tolist()
+    assert [stream.count(id) for id in (0, 1, 2)] == [2, 2, 0]
+    assert [stream[0], stream[-1]] == [0, 1]
+
+    folder = export(tmp_path / "run", tmp_path / "hf")
+    for again in (load_run(folder, device="cpu"), imported(folder, tmp_path / "again")):
+        assert again.tokenizer.fingerprint == run.tokenizer.fingerprint
+        assert again.tokenizer.start_id == 0
+    source, exported = (AutoTokenizer.from_pretrained(path) for path in (chat_llama, folder))
+    messages = [{"role": "user", "content": "hello <|im_end|> you"}]
+    for text_of in (
+        lambda tokenizer: tokenizer("a <|im_start|> b").input_ids,
+        lambda tokenizer: tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
+            "input_ids"
+        ],
+    ):
+        assert text_of(exported) == text_of(source)
+    assert exported.chat_template == CHAT
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [1, 3]
+    assert (settings["bos_token_id"], settings["pad_token_id"]) == (0, 1)
+
+    capsys.readouterr()
+    command = ["generate", str(folder), "--temperature=0", "--max-new-tokens=8", "--device=cpu"]
+    assert main([*command, "--chat", "--prompt=hello <|im_end|> you"]) == 0
+    mine = capsys.readouterr().out
+    prompt = source.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model = NSAForCausalLM.from_pretrained(folder).eval()
+    theirs = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    expected = theirs[0, prompt["input_ids"].shape[1] :]
+    assert mine == source.decode(expected, skip_special_tokens=True) + "\n"
+
+
+def test_the_card_names_the_models_origin_and_license(chat_llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small-llama"
+    shutil.copytree(chat_llama, folder)
+    (folder / "README.md").write_text("---\nlicense: llama3.2\n---\n# A model\n")
+    imported(folder, tmp_path / "run")
+    card = (export(tmp_path / "run", tmp_path / "hf") / "README.md").read_text()
+    assert "license: llama3.2" in card
+    assert "Its weights come from small-llama, whose license is llama3.2." in card
+    assert str(tmp_path) not in card
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(
+    chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama", vocab_size=200)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(chat_llama / name, tmp_path / "llama" / name)
+    capsys.readouterr()
+    error = refused(capsys, tmp_path / "llama")
+    assert "has ids up to 259, but the model's vocabulary is 200" in error
+
+
+def test_a_chat_without_a_template_is_refused(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported(llama_folder, tmp_path / "run")
+    assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt=hello"]) == 2
+    assert "--chat: the tokenizer 'byte' has no chat template" in capsys.readouterr().err
