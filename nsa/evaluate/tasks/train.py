@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -146,25 +146,23 @@ def train(
     torch.manual_seed(seed)
     model = LanguageModel(model_config(variant, task))
     dense_steps = round(steps / 2) if variant == HALF_DENSE else 0
-
-    def rate(step: int) -> float:
-        return LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
-
-    return _optimize(model, task, steps, seed, rate, on_step, dense_steps=dense_steps)
+    rates = [
+        LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps) for step in range(steps)
+    ]
+    return _optimize(model, task, seed, rates, on_step, dense_steps=dense_steps)
 
 
 @one_thread()
 def _optimize(
     model: LanguageModel,
     task: Task,
-    steps: int,
     seed: int,
-    rate: Callable[[int], float],
+    rates: Sequence[float],
     on_step: Callable[[int, float], None],
     selector_only: bool = False,
     dense_steps: int = 0,
 ) -> TrainedModel:
-    """Train with AdamW and the rate of each step."""
+    """Train with AdamW, a step at each of the rates."""
     rng, losses = torch.Generator().manual_seed(seed), list[float]()
     decay = 0.0 if selector_only else 0.01
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=decay)
@@ -172,10 +170,10 @@ def _optimize(
     model.train()
     if dense_steps:
         model.start_dense()
-    for step in range(steps):
+    for step, rate in enumerate(rates):
         model.attend_densely(step < dense_steps)
         for group in optimizer.param_groups:
-            group["lr"] = rate(step)
+            group["lr"] = rate
         batch = task.batch(rng)
         loss = model(batch.input_ids, labels=batch.labels, selector_only=selector_only)
         loss.backward()
@@ -199,18 +197,14 @@ def sparsify(
     model.load_state_dict(dense_to_nsa(dict(dense.model.state_dict()), config))
     yield "converted", TrainedModel(model.eval(), dense.losses, dense.seconds)
     alone, both = (round(x * steps) for x in SPARSIFY_STEPS)
-
-    def selector_rate(step: int) -> float:
-        return SELECTOR_RATE
-
-    def sparse_rate(step: int) -> float:
-        return SPARSE_RATE * (1 - step / both)
-
+    rates = [SPARSE_RATE * (1 - step / both) for step in range(both)]
     model.attend_to_all(task.seq_len)
-    first = _optimize(model, task, alone, seed + 1_000, selector_rate, on_step, selector_only=True)
+    first = _optimize(
+        model, task, seed + 1_000, [SELECTOR_RATE] * alone, on_step, selector_only=True
+    )
     model.attend_to_all(None)
     yield f"after {alone} steps of the selector", first
-    second = _optimize(model, task, both, seed + 2_000, sparse_rate, on_step)
+    second = _optimize(model, task, seed + 2_000, rates, on_step)
     yield f"and {both} of all weights", replace(second, seconds=first.seconds + second.seconds)
 
 
