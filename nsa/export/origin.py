@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from nsa.data.tokenizer import ORIGIN
-from nsa.untrusted import parse_json, printable, read_text
+from nsa.untrusted import matches, parse_json, printable, read_text
 
 Origin = dict[str, str | None]  # name and license
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -43,9 +43,7 @@ def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
     for folder in (run_folder, *([Path(start_from)] if start_from else [])):
         file = folder / ORIGIN
         if file.is_file():
-            found = parse_json(read_text(file))
-            if isinstance(found, dict) and isinstance(found.get("name"), str):
-                license = found.get("license")
-                name = printable(found["name"])
-                return {"name": name, "license": license if isinstance(license, str) else None}
+            origin = parse_json(read_text(file))
+            if matches(origin, {"name": str, "license": (str, type(None))}):
+                return {"name": printable(origin["name"]), "license": origin["license"]}
     return None

@@ -10,10 +10,17 @@ from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
 from nsa.gates.schedule import GATE_NAMES
-from nsa.monitor.artifacts import finite_number, try_read_text
-from nsa.untrusted import parse_json
+from nsa.monitor.artifacts import try_read_text
+from nsa.untrusted import matches, parse_json
 
 FILE_NAME = "gates.json"
+_NONE = type(None)
+_CRITERION = {
+    **dict.fromkeys(("name", "limit", "evidence"), str),
+    "ok": (bool, _NONE),
+    "value": (float, int, _NONE),
+}
+_SHAPE = {"gate": str, "step": int, "go": bool, "time": str, "criteria": [_CRITERION]}
 SHORT_RUN = 100  # steps; in fewer, growth of memory and recall cannot be measured
 
 
@@ -94,23 +101,8 @@ def read_results(run_dir: Path) -> list[GateResult]:
         return []
     results = []
     for entry in entries if isinstance(entries, list) else ():
-        with contextlib.suppress(KeyError, TypeError):
-            criteria = tuple(Criterion(**criterion) for criterion in entry["criteria"])
-            result = GateResult(**{**entry, "criteria": criteria})
-            if _is_sound(result):
-                results.append(result)
+        if matches(entry, _SHAPE) and entry["gate"] in GATE_NAMES:
+            with contextlib.suppress(TypeError):  # more fields than this version knows
+                criteria = tuple(Criterion(**criterion) for criterion in entry["criteria"])
+                results.append(GateResult(**{**entry, "criteria": criteria}))
     return results
-
-
-def _is_sound(result: GateResult) -> bool:
-    """Return whether the values have the types that a report can format."""
-    return (
-        result.gate in GATE_NAMES
-        and type(result.step) is int
-        and type(result.go) is bool
-        and all(
-            type(criterion.ok) in (bool, type(None))
-            and (criterion.value is None or finite_number(criterion.value) is not None)
-            for criterion in result.criteria
-        )
-    )
