@@ -155,13 +155,13 @@ class Samples:
         index = shuffled_index(index, self.per_epoch[source], hash64(self.seed, epoch, source))
         return self.stores[source], index * self.seq_len
 
-    def first_repeat(self, samples: int) -> tuple[int, str] | None:
-        """Return position and store name of the first repetition among `samples`, or None."""
+    def available(self, samples: int) -> tuple[int, str | None]:
+        """Return how many of `samples` precede the first repetition, and whose store ends there."""
         for position in range(samples):
             source, number = self._mixer.locate(position)
             if number >= self.per_epoch[source]:
                 return position, self.stores[source].name
-        return None
+        return samples, None
 
 
 def open_samples(dataset: Dataset, split: str, seed: int) -> Samples | None:
@@ -191,6 +191,15 @@ def open_samples(dataset: Dataset, split: str, seed: int) -> Samples | None:
                 f"data.source: {first.name} and {store.name} have different tokenizers "
                 f"({', '.join(fingerprints)}); prepare one of them again with the other's"
             )
+    return build_samples(dataset.config, stores, seed)
+
+
+def first_samples(dataset: Dataset, split: str, seed: int, count: int) -> Samples:
+    """Open the samples of a dataset; of a streamed one its first `count` samples, in order."""
+    samples = open_samples(dataset, split, seed)
+    if samples is not None:
+        return samples
+    stores = list(dataset.stores(split, count * dataset.config.seq_len + 1))
     return build_samples(dataset.config, stores, seed)
 
 

@@ -43,17 +43,17 @@ class OpenedSource:
     config: DataConfig
     name: str
     division: HeldOut
+    is_prepared: bool  # a folder of shards, which were divided when they were written
     fits_in_memory: bool = False  # few documents, which need not be streamed
 
     @cached_property
-    def documents(self) -> Source | None:
-        """The documents; None of a prepared folder."""
-        return None if is_prepared(self.name) else open_source(self.config, self.name)
+    def documents(self) -> Source:
+        return open_source(self.config, self.name)
 
     @property
     def is_indexed(self) -> bool:
-        """Whether it is always a token store: built in or prepared, never streamed."""
-        return self.documents is None or is_builtin(self.name)
+        """Whether it is always a token store, never streamed."""
+        return self.is_prepared or is_builtin(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "documents"}
@@ -69,9 +69,13 @@ class Dataset:
     @property
     def notes(self) -> list[str]:
         """A line for each folder whose files are not all read."""
-        folders = [one.documents for one in self.sources if isinstance(one.documents, Files)]
         text = "{}: {:,} files are read; {:,} that are empty, binary or huge are not"
-        return [text.format(f.name, len(f.files), f.left_out) for f in folders if f.left_out]
+        return [
+            text.format(files.name, len(files.files), files.left_out)
+            for source in self.sources
+            if not source.is_prepared and isinstance(files := source.documents, Files)
+            if files.left_out
+        ]
 
     def stores(
         self,
@@ -85,7 +89,7 @@ class Dataset:
         divided into parts, so the result does not depend on the number of ranks.
         """
         for source in self.sources:
-            if source.documents is None:
+            if source.is_prepared:
                 yield open_shards(source.name, split)
                 continue
             on_document(source.name, NO_DOCUMENT)
@@ -122,8 +126,8 @@ def open_dataset(config: DataConfig) -> Dataset:
     """Open the sources of `data.source`; read up to FEW_DOCUMENTS of a local one to count them."""
     sources = []
     for name in config.sources():
-        source = OpenedSource(config, name, HeldOut(config.held_out))
-        if isinstance(source.documents, Files):
+        source = OpenedSource(config, name, HeldOut(config.held_out), is_prepared(name))
+        if not source.is_prepared and isinstance(source.documents, Files):
             limit = min(FEW_DOCUMENTS, math.ceil(FEW_IN_VALIDATION / config.held_out))
             if size := source.documents.size_if_few(limit):
                 # The end of each document is held out: a hash may hold out none.

@@ -91,7 +91,7 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         config, divisions = dataset.config, [source.division for source in dataset.sources]
         tokenizer = build_tokenizer(config)
         text = _text_settings(config, seed)
-        self._sizes = [one.documents.size() for one in dataset.sources if one.documents is not None]
+        self._sizes = [source.documents.size() for source in dataset.sources]
         identity = [tokenizer.fingerprint, repr(text), repr(self._sizes)]
         if any(division.by_position for division in divisions):
             identity.append(repr(divisions))
@@ -187,18 +187,21 @@ def _check_unchanged(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 
 class Prefetcher(Generic[T]):
-    """Up to `depth` items ready in advance; an error is raised after the items before it."""
+    """Up to `depth` items ready in advance; an error is raised after the items before it.
 
-    def __init__(self, items: Iterator[T], depth: int) -> None:
+    `close_items` ends a call of `next(items)` that waits.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int, close_items: Callable[[], None]) -> None:
         self.first_seconds: float | None = None  # until the first item was ready
-        self._items = items
+        self._items, self._close_items = items, close_items
         self._free = Semaphore(depth)
         self._ready: SimpleQueue[tuple[T] | DataError] = SimpleQueue()
         self._stopped = False
         self._started = time.monotonic()
         self._thread = Thread(target=self._run, daemon=True, name="nsa data")
         self._thread.start()
-        atexit.register(self._close)  # a thread inside PyTorch at Python's exit would abort it
+        atexit.register(self.close)  # a thread inside PyTorch at Python's exit would abort it
 
     def next(self, timeout: float, last_progress: Callable[[], float] = lambda: 0.0) -> T:
         """Return the next item; raise Empty after `timeout` seconds without progress."""
@@ -217,19 +220,13 @@ class Prefetcher(Generic[T]):
             self._free.release()
             return item[0]
 
-    def stop(self) -> None:
-        """Stop reading after the current item."""
+    def close(self) -> None:
+        """Stop the thread and close the items."""
         self._stopped = True
         self._free.release()
-
-    def join(self) -> None:
-        """Wait for the thread, after `stop` and once nothing blocks its current item."""
-        atexit.unregister(self._close)
+        self._close_items()
         self._thread.join(JOIN_SECONDS)
-
-    def _close(self) -> None:
-        self.stop()
-        self.join()
+        atexit.unregister(self.close)
 
     def _run(self) -> None:
         try:
@@ -267,7 +264,7 @@ class BatchLoader:
         self._state = state
         self._first: tuple[Batch, State | None] | None = None
         self._prefetcher: Prefetcher[tuple[Batch, State | None]] = Prefetcher(
-            source, config.prefetch
+            source, config.prefetch, source.close
         )
 
     @property
@@ -302,9 +299,7 @@ class BatchLoader:
 
     def close(self) -> None:
         """Stop the thread and the worker processes."""
-        self._prefetcher.stop()
-        self.source.close()
-        self._prefetcher.join()
+        self._prefetcher.close()
 
 
 def open_loader(

@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_dataset, open_source
+from nsa.data.dataset import OpenedSource, open_dataset
 from nsa.data.shards import (
     FORMAT,
     INDEX,
@@ -44,7 +44,7 @@ from nsa.data.shards import (
     write_json,
     write_shard,
 )
-from nsa.data.source import SPLITS, DataError, Document, HeldOut, Reader, Skipped, State
+from nsa.data.source import SPLITS, DataError, Document, Reader, Skipped, State
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type
 from nsa.data.worker import Worker, WorkerDied
 
@@ -72,11 +72,10 @@ def prepare(
     dataset = None if (out / INDEX).exists() else open_dataset(config)
     if dataset is not None:
         (source,) = dataset.sources
-        if source.documents is None:
+        if source.is_prepared:
             raise DataError(f"data.source = {stamp.source!r}: is prepared already; train on it")
         if source.division.by_position:
             settings["held_out_of_each"] = source.division.fraction
-        size = source.documents.size() if progress else None
         for line in dataset.notes if progress else ():
             print(line)
     plan = {"format": FORMAT, "version": VERSION, "stamp": asdict(stamp), "settings": settings}
@@ -85,9 +84,9 @@ def prepare(
         parts = _start_or_resume(out, plan | {"parts": workers or os.cpu_count() or 1})
         if dataset is not None:
             _written_shards(out, stamp, parts)  # check those of a stopped run
-            job = _Job(config, source.division, tokenizer, stamp, out, shard_tokens, parts)
+            job = _Job(source, tokenizer, stamp, out, shard_tokens, parts)
             try:
-                _run_parts(job, size, progress)
+                _run_parts(job, progress)
             except DataError:
                 if not any(out.glob("part-*.json")):  # nothing written: the settings may change
                     (out / PLAN).unlink()
@@ -181,8 +180,7 @@ def skipped(out: Path, index: Index) -> list[str]:
 class _Job:
     """The arguments of every worker process."""
 
-    config: DataConfig
-    division: HeldOut
+    source: OpenedSource
     tokenizer: Tokenizer
     stamp: Stamp
     out: Path
@@ -190,11 +188,11 @@ class _Job:
     parts: int
 
 
-def _run_parts(job: _Job, size: int | None, progress: bool) -> None:
+def _run_parts(job: _Job, progress: bool) -> None:
     """Run a worker for each unfinished part until all end or one fails."""
     states = [_state(job.out, part) for part in range(job.parts)]
     bar = tqdm(
-        total=size,
+        total=job.source.documents.size() if progress else None,
         initial=sum(state["text_bytes"] for state in states),
         unit="B",
         unit_scale=True,
@@ -235,8 +233,7 @@ def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -
     state = _state(job.out, part)
     earlier = Skipped(*state.get("skipped", ()))
     try:
-        source = open_source(job.config, job.stamp.source).part(part, job.parts)
-        reader = source.read(state["reader"])
+        reader = job.source.documents.part(part, job.parts).read(state["reader"])
         while not state["done"]:
             pending: dict[str, list[TokenArray]] = {split: [] for split in SPLITS}
             text_bytes: Counter[str] = Counter()  # of each split
@@ -268,7 +265,7 @@ def _tokenise(
             (split, text)
             for document in documents
             for split in SPLITS
-            if (text := job.division.text_for(document.text, split))
+            if (text := job.source.division.text_for(document.text, split))
         ]
         encoded = job.tokenizer.encode_documents([text for _, text in pieces])
         for (split, text), ids in zip(pieces, encoded, strict=True):

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from nsa.atomic_io import atomic_write
 from nsa.data.source import DataError
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
-from nsa.untrusted import open_regular, parse_json, read_text, short_repr
+from nsa.untrusted import matches, open_regular, parse_json, read_text, short_repr
 
 MAGIC = b"NSASHARD"
 VERSION = 1
@@ -65,7 +65,11 @@ class Shard:
     sha256: str
 
 
-Record = TypeVar("Record", Stamp, Shard)
+STAMP_SHAPE, SHARD_SHAPE = (
+    {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(kind)}
+    for kind in (Stamp, Shard)
+)
+INDEX_SHAPE = {"stamp": STAMP_SHAPE, "settings": dict, "parts": int, "shards": [SHARD_SHAPE]}
 
 
 def _ends_offset(tokens: int, dtype: str) -> int:
@@ -221,10 +225,14 @@ def read_index(folder: Path) -> Index:
         content = parse_json(read_text(path))
         if content["format"] == FORMAT:
             check_version(path, content["version"])
-        shards = [_checked(Shard(**shard)) for shard in content["shards"]]
-        stamp = _checked(Stamp(**content["stamp"]))
-        if not isinstance(content["settings"], dict):
-            raise TypeError("settings is no object")
+        if not matches(content, INDEX_SHAPE):
+            raise ValueError("a field is missing, or has another type")
+        stamp, shards = Stamp(**content["stamp"]), [Shard(**shard) for shard in content["shards"]]
+        if stamp.dtype not in ("uint16", "uint32") or stamp.eos_id >= stamp.vocab_size:
+            raise ValueError(f"dtype = {short_repr(stamp.dtype)}, eos_id = {stamp.eos_id}")
+        for shard in shards:
+            if not shard.tokens or not shard.documents or Path(shard.name).name != shard.name:
+                raise ValueError(f"{short_repr(shard.name)} with {shard.tokens} tokens")
         return Index(stamp, content["settings"], content["parts"], shards)
     except FileNotFoundError:
         if _is_ours(folder / PLAN):
@@ -234,21 +242,6 @@ def read_index(folder: Path) -> Index:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error!r}); prepare the folder again") from None
-
-
-def _checked(record: Record) -> Record:
-    """Return a record of an index; raise if a field has another type or an impossible value."""
-    for field in fields(record):
-        value = getattr(record, field.name)
-        kind = str if field.type == "str" else int
-        if type(value) is not kind or (type(value) is int and not 0 <= value < 2**62):
-            raise ValueError(f"{field.name} = {short_repr(value)}")
-    if isinstance(record, Stamp):
-        if record.dtype not in ("uint16", "uint32") or record.eos_id >= record.vocab_size:
-            raise ValueError(f"dtype = {short_repr(record.dtype)}, eos_id = {record.eos_id}")
-    elif not record.tokens or not record.documents or Path(record.name).name != record.name:
-        raise ValueError(f"{short_repr(record.name)} with {record.tokens} tokens")
-    return record
 
 
 def write_index(folder: Path, index: Index) -> None:

@@ -76,7 +76,6 @@ class _SourceStream:
     start: State  # cursor
 
     def __post_init__(self) -> None:
-        assert self.source.documents is not None
         self._documents = self.source.documents.part(self.part, self.parts)
         self._tokenizer = build_tokenizer(self.source.config)
         self.skipped = Skipped()  # in the pass that skipped most: passes skip the same

@@ -33,7 +33,9 @@ class ValidationData:
             tokens = sequences * config.seq_len + 1
             work = partial(dataset.stores, "val", tokens)
             self._worker = Worker(work, f"data.source = {config.source_names()!r}, validation")
-            self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.sources()))
+            self._stores: Prefetcher[TokenStore] = Prefetcher(
+                self._worker, len(config.sources()), self._worker.close
+            )
 
     @cached_property
     def _samples(self) -> Samples:
@@ -57,20 +59,20 @@ class ValidationData:
         return build_samples(self._config, stores, VALIDATION_SEED)
 
     @cached_property
-    def _repeat(self) -> tuple[int, str] | None:
-        return self._samples.first_repeat(self._requested)
+    def _available(self) -> tuple[int, str | None]:
+        return self._samples.available(self._requested)
 
     @property
     def sequences(self) -> int:
         """Return the number of samples: fewer than requested if a source has no more."""
-        return self._requested if self._repeat is None else self._repeat[0]
+        return self._available[0]
 
     @property
     def note(self) -> str | None:
         """Return a note for the log if there are fewer samples than requested."""
-        if self._repeat is None:
+        sequences, source = self._available
+        if source is None:
             return None
-        sequences, source = self._repeat
         return (
             f"train.eval_samples = {self._requested}: the validation split of {source} ends after "
             f"{sequences} sequences; lower train.eval_samples, take a larger source, or raise "
@@ -100,6 +102,4 @@ class ValidationData:
     def close(self) -> None:
         """Stop the background process of a streamed source."""
         if self._indexed is None:
-            self._stores.stop()
-            self._worker.close()
-            self._stores.join()
+            self._stores.close()

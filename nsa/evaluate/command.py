@@ -153,7 +153,7 @@ def _default_split(dataset: Dataset, runs: Mapping[str, StoredRun]) -> str:
         return {source.division.by_position for source in opened.sources}
 
     data = dataset.config
-    prepared = any(source.documents is None for source in dataset.sources)  # its splits are fixed
+    prepared = any(source.is_prepared for source in dataset.sources)  # its splits are fixed
     trained_on = {
         name: run.config.data
         for name, run in runs.items()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch, Samples, build_samples, open_samples, to_batch
+from nsa.data.batches import Batch, Samples, first_samples, to_batch
 from nsa.data.dataset import Dataset
 from nsa.data.source import ALL, DataError
 from nsa.data.tokenizer import TokenArray, Tokenizer
@@ -57,18 +57,14 @@ def open_eval_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokeniz
 
     An indexed source is cut into samples as in training; a streamed one is read in order.
     """
-    config = dataset.config
     for source in dataset.sources:
-        if split == ALL and source.documents is None:
+        if split == ALL and source.is_prepared:
             raise DataError(
                 f"--split all: data.source = {source.name!r} was split when it was prepared; "
                 "choose held_out or train"
             )
-    count = max(1, tokens // config.seq_len)
-    samples = open_samples(dataset, split, VALIDATION_SEED)
-    if samples is None:
-        stores = list(dataset.stores(split, count * config.seq_len + 1))
-        samples = build_samples(config, stores, VALIDATION_SEED)
+    count = max(1, tokens // dataset.config.seq_len)
+    samples = first_samples(dataset, split, VALIDATION_SEED, count)
     for store in samples.stores:
         if store.tokenizer_fingerprint != tokenizer.fingerprint:
             raise DataError(
@@ -76,8 +72,7 @@ def open_eval_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokeniz
                 f"and the run uses {tokenizer.name!r}; name text that is not prepared, or prepare "
                 "it with the run's tokenizer"
             )
-    count, exhausted = samples.first_repeat(count) or (count, None)
-    return EvalData(samples, count, exhausted)
+    return EvalData(samples, *samples.available(count))
 
 
 def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterator[EvalBatch]:

@@ -40,7 +40,7 @@ def import_run(args: argparse.Namespace) -> int:
         if old_kind != new_kind:
             widen_mlp_compressor(config.model)
         # Before the weights are read: a missing dataset is refused in seconds.
-        samples = _gap_samples(args, source, config) if args.gap else []
+        samples = _gap_samples(args, source, config) if args.gap else None
         read = source.read_weights()
         _check_values(read, args.source)
         old_model = model_with(read, source.config, args.source)
@@ -61,7 +61,7 @@ def import_run(args: argparse.Namespace) -> int:
     print(f"its schedule: {train.steps:,} steps at {train.learning_rate:g}", flush=True)
     if note := config.selects_all_note():
         print(f"nsa: warning: {note}", file=sys.stderr)
-    if args.gap:
+    if samples is not None:
         for line in logit_gaps(old_model.float(), model.float(), samples):
             print(line, flush=True)
     return 0
@@ -191,7 +191,7 @@ def _parse_shares(text: str | None, config: RunConfig) -> dict[str, float] | Non
     return shares
 
 
-def _gap_samples(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> list[Batch]:
+def _gap_samples(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> Batch:
     data = replace(config.data, source=args.gap)
     if source.has_tokenizer and data.tokenizer == f"hf:{args.to.absolute()}":  # not written yet
         data.tokenizer = f"hf:{source.tokenizer_files[0].parent}"

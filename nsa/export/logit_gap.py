@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch
+from nsa.data.batches import Batch, first_samples
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
-from nsa.data.validation_data import ValidationData
+from nsa.data.validation_data import VALIDATION_SEED
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.distillation import token_divergence
 
 TOKENS = 8_192  # evaluated at each length
 
 
-def read_samples(data: DataConfig, attention: AttentionConfig) -> list[Batch]:
+def read_samples(data: DataConfig, attention: AttentionConfig) -> Batch:
     """Read samples of the longest length from the validation split of `data.source`."""
     longest = _lengths(attention)[-1]
     dataset = open_dataset(replace(data, seq_len=longest, packing="concat"))
-    samples = max(1, TOKENS // longest)
-    validation = ValidationData(dataset, sequences=samples, micro_batch=1, world_size=1)
-    with closing(validation):
-        return validation.batches(0)
+    requested = max(1, TOKENS // longest)
+    samples = first_samples(dataset, "val", VALIDATION_SEED, requested)
+    return samples.batch(range(samples.available(requested)[0]))
 
 
-def logit_gaps(dense: LanguageModel, sparse: LanguageModel, samples: list[Batch]) -> Iterator[str]:
+def logit_gaps(dense: LanguageModel, sparse: LanguageModel, batch: Batch) -> Iterator[str]:
     """Yield the lines of a table: both models on the samples, cut to each length.
 
     Columns: both mean losses, the increase, KL(dense ‖ NSA) of the next-token distributions in
     nats, and the fraction of positions at which both models predict the same token.
     """
-    highest = max(int(batch.input_ids.max()) for batch in samples)
+    highest = int(batch.input_ids.max())
     if highest >= dense.config.vocab_size:
         raise ValueError(
             f"--gap: the dataset has token ids up to {highest}, but the model's vocabulary is "
@@ -45,9 +43,7 @@ def logit_gaps(dense: LanguageModel, sparse: LanguageModel, samples: list[Batch]
     columns = ("dense loss", 12), ("NSA loss", 12), ("increase", 10), ("KL", 10), ("same top-1", 12)
     yield f"{'tokens':>10}" + "".join(f"{name:>{width}}" for name, width in columns)
     for length in _lengths(sparse.config.attention):
-        sums = torch.zeros(5, dtype=torch.float64)
-        for batch in samples:
-            sums += _compare_batch(dense, sparse, batch, length)
+        sums = _compare(dense, sparse, batch, length)
         loss, dense_loss, kl, same = (sums[:4] / sums[4]).tolist()
         increase, kl = (round(x, 4) + 0.0 for x in (loss - dense_loss, kl))  # no -0
         yield (
@@ -66,9 +62,7 @@ def _lengths(attention: AttentionConfig) -> list[int]:
 
 
 @torch.no_grad()
-def _compare_batch(
-    dense: LanguageModel, sparse: LanguageModel, batch: Batch, length: int
-) -> Tensor:
+def _compare(dense: LanguageModel, sparse: LanguageModel, batch: Batch, length: int) -> Tensor:
     """Sum `token_divergence` and the labels over a batch cut into sequences of `length` tokens."""
     total = torch.zeros(5, dtype=torch.float64)
     for ids, labels in zip(

@@ -50,28 +50,24 @@ def test_files_are_sorted_by_path_without_what_an_installation_writes(tmp_path: 
     kept = ["abc.py", "runtime/a.py", "runtime/zero/b.py", "runtime_a.py", "zlib.py"]
     touch(tmp_path, *reversed(kept))
     (tmp_path / "runtime/__init__.py").write_text("")
-    published = python_files(tmp_path, "files")
+    published = python_files(tmp_path, "py")
     touch(tmp_path, "git_version_info_installed.py", "runtime/__pycache__/a.pyc", "notes.txt")
-    assert [document.location for document in python_files(tmp_path, "files").read()] == sorted(
-        kept
-    )
-    assert texts(python_files(tmp_path, "files"))[0] == b"x = 'abc.py'\n"
-    assert python_files(tmp_path, "files").fingerprint == published.fingerprint
+    assert [document.location for document in python_files(tmp_path, "py").read()] == sorted(kept)
+    assert texts(python_files(tmp_path, "py"))[0] == b"x = 'abc.py'\n"
+    assert python_files(tmp_path, "py").fingerprint == published.fingerprint
 
 
 def test_other_files_do_not_resume_a_pass(tmp_path: Path) -> None:
     touch(tmp_path, "a.py", "b.py")
-    reader = python_files(tmp_path, "files").part(0, 1).read()
+    reader = python_files(tmp_path, "py").part(0, 1).read()
     next(reader)
     state = json.loads(json.dumps(reader.state()))
-    assert [document.location for document in python_files(tmp_path, "files").read(state)] == [
-        "b.py"
-    ]
+    assert [document.location for document in python_files(tmp_path, "py").read(state)] == ["b.py"]
     (tmp_path / "b.py").rename(tmp_path / "c.py")
     with pytest.raises(DataError, match=r"its documents changed since.*a new folder"):
-        python_files(tmp_path, "files").read(state)
+        python_files(tmp_path, "py").read(state)
     with pytest.raises(DataError, match="its documents changed"):
-        python_files(tmp_path, "files").read({"documents": 1})  # of a version without a fingerprint
+        python_files(tmp_path, "py").read({"documents": 1})  # of a version without a fingerprint
 
 
 def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:

@@ -41,6 +41,10 @@ def test_prepare_and_check_report_contents_and_damage(
     output = capsys.readouterr()
     assert f"--workers 2 has no effect: {out} was started with 1\n" in output.out
     assert f"{out} was already finished\n" in output.out
+    again = ("--source", out, "--tokenizer", "byte", "--out", tmp_path / "again")
+    assert call("prepare", *again) == 2
+    message = f"nsa: --source = '{out}': is prepared already; train on it\n"
+    assert capsys.readouterr().err == message
 
     run = ("--seq-len", "512", "--samples-per-step", "2", "--steps", "10")
     assert call("check", out, *run) == 0
