@@ -50,10 +50,14 @@ class Data:
         self.loader.close()
         self.loader = self.open_loader(consumed=consumed, state=loader_state)
 
-    def close(self) -> None:
-        """Stop the prefetching threads and worker processes; log what data.on_error left out."""
+    def stop(self) -> None:
+        """Stop the prefetching threads and worker processes."""
         self.loader.close()
         self.validation.close()
+
+    def close(self) -> None:
+        """Stop, and log what data.on_error left out."""
+        self.stop()
         for line in self.loader.source.skipped():
             warn(f"rank {self.data_ranks.rank}: {line}")
 
