@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import types
 import typing
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from typing import Any
 import yaml
 
 from nsa.engine.config import AUTO, BATCH, RunConfig
-from nsa.monitor.observer import warn
 from nsa.untrusted import parse_yaml, read_text, short_repr
 
 MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
@@ -64,13 +62,6 @@ DEEPSPEED_KEYS = (
     *("zero_optimization", "offload_optimizer", "offload_param", "overlap_comm", "csv_monitor"),
     *("optimizer", "comet", "wandb"),
 )
-# Settings of earlier versions: the value that they always have now, and what to do instead.
-REMOVED = {
-    "monitor.ladder.sanity": (1, "remove it"),
-    "monitor.progress": (True, "remove it, and redirect stdout to drop the lines"),
-    "monitor.watch.collapse": (0.2, "set monitor.watch.on_collapse=ignore to switch it off"),
-    "monitor.watch.dead_gate": (0.001, "set monitor.watch.on_dead_gate=ignore to switch it off"),
-}
 NOT_GIVEN = object()
 LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
@@ -166,8 +157,6 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
         name = f"{path}.{key}" if path else str(key)
         if name == "attention":
             _merge(tree["model"]["attention"], value, source, "model.attention")
-        elif name in REMOVED:
-            _ignore_removed(name, value, source)
         elif key not in tree:
             raise ValueError(
                 f"{source}: there is no setting {name!r}; {_hint(tree, key, value, path)}"
@@ -176,16 +165,6 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
             _merge(tree[key], value, source, name)
         else:
             tree[key] = value
-
-
-def _ignore_removed(name: str, value: Any, source: str) -> None:
-    """Refuse a removed setting in --set; in a file, log its value if that was another."""
-    now, fix = REMOVED[name]
-    text = f"{name} = {short_repr(value)}: this setting was removed, and is {now} now; {fix}"
-    if source.startswith("--set"):
-        raise ValueError(text)
-    if value != now and int(os.environ.get("RANK", 0)) == 0:
-        warn(f"{source.removeprefix('--config ')}: {text}")
 
 
 def _hint(tree: dict[str, Any], key: Any, value: Any, path: str) -> str:

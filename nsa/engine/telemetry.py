@@ -140,7 +140,8 @@ def build_observers(request: RunRequest, engine: Any, run_history: RunHistory) -
     add(FALLBACKS_FILE, FallbacksCsv(fallback_counts))
     if request.config.train.teacher is not None:
         add(TEACHER_FILE, TeacherCsv())
-    add("progress", Progress())
+    if monitor.progress:
+        add("progress", Progress())
     if monitor.report:
         add("report", Reporter())
     return Observers(observers)

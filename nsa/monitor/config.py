@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar
 
 from nsa.validation import at_least, one_of
 
@@ -14,7 +13,7 @@ ACTIONS = ("ignore", "warn", "halt")
 class LadderConfig:
     """Steps of the go/no-go gates, and limits of their criteria; 0 switches a criterion off."""
 
-    sanity: ClassVar[int] = 1  # step of the go/no-go gate `sanity`
+    sanity: int = 1  # step of the go/no-go gate `sanity`
     smoke: int = 300  # step of the go/no-go gate `smoke`; the loss must have fallen
     extended: int = 1_000  # step of the go/no-go gate `extended`; peak memory must be steady
     min_tokens_per_s: float = 50.0  # median since the previous go/no-go gate, all ranks
@@ -33,10 +32,10 @@ class LadderConfig:
 
     def validate(self) -> None:
         at_least(0, "monitor.ladder", self, *asdict(self))
-        if not self.sanity < self.smoke < self.extended:
+        if not 0 < self.sanity < self.smoke < self.extended:
             raise ValueError(
-                f"monitor.ladder: smoke = {self.smoke}, extended = {self.extended}: extended must "
-                "be above smoke, and smoke above 1"
+                f"monitor.ladder: sanity = {self.sanity}, smoke = {self.smoke}, extended = "
+                f"{self.extended}: each must be above the one before, the first above 0"
             )
 
 
@@ -51,10 +50,10 @@ class WatchConfig:
     save: float = 1_800.0  # seconds for one checkpoint
     silence: float = 60.0  # seconds without a heartbeat from a live rank
     grace: float = 30.0  # seconds between SIGTERM and SIGKILL
-    # tokens/s below a fifth of the run's median for ten logged steps: ignore, warn or halt
-    on_collapse: str = "warn"
-    # a branch's mean attention gate below 0.001 for ten logged steps: ignore, warn or halt
-    on_dead_gate: str = "warn"
+    collapse: float = 0.2  # tokens/s below this fraction of the run's median for ten logged steps
+    on_collapse: str = "warn"  # at a throughput collapse: ignore, warn or halt
+    dead_gate: float = 0.001  # mean attention gate of a branch below this for ten logged steps
+    on_dead_gate: str = "warn"  # at a dead attention gate: ignore, warn or halt
 
     def validate(self) -> None:
         limits = [name for name in asdict(self) if not name.startswith("on_")]
@@ -69,6 +68,7 @@ class MonitorConfig:
     log_every: int = 10  # steps between rows of metrics.csv and TensorBoard points
     tensorboard: bool = True  # event files under <run>/tensorboard
     csv: bool = True  # <run>/metrics.csv
+    progress: bool = True  # lines on the console: loss, speed, remaining time
     heartbeat: float = 5.0  # seconds between heartbeats of a rank; 0: none
     kernel_check: bool = True  # on a GPU: compare each kernel with PyTorch before step 1
     health: bool = True  # attention gates and block selection of each layer, at logged steps

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from nsa.watchdog.disk import LIMIT_SECONDS
 # Phase of a heartbeat -> the setting of `monitor.watch` that limits it; the others: `compute`.
 LIMIT_OF_PHASE = {"setup": "setup", "data": "data", "eval": "evaluation", "save": "save"}
 WINDOW = 10  # logged steps that a collapse or a dead gate has to last
-COLLAPSE = 0.2  # tokens/s below this fraction of the run's median
-DEAD_GATE = 0.001  # a branch's mean attention gate below this
 # A hang must last this long while the disk takes writes: heartbeats that it held up arrive first.
 CONFIRM_SECONDS = 2.0
 
@@ -111,13 +109,15 @@ class HangDetector:
 
     def find_degradation(self) -> Iterator[tuple[HangReport, str]]:
         """Yield new problems of a run that still makes progress, with the action: warn or halt."""
-        for action, file, find in (
-            (self.limits.on_collapse, "metrics.csv", _find_collapse),
-            (self.limits.on_dead_gate, "selection.csv", _find_dead_gates),
+        for name, file, find in (
+            ("collapse", "metrics.csv", _find_collapse),
+            ("dead_gate", "selection.csv", _find_dead_gates),
         ):
+            action = getattr(self.limits, f"on_{name}")
             if action != "ignore" and self._has_changed(file):
-                problems = dict(find(read_table(self.folder / file).rows))
-                known, self._ongoing[file] = self._ongoing.get(file, set()), set(problems)
+                rows = read_table(self.folder / file).rows
+                problems = dict(find(rows, getattr(self.limits, name)))
+                known, self._ongoing[name] = self._ongoing.get(name, set()), set(problems)
                 yield from ((problems[key], action) for key in problems if key not in known)
 
     def update_halt(self, changes: Mapping[str, Any]) -> None:
@@ -211,9 +211,7 @@ class HangDetector:
         path = self.folder / "config.yaml"
         try:
             monitor = parse_yaml(read_text(path))["monitor"]
-            known = {field.name for field in fields(WatchConfig)}  # not of another version
-            watch = {name: value for name, value in dict(monitor["watch"]).items() if name in known}
-            limits, interval = WatchConfig(**watch), float(monitor["heartbeat"])
+            limits, interval = WatchConfig(**monitor["watch"]), float(monitor["heartbeat"])
             limits.validate()
             if not 0 <= interval < float("inf"):
                 raise ValueError(f"monitor.heartbeat = {interval}")
@@ -244,33 +242,33 @@ def last_beats(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(beats.items()))
 
 
-def _find_collapse(rows: Sequence[Row]) -> Iterator[tuple[str, HangReport]]:
+def _find_collapse(rows: Sequence[Row], limit: float) -> Iterator[tuple[str, HangReport]]:
     rows = [row for row in rows if "tokens_per_s" in row]
     rates = [row["tokens_per_s"] for row in rows]
     if len(rates) < 2 * WINDOW:
         return
     median, best, step = statistics.median(rates), max(rates[-WINDOW:]), int(rows[-1]["step"])
-    if best < COLLAPSE * median:
+    if best < limit * median:
         reason = (
             f"throughput has collapsed: at most {best:,.0f} tokens/s in the last {WINDOW} logged "
             f"steps, up to step {step}; the run's median is {median:,.0f} "
-            f"(limit: {COLLAPSE:g} of it; action: monitor.watch.on_collapse)"
+            f"(limit: monitor.watch.collapse = {limit:g} of it)"
         )
-        yield "", HangReport(reason, step=step, limit=COLLAPSE)
+        yield "", HangReport(reason, step=step, limit=limit)
 
 
-def _find_dead_gates(rows: Sequence[Row]) -> Iterator[tuple[str, HangReport]]:
+def _find_dead_gates(rows: Sequence[Row], limit: float) -> Iterator[tuple[str, HangReport]]:
     for branch in BRANCHES:
         gates: dict[int, list[float]] = {}  # of each layer, by step
         for row in rows:
             if (gate := row.get(f"gate_{branch}")) is not None:
                 gates.setdefault(int(row["step"]), []).append(gate)
         means = [statistics.fmean(gates[step]) for step in sorted(gates)[-WINDOW:]]
-        if len(means) == WINDOW and max(means) < DEAD_GATE:
+        if len(means) == WINDOW and max(means) < limit:
             step = max(gates)
             reason = (
                 f"the attention gate of branch {branch} is dead: its mean over all layers was at "
                 f"most {max(means):.2g} in the last {WINDOW} logged steps, up to step {step} "
-                f"(limit: {DEAD_GATE:g}; action: monitor.watch.on_dead_gate)"
+                f"(limit: monitor.watch.dead_gate = {limit:g})"
             )
-            yield branch, HangReport(reason, step=step, limit=DEAD_GATE)
+            yield branch, HangReport(reason, step=step, limit=limit)

@@ -5,23 +5,13 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import asdict
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 
 import pytest
-import yaml
 
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_keys import known_keys
-from nsa.engine.resolve import (
-    DEEPSPEED_KEYS,
-    REMOVED,
-    SYNONYMS,
-    resolve_config,
-    to_yaml,
-    walk,
-)
+from nsa.engine.resolve import DEEPSPEED_KEYS, SYNONYMS, resolve_config, to_yaml, walk
 
 
 def test_set_overrides_the_file_and_the_file_overrides_the_recipe(tmp_path: Path) -> None:
@@ -157,28 +147,6 @@ def test_a_pipe_as_config_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(ValueError, match=r"--config .*pipe: .*is no regular file"):
         resolve_config(RunConfig(), pipe)
-
-
-def test_a_removed_setting_is_ignored_in_a_stored_config_and_refused_in_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stored = yaml.safe_load(to_yaml(RunConfig()))
-    for name, (value, _) in REMOVED.items():
-        *sections, key = name.split(".")
-        section = reduce(getitem, sections, stored)
-        assert key not in section
-        section[key] = value
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(stored))
-    assert resolve_config(RunConfig(), file) == RunConfig()
-    assert capsys.readouterr().err == ""
-    stored["monitor"]["progress"] = False
-    file.write_text(yaml.safe_dump(stored))
-    assert resolve_config(RunConfig(), file) == RunConfig()
-    line = f"{file}: monitor.progress = False: this setting was removed, and is True now; remove it"
-    assert line in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"monitor.watch.collapse = 0.1: .*on_collapse=ignore"):
-        resolve_config(RunConfig(), None, ["monitor.watch.collapse=0.1"])
 
 
 def test_every_number_of_the_tree_must_be_finite() -> None:

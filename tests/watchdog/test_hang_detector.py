@@ -87,7 +87,7 @@ def test_each_throughput_collapse_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_a_gate_is_dead_when_its_mean_over_layers_stays_low(tmp_path: Path) -> None:
-    write_limits(tmp_path, on_dead_gate="halt", dead_gate=0.0)  # of an older version, ignored
+    write_limits(tmp_path, on_dead_gate="halt")
     detector = HangDetector(tmp_path)
     detector.find_hang({}, 0.0)
     for low, actions in ((9, []), (10, ["halt"])):
