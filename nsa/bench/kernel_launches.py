@@ -166,16 +166,16 @@ def swiglu(case: Case) -> Iterable[Tensor]:
 
 @_operation
 def rotary_pool(case: Case) -> Iterable[Tensor]:
-    """Three layouts: all branches; one copy of keys, with an mlp φ; dense attention."""
+    """Three layouts: all branches; one set of keys, with an mlp φ; dense attention."""
     sizes, length = (case.heads, case.kv_heads, case.key, case.value), case.spec.block_len
     tokens, covering = case.seq_len, -(-length // case.spec.block_stride)
     cos, sin = case.empty(2, tokens, 1, case.key // 2, dtype=torch.float32)
     blocks = case.empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
     covers = case.empty(tokens, covering, dtype=torch.int64)
     for layout in (
-        ops.PackedLayout(*sizes, copies=3, gates=3, first_copy=1, mean=True),
-        ops.PackedLayout(*sizes, copies=1, gates=3, pre_rope=True),
-        ops.PackedLayout(*sizes, copies=1),
+        ops.PackedLayout(*sizes, kv_sets=3, gates=3, first_set=1, mean=True),
+        ops.PackedLayout(*sizes, kv_sets=1, gates=3, pre_rope=True),
+        ops.PackedLayout(*sizes, kv_sets=1),
     ):
         packed = case.empty(1, tokens, -(-sum(layout.columns) // 8) * 8)
         yield ops.rotary_pool(packed, layout, cos, sin, blocks, covers, backend="triton").q

@@ -230,7 +230,7 @@ def _unread_bytes(kernel: str, arguments: Mapping[str, Any], constants: Mapping[
             skipped -= skipped % attention.QUERIES
         return _stored_bytes([arguments["q"], arguments["lse"]]) * skipped // tokens
     if kernel == "rotary_kernel":
-        # It reads of `packed` what it writes: no padding, no copies that only pool_kernel reads.
+        # It reads of `packed` what it writes: no padding, no keys that only pool_kernel reads.
         written = [x for name, x in arguments.items() if name not in ("packed", "cos", "sin")]
         return _stored_bytes(arguments["packed"]) - _stored_bytes(written)
     return 0

@@ -169,7 +169,7 @@ def _relaunching(
 
     def step() -> None:
         for x in launches:
-            launch(x.kernel, x.grid, x.arguments, x.constants, x.config)
+            launch(x.kernel, x.grid, x.config, **x.arguments, **x.constants)
         if launches:
             return
         with override_choices(choice), recording(dry=False) as recorded:

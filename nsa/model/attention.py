@@ -64,11 +64,11 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.key_dim, self.value_dim = config.head_dim, config.value_dim or config.head_dim
         self.backend = attention.backend
-        copies = 1 if attention.shared_kv else len(self.branches)
+        kv_sets = 1 if attention.shared_kv else len(self.branches)
         bias = config.qkv_bias
         self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=bias)
-        self.k = nn.Linear(config.width, copies * self.kv_heads * self.key_dim, bias=bias)
-        self.v = nn.Linear(config.width, copies * self.kv_heads * self.value_dim, bias=bias)
+        self.k = nn.Linear(config.width, kv_sets * self.kv_heads * self.key_dim, bias=bias)
+        self.v = nn.Linear(config.width, kv_sets * self.kv_heads * self.value_dim, bias=bias)
         self.rope = True  # False: a layer that does not rotate
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
@@ -77,7 +77,7 @@ class Attention(nn.Module):
             self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
         sizes = self.heads, self.kv_heads, self.key_dim, self.value_dim
-        self.layout = PackedLayout(*sizes, copies, 0 if dense else len(self.branches))
+        self.layout = PackedLayout(*sizes, kv_sets, 0 if dense else len(self.branches))
 
     def forward(
         self,
@@ -136,18 +136,18 @@ class Attention(nn.Module):
         return packed, port
 
     def rotary_pool(
-        self, packed: Tensor, metadata: AttentionMetadata, all_copies: bool = False
+        self, packed: Tensor, metadata: AttentionMetadata, all_sets: bool = False
     ) -> RotaryPooled:
         """Split a projection [B, T, P] and apply RoPE, the gates' sigmoid and the mean φ to it.
 
-        `all_copies`: also return each token's keys and values that only the compressor reads, for
+        `all_sets`: also return each token's keys and values that only the compressor reads, for
         the cache.
         """
         layout = self.layout
         if metadata.sequence is not None:
             layout = metadata.sequence.shard(layout)
-        if all_copies:
-            layout = layout._replace(first_copy=0)
+        if all_sets:
+            layout = layout._replace(first_set=0)
         if layout.mean and metadata.block_tokens is None:
             layout = layout._replace(mean=False)
         return rotary_pool(
@@ -163,9 +163,10 @@ class Attention(nn.Module):
     def branch_kv(
         self, parts: RotaryPooled, metadata: AttentionMetadata, port: Tensor | None = None
     ) -> tuple[BranchKV, Tensor | None]:
-        """Return each branch's keys and values (shared_kv: one copy); the ranking keys' port."""
-        copies = parts.copies[:1] * len(self.branches) if self.layout.copies == 1 else parts.copies
-        return dict(zip(self.branches, copies, strict=False)), port
+        """Return each branch's keys and values (shared_kv: one set); the ranking keys' port."""
+        shared = self.layout.kv_sets == 1
+        kv_sets = parts.kv_sets[:1] * len(self.branches) if shared else parts.kv_sets
+        return dict(zip(self.branches, kv_sets, strict=False)), port
 
     def compute_selector_loss(
         self,
@@ -265,10 +266,10 @@ class NSAttention(Attention):
         if self.branches == ("win",):  # nothing to compress
             return
         mean, pre_rope = isinstance(self.compress, MeanCompressor), not self.compress.rotate_first
-        separate = "cmp" in self.branches and self.layout.copies > 1
-        only_compressed = separate and (mean or pre_rope)  # no other branch reads the first copy
+        separate = "cmp" in self.branches and self.layout.kv_sets > 1
+        only_compressed = separate and (mean or pre_rope)  # no other branch reads the first set
         self.layout = self.layout._replace(
-            first_copy=int(only_compressed), mean=mean, pre_rope=pre_rope
+            first_set=int(only_compressed), mean=mean, pre_rope=pre_rope
         )
 
     @torch.no_grad()
@@ -280,7 +281,7 @@ class NSAttention(Attention):
         the figures.
         """
         nn.init.zeros_(self.gates.weight)
-        if self.layout.copies == len(BRANCHES):
+        if self.layout.kv_sets == len(BRANCHES):
             for projection in (self.k, self.v):
                 _, selected, window = projection.weight.chunk(3)
                 window.copy_(selected)
@@ -301,7 +302,7 @@ class NSAttention(Attention):
             assert parts.compressed is not None
             kv["cmp"] = parts.compressed
         elif "cmp" in kv:
-            k, v = parts.compressed or parts.copies[0]
+            k, v = parts.compressed or parts.kv_sets[0]
             if port is not None and isinstance(self.compress, PoolCompressor):
                 k, v, port = self.compress.with_port(k, v, port.view(k.shape), metadata)
                 return kv | {"cmp": (k, v)}, port

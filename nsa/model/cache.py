@@ -75,7 +75,7 @@ def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
 
 
 # (buffer size, whether it holds blocks) -> packed entries to store, and the row and index of each
-Slots = Callable[[int, bool], tuple[Tensor, Tensor, Tensor]]
+Placement = Callable[[int, bool], tuple[Tensor, Tensor, Tensor]]
 Content = dict[Buffer, Tensor]  # entries to store, by buffer
 
 
@@ -90,11 +90,11 @@ class LayerCache:
         buffer = self.plan.get(reader)
         return None if buffer is None else self.buffers[buffer][:, :size]
 
-    def fill(self, content: Content, slots: Slots) -> None:
+    def fill(self, content: Content, placement: Placement) -> None:
         """Store the tokens or blocks of packed prompts, each tensor [1, all of them, Hkv, D]."""
         for key, packed in content.items():
             buffer = self.buffers[key]
-            stored, row, index = slots(buffer.shape[1], key.entries == "blocks")
+            stored, row, index = placement(buffer.shape[1], key.entries == "blocks")
             buffer[row, index] = packed[0, stored]
 
     def append(self, content: Content, position: Tensor) -> None:
@@ -179,18 +179,18 @@ class KVCache:
                 if more:
                     layer.buffers[key] = pad(buffer, (0, 0, 0, 0, 0, more))
 
-    def start(self, lengths: Sequence[int], reserve: int = 0) -> Slots:
+    def start(self, lengths: Sequence[int], reserve: int = 0) -> Placement:
         """Set the prompts' lengths; return where their tokens and blocks are stored."""
         self.reserve(max(lengths) + reserve)
         self.host_lengths = list(lengths)
         self.lengths = torch.tensor(self.host_lengths, device=self.device)
         blocks = [self.config.attention.spec.compressed_len(length) for length in lengths]
 
-        @cache  # all layers use the same slots
-        def slots(size: int, is_blocks: bool) -> tuple[Tensor, Tensor, Tensor]:
-            return ring_slots(blocks if is_blocks else lengths, size, self.device)
+        @cache  # all layers place alike
+        def placement(size: int, is_blocks: bool) -> tuple[Tensor, Tensor, Tensor]:
+            return ring_indices(blocks if is_blocks else lengths, size, self.device)
 
-        return slots
+        return placement
 
     def advance(self) -> None:
         """Increase each sequence's length by one, and grow if necessary."""
@@ -228,10 +228,10 @@ def cache_bytes(config: ModelConfig, length: int, dtype: torch.dtype = torch.bfl
     return config.layers * numbers * dtype.itemsize
 
 
-def ring_slots(
+def ring_indices(
     lengths: Sequence[int], size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indices of packed entries that rings of `size` keep, and their rows and slots."""
+    """Return which packed entries rings of `size` keep, and the row and index of each."""
     length = torch.tensor(lengths)
     row = torch.arange(len(lengths)).repeat_interleave(length)
     start = length.cumsum(0) - length

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.cache import Content, KVCache, LayerCache, Slots
+from nsa.model.cache import Content, KVCache, LayerCache, Placement
 from nsa.model.language_model import LanguageModel
 from nsa.model.rotary import Rotary
 from nsa.ops.decode import decode_attention
@@ -207,13 +207,17 @@ def _run_blocks(
 
 
 def _prefill_attention(
-    slots: Slots, cache: LayerCache, layer: Attention, x: Tensor, metadata: AttentionMetadata
+    placement: Placement,
+    cache: LayerCache,
+    layer: Attention,
+    x: Tensor,
+    metadata: AttentionMetadata,
 ) -> Tensor:
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_copies=True)
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
     kv, _ = layer.branch_kv(parts, metadata)
-    cache.fill(_token_entries(cache, layer, parts), slots)
-    cache.fill(_block_entries(cache, kv.get("cmp", ())), slots)
+    cache.fill(_token_entries(cache, layer, parts), placement)
+    cache.fill(_block_entries(cache, kv.get("cmp", ())), placement)
     return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))
 
 
@@ -226,7 +230,7 @@ def _step_attention(
 ) -> Tensor:
     """Attention of the newest token of each sequence, after storing its keys and values."""
     lengths = cache.lengths
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_copies=True)
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
     layer_cache.append(_token_entries(layer_cache, layer, parts), lengths - 1)
     if not isinstance(layer, NSAttention):
         return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]
@@ -256,7 +260,7 @@ def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> 
     content = {}
     for buffer in cache.buffers:
         if buffer.entries == "tokens":
-            pair = parts.copies[layer.branches.index(buffer.branch)]
+            pair = parts.kv_sets[layer.branches.index(buffer.branch)]
             content[buffer] = pair["kv".index(buffer.kind)]
         elif buffer.entries == "pre_rope":
             assert parts.compressed is not None

@@ -197,7 +197,7 @@ def _attention(
 
     def split(packed: Tensor, backend: str) -> tuple[Tensor, ...]:
         parts = rotary_pool(packed, layout, *rotary, *tables, backend=backend)
-        pairs = [*parts.copies, *([] if parts.compressed is None else [parts.compressed])]
+        pairs = [*parts.kv_sets, *([] if parts.compressed is None else [parts.compressed])]
         tensors = [parts.q, *(x for pair in pairs for x in pair)]
         return *tensors, *([] if parts.gates is None else [parts.gates])
 

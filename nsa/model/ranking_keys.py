@@ -48,7 +48,7 @@ def ranking_keys(
     """
     if port is not None and isinstance(layer.compress, PoolCompressor):
         return _WithGradientTo.apply(k_cmp.detach(), port)
-    layout = PackedLayout(0, layer.kv_heads, layer.key_dim, 0, 1, first_copy=1, mean=True)
+    layout = PackedLayout(0, layer.kv_heads, layer.key_dim, 0, 1, first_set=1, mean=True)
     k = _project(layer, x.detach(), layout, metadata) if port is None else port
     if metadata.sequence is not None:
         layout = metadata.sequence.shard(layout)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops import triton
 from nsa.ops.activation import swiglu
 from nsa.ops.backend import dispatch, fallback_counts, reset_fallback_counts, runs_fused
 from nsa.ops.checks import (
@@ -228,8 +227,11 @@ def nsa_attention_and_blocks(
     if runs_fused(backend, q, v_cmp):
         check_documents(cu_seqlens, q)
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
-        tensors = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
-        return triton.nsa_attention(q, *tensors, spec=spec, scale=scale, cu_seqlens=cu_seqlens)
+        from nsa.ops.triton.gated import triton_gated
+
+        tensors = q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
+        o, block_index, *_ = triton_gated(*tensors, cu_seqlens, spec.to_ints(), scale)
+        return o, block_index
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, spec, **options)
     block_index = select_blocks(q, k_cmp, lse, spec, **options)
     o_sel = selected_attention(q, k_sel, v_sel, block_index, spec, **options)

@@ -27,7 +27,9 @@ def swiglu(gate_up: Tensor, width: int | None = None, *, backend: str = "auto") 
             f"width = {width}: gate_up has {columns} columns; pass a width of at most half of them"
         )
     if dispatch(backend, "swiglu", gate_up, attention=False) is triton:
-        return triton.swiglu(gate_up, width)
+        from nsa.ops.triton.activation import triton_swiglu
+
+        return triton_swiglu(gate_up, width)
     if torch.compiler.is_compiling():  # it plans its own backward pass
         return _swiglu(gate_up, width)
     return _SwiGLU.apply(gate_up, width)

@@ -27,7 +27,9 @@ def cross_entropy_(
     raises (on a GPU a device-side assert); the kernel returns NaN, and p as the gradient.
     """
     if dispatch(backend, "cross_entropy", logits, attention=False) is triton:
-        return triton.cross_entropy_(logits, labels, with_gradients)
+        from nsa.ops.triton import cross_entropy as kernels
+
+        return kernels.cross_entropy_(logits, labels, with_gradients)
     counted = labels != IGNORE_INDEX
     target = labels.where(counted, 0)[:, None]
     losses = []

@@ -8,7 +8,7 @@ have no type for an NSASpec, so callers pass `spec.to_ints()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, get_type_hints
 
@@ -34,18 +34,10 @@ _KNOWN: ContextVar[Any] = ContextVar("known outputs", default=None)
 
 
 class TileTooLarge(Exception):
-    """A kernel could not launch with its tile sizes; the next call takes another tile."""
+    """A kernel could not launch with its tile sizes; the next call takes another tile.
 
-
-def until_it_fits(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `function`, which only writes what it allocates, run again after a TileTooLarge."""
-
-    def run(*args: Any) -> Any:
-        while True:
-            with suppress(TileTooLarge):
-                return function(*args)
-
-    return run
+    Implementations of ops only write what they allocate, so they may run again.
+    """
 
 
 class Gradient(NamedTuple):
@@ -72,32 +64,39 @@ def register(
     gradient: Gradient | None = None,
 ) -> Any:
     """The custom op `name`. `forward` and `fake` map an `inputs` tuple to `outputs` tensors."""
-    build = _builder(inputs)
-    forward = until_it_fits(forward)
-    return _define(
-        name,
-        f"({_schema(inputs)}) -> {_tensors(outputs)}",
-        lambda *args: forward(build(args)),
-        lambda *args: fake(build(args)),
-        *(() if gradient is None else _autograd(name, inputs, outputs, gradient)),
-    )
+    schema = f"({_schema(inputs)}) -> {_tensors(outputs)}"
+    autograd = () if gradient is None else _autograd(name, inputs, outputs, gradient)
+    return _define(name, schema, _reader(inputs), forward, fake, *autograd)
 
 
 def _define(
     name: str,
     schema: str,
-    kernel: Callable[..., Any],
+    read: Callable[[Sequence[Any]], Sequence[Any]],
+    implementation: Callable[..., Any],
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     autograd: Callable[..., Any] | None = None,
 ) -> Any:
-    """`torch.library.custom_op` and `register_autograd`, with half their host time per call."""
+    """`torch.library.custom_op` and `register_autograd`, with half their host time per call.
+
+    `read` turns an op's arguments into those of `implementation` and `fake`.
+    """
+
+    def kernel(*args: Any) -> Any:
+        given = read(args)
+        while True:
+            try:
+                return implementation(*given)
+            except TileTooLarge:
+                continue
+
     namespace, _, short = name.partition("::")
     library = get_library_allowing_overwrite(namespace, short)
     library.define(short + schema, tags=torch.Tag.pt2_compliant_tag)
     library.impl(short, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")
     IMPLEMENTATIONS[name] = kernel
-    torch.library.register_fake(name, fake, lib=library)
+    torch.library.register_fake(name, lambda *args: fake(*read(args)), lib=library)
     op = getattr(getattr(torch.ops, namespace), short).default
 
     def run(*args: Any) -> Any:
@@ -142,7 +141,7 @@ def _autograd(
     name: str, inputs: Any, outputs: int, gradient: Gradient
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
     """Register the op `<name>_backward`; return its `setup_context` and its autograd function."""
-    build, count, length = _builder(inputs), gradient.outputs, len(inputs._fields)
+    read, count, length = _reader(inputs), gradient.outputs, len(inputs._fields)
     # Autograd fills in zeros only if all outputs are differentiable. A single one has a gradient.
     assert not gradient.zeros or count in (1, outputs), f"{name}: set zeros=False"
     tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
@@ -151,20 +150,18 @@ def _autograd(
     output_gradients = [f"Tensor{'' if gradient.zeros else '?'} gradient_{i}" for i in range(count)]
     saved_outputs = [f"Tensor output_{i}" for i in range(len(range(outputs)[gradient.saved]))]
 
-    backward_pass = until_it_fits(gradient.backward)
-
-    def backward(*args: Any) -> Any:
-        given, rest = args[count : count + length], args[count + length :]
-        return backward_pass(*args[:count], build(given), *rest)
+    def read_backward(args: Sequence[Any]) -> Sequence[Any]:
+        end = count + length
+        return *args[:count], *read(args[count:end]), *args[end:]
 
     def fake(*args: Any) -> Any:
-        results = tuple(args[count + i].new_empty(args[count + i].shape) for i in like)
+        given = args[count]
+        results = tuple(given[i].new_empty(given[i].shape) for i in like)
         return results if len(results) > 1 else results[0]
 
     schema = ", ".join([*output_gradients, _schema(inputs), *saved_outputs])
-    backward_op = _define(
-        f"{name}_backward", f"({schema}) -> {_tensors(len(like))}", backward, fake
-    )
+    schema = f"({schema}) -> {_tensors(len(like))}"
+    backward_op = _define(f"{name}_backward", schema, read_backward, gradient.backward, fake)
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         output = output if outputs > 1 else (output,)
@@ -181,7 +178,7 @@ def _autograd(
         given, rest = saved[:tensors], saved[tensors:]
         results = backward_op(*output_gradients[:count], *given, *ctx.constants, *rest)
         results = results if len(like) > 1 else (results,)
-        return *(results[i] for i in result_of), *[None] * (length - gradient.inputs)
+        return *[results[i] for i in result_of], *[None] * (length - gradient.inputs)
 
     return setup_context, autograd
 
@@ -195,14 +192,17 @@ def _tensors(count: int) -> str:
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
-def _builder(inputs: Any) -> Callable[[Sequence[Any]], Any]:
-    """Build an `inputs` tuple from an op's arguments: seven integers become an NSASpec."""
-    hints = list(get_type_hints(inputs).values())
+def _reader(inputs: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Build an `inputs` tuple from an op's arguments: seven integers become an NSASpec.
+
+    Returns a tuple of it alone. `inputs(*args)` and `inputs._make` would take longer.
+    """
+    hints, new = list(get_type_hints(inputs).values()), tuple.__new__
     if NSASpec not in hints:
-        return inputs._make
+        return lambda args: (new(inputs, args),)
     at = hints.index(NSASpec)
 
-    def build(args: Sequence[Any]) -> Any:
-        return inputs(*args[:at], NSASpec.from_ints(args[at]), *args[at + 1 :])
+    def read(args: Sequence[Any]) -> Sequence[Any]:
+        return (new(inputs, (*args[:at], NSASpec.from_ints(args[at]), *args[at + 1 :])),)
 
-    return build
+    return read

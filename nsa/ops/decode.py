@@ -52,10 +52,10 @@ def decode_attention(
     pairs = _check(q, buffers, gates, lengths, branches)
     values = (v for _, v in pairs.values())
     if dispatch(backend, "decode_attention", q[:, None], *values) is triton:
+        from nsa.ops.triton.decode import triton_decode
+
         tensors = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lengths
-        return triton.decode_attention(
-            q, *tensors, spec=spec, branches="+".join(branches), scale=scale
-        )
+        return triton_decode(q, *tensors, spec.to_ints(), "+".join(branches), scale)
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = next(iter(pairs.values()))[0].shape[2]
     q_BKGD = (q.to(dtype) * scale).unflatten(1, (heads, -1))

@@ -47,5 +47,7 @@ class _TiedEmbedding(torch.autograd.Function):
             return None, d_rows if d_weight is None else d_rows.add_(d_weight), None
         # The head's product or autograd's sum created d_weight, and nothing else reads it.
         d_weight = d_weight.contiguous()
-        triton.add_token_gradients_(d_weight, d_x, tokens)
+        from nsa.ops.triton.embedding import triton_add_token_gradients_
+
+        triton_add_token_gradients_(d_weight, d_x, tokens)
         return None, d_weight, None

@@ -66,19 +66,19 @@ class PackedLayout(NamedTuple):
     """Columns of a packed projection, and which outputs `rotary_pool` builds from them."""
 
     heads: int  # query heads
-    kv_heads: int  # per copy
+    kv_heads: int  # per set of keys and values
     key_dim: int
     value_dim: int
-    copies: int  # of keys and values: one for all branches, or one per branch
+    kv_sets: int  # of keys and values: one for all branches, or one per branch
     gates: int = 0  # gate logits per query head
-    first_copy: int = 0  # rotated keys and values are returned from this copy on
-    mean: bool = False  # k_cmp and v_cmp: means of the first copy over each compressed block
-    pre_rope: bool = False  # k_cmp and v_cmp: the first copy by token, without RoPE
+    first_set: int = 0  # rotated keys and values are returned from this set on
+    mean: bool = False  # k_cmp and v_cmp: means of the first set over each compressed block
+    pre_rope: bool = False  # k_cmp and v_cmp: the first set by token, without RoPE
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """(copies, heads, size) of q, k, v and gate logits."""
-        keys_and_values = [(self.copies, self.kv_heads, x) for x in (self.key_dim, self.value_dim)]
+        """(sets, heads, size) of q, k, v and gate logits."""
+        keys_and_values = [(self.kv_sets, self.kv_heads, x) for x in (self.key_dim, self.value_dim)]
         return [(1, self.heads, self.key_dim), *keys_and_values, (1, self.heads, self.gates)]
 
     @property
@@ -87,20 +87,20 @@ class PackedLayout(NamedTuple):
         return [prod(shape) for shape in self.shapes]
 
     def parts(self, packed: Tensor) -> list[Tensor]:
-        """Views of q, k, v and gate logits, [B, T, copies, heads, size]."""
+        """Views of q, k, v and gate logits, [B, T, sets, heads, size]."""
         padding = packed.shape[-1] - sum(self.columns)
         *parts, _ = packed.split([*self.columns, padding], -1)
         return [x.unflatten(-1, shape) for x, shape in zip(parts, self.shapes, strict=True)]
 
     @property
     def present(self) -> list[bool]:
-        """Whether this layout has each output: q, gates, k_cmp, v_cmp, k and v of each copy."""
+        """Whether this layout has each output: q, gates, k_cmp, v_cmp, k and v of each set."""
         compressed = [self.mean or self.pre_rope] * 2
         return [True, self.gates > 0, *compressed, *(self.by_token(i // 2) for i in range(6))]
 
-    def by_token(self, copy: int) -> bool:
-        """Whether this copy's rotated keys and values are outputs."""
-        return self.first_copy <= copy < self.copies
+    def by_token(self, number: int) -> bool:
+        """Whether this set's rotated keys and values are outputs."""
+        return self.first_set <= number < self.kv_sets
 
 
 class RotaryPoolInputs(NamedTuple):

@@ -40,7 +40,9 @@ def pool(
     cos, sin = (None, None) if rotary is None else rotary
     inputs = PoolInputs(x, weight, position, scale, cos, sin, block_tokens, token_blocks)
     if _backend(inputs, backend) is triton:
-        return triton.pool(inputs)
+        from nsa.ops.triton.pooling import triton_pool
+
+        return triton_pool(*inputs)[0]
     return torch_pool(*inputs)
 
 
@@ -64,9 +66,11 @@ def pool_with_port(
     cos, sin = (None, None) if rotary is None else rotary
     tables = cos, sin, block_tokens, token_blocks
     inputs = PortedPoolInputs(x, weight, position, scale, port, *tables)
+    op = torch_pool_with_port
     if _backend(inputs.plain(), backend) is triton:
-        return triton.pool_with_port(inputs)
-    return torch_pool_with_port(*inputs)
+        from nsa.ops.triton.pooling import triton_pool_with_port as op
+    y, port_of_y, *_ = op(*inputs)
+    return y, port_of_y
 
 
 def _backend(inputs: PoolInputs, backend: str) -> Any:

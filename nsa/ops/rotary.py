@@ -1,7 +1,7 @@
 """RoPE, gates and mean-pooled keys and values from one packed projection.
 
-    packed [B, T, P]   q heads | k copies × heads | v copies × heads | gate logits | padding
-      -> q, gates, k_cmp, v_cmp, and rotated keys and values of each copy; all contiguous
+    packed [B, T, P]   q heads | k sets × heads | v sets × heads | gate logits | padding
+      -> q, gates, k_cmp, v_cmp, and rotated keys and values of each set; all contiguous
 
 One op reads each column once; its backward pass writes the gradient of `packed`, each column once.
 Blocks overlap, so the gradient of pooling is a gather: a token reads the few blocks that cover it.
@@ -24,12 +24,12 @@ from nsa.ops.inputs import PackedLayout, RotaryPoolInputs
 
 
 class RotaryPooled(NamedTuple):
-    """Outputs of `rotary_pool`; a copy that the layout does not return by token is empty."""
+    """Outputs of `rotary_pool`; a set that the layout does not return by token is empty."""
 
     q: Tensor  # [B, T, Hq, Dk], rotated
     gates: Tensor | None  # [B, T, Hq, gates]
     compressed: tuple[Tensor, Tensor] | None  # [B, N or T, Hkv, D]: means, or without RoPE
-    copies: list[tuple[Tensor, Tensor]]  # rotated keys and values [B, T, Hkv, D]
+    kv_sets: list[tuple[Tensor, Tensor]]  # rotated keys and values [B, T, Hkv, D]
 
 
 def rotary_pool(
@@ -51,16 +51,15 @@ def rotary_pool(
     inputs = RotaryPoolInputs(packed, cos, sin, block_tokens, token_blocks, numbers)
     _check(inputs, layout)
     heads = (packed[:, :, None, :size] for size in (layout.key_dim, layout.value_dim))
+    op = torch_rotary_pool
     if dispatch(backend, "rotary_pool", *heads) is triton:
-        outputs = triton.rotary_pool(inputs)
-    else:
-        outputs = torch_rotary_pool(*inputs)
-    q, gates, k_cmp, v_cmp, *copies = outputs
+        from nsa.ops.triton.rotary import triton_rotary_pool as op
+    q, gates, k_cmp, v_cmp, *kv_sets = op(*inputs)
     return RotaryPooled(
         q,
         gates if layout.gates else None,
         (k_cmp, v_cmp) if layout.mean or layout.pre_rope else None,
-        list(zip(copies[::2], copies[1::2], strict=True)),
+        list(zip(kv_sets[::2], kv_sets[1::2], strict=True)),
     )
 
 
@@ -77,8 +76,8 @@ def _check(x: RotaryPoolInputs, layout: PackedLayout) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(table.shape)}; it must be {expected}: [T, 1, Dk / 2]"
             )
-    if not 1 <= layout.copies <= 3:
-        raise ValueError(f"layout.copies = {layout.copies}: must be 1 to 3")
+    if not 1 <= layout.kv_sets <= 3:
+        raise ValueError(f"layout.kv_sets = {layout.kv_sets}: must be 1 to 3")
     if layout.mean and layout.pre_rope:
         raise ValueError("layout.mean and layout.pre_rope exclude each other; drop one")
     if layout.mean and (x.block_tokens is None or token_blocks is None):
@@ -105,16 +104,16 @@ def _forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     outputs[0] = rotate(q[:, :, 0], x.cos, x.sin).to(dtype)
     if layout.gates:
         outputs[1] = torch.sigmoid(logits[:, :, 0]).contiguous()
-    for copy, (k, v) in enumerate(zip(keys.unbind(2), values.unbind(2), strict=True)):
-        if copy == 0 and layout.pre_rope:
+    for number, (k, v) in enumerate(zip(keys.unbind(2), values.unbind(2), strict=True)):
+        if number == 0 and layout.pre_rope:
             outputs[2:4] = _copy(k), _copy(v)
-        pooled = copy == 0 and layout.mean
-        if pooled or layout.by_token(copy):
+        pooled = number == 0 and layout.mean
+        if pooled or layout.by_token(number):
             k = rotate(k, x.cos, x.sin)
         if pooled:
             outputs[2:4] = _pool(x, k), _pool(x, v)
-        if layout.by_token(copy):
-            outputs[4 + 2 * copy : 6 + 2 * copy] = k.to(dtype), _copy(v)
+        if layout.by_token(number):
+            outputs[4 + 2 * number : 6 + 2 * number] = k.to(dtype), _copy(v)
     return tuple(outputs)
 
 
@@ -147,26 +146,26 @@ def _backward(*gradients_inputs_gates: Any) -> Tensor:
     packed = torch.empty_like(x.packed, memory_format=torch.contiguous_format)
     q, keys, values, logits = layout.parts(packed)
     q[:, :, 0] = rotate(gradients[0], x.cos, -x.sin)
-    for copy in range(layout.copies):
-        keys[:, :, copy], values[:, :, copy] = _copy_gradients(x, copy, gradients)
+    for number in range(layout.kv_sets):
+        keys[:, :, number], values[:, :, number] = _set_gradients(x, number, gradients)
     if layout.gates:
         logits[:, :, 0] = torch.ops.aten.sigmoid_backward(gradients[1], gates)
     packed[..., sum(layout.columns) :] = 0
     return packed
 
 
-def _copy_gradients(
-    x: RotaryPoolInputs, copy: int, gradients: Sequence[Tensor]
+def _set_gradients(
+    x: RotaryPoolInputs, number: int, gradients: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of one copy's keys and values: sums over the outputs built from them."""
+    """The gradients of one set's keys and values: sums over the outputs built from them."""
     layout, (dk_cmp, dv_cmp) = x.read_layout(), gradients[2:4]
-    dk, dv = gradients[4 + 2 * copy : 6 + 2 * copy]
-    rotated, values = ([dk], [dv]) if layout.by_token(copy) else ([], [])
-    if copy == 0 and layout.mean:
+    dk, dv = gradients[4 + 2 * number : 6 + 2 * number]
+    rotated, values = ([dk], [dv]) if layout.by_token(number) else ([], [])
+    if number == 0 and layout.mean:
         rotated.append(_unpool(x, dk_cmp))
         values.append(_unpool(x, dv_cmp))
     keys = [rotate(reduce(torch.add, rotated), x.cos, -x.sin)] if rotated else []
-    if copy == 0 and layout.pre_rope:
+    if number == 0 and layout.pre_rope:
         keys.append(dk_cmp)
         values.append(dv_cmp)
     return reduce(torch.add, keys), reduce(torch.add, values)

@@ -28,11 +28,11 @@ HEADS = 4
 # scores stay in the CPU's cache.
 TILE_ROWS = 768
 GATHERED_ROWS = 3072
-# Selected branch: rows among the first DENSE_BLOCKS · n blocks, or the first DENSE_PAIRS / l'
+# Selected branch: rows among the first EARLY_BLOCKS · n blocks, or the first EARLY_PAIRS / l'
 # positions, attend densely with a mask. There computing unselected blocks costs less than gathering
 # the rows of each block, which also has a fixed cost per block.
-DENSE_BLOCKS = 2
-DENSE_PAIRS = 8_192
+EARLY_BLOCKS = 2
+EARLY_PAIRS = 8_192
 # Added to a masked score; finite, so that a fully masked row gives no NaN. On a CPU, `add_` is 5 to
 # 40 times as fast as `masked_fill_`.
 HIDDEN = -1e30
@@ -106,7 +106,7 @@ def selected_tiles(block_index_KTn: Tensor, spec: NSASpec, group: int) -> Iterat
     """Tiles of the selected branch for K KV heads and one document."""
     heads, seq_len = block_index_KTn.shape[:2]
     size = spec.select_len
-    switch = min(seq_len, max(DENSE_BLOCKS * spec.select_top * size, DENSE_PAIRS // size))
+    switch = min(seq_len, max(EARLY_BLOCKS * spec.select_top * size, EARLY_PAIRS // size))
     yield from _early_tiles(block_index_KTn, switch, spec, queries_per_tile(heads, group))
     if switch < seq_len:
         for head in range(heads):

@@ -104,7 +104,7 @@ def exit_code_of_a_failure() -> object:
 
 def thirty_two_warps() -> None:
     arguments = toys.every_kind_of_argument("meta")
-    launch(toys.take_all, (1,), arguments, {"WIDTH": 32}, Config(1, 1, 32, 1))
+    launch(toys.take_all, (1,), Config(1, 1, 32, 1), **arguments, WIDTH=32)
 
 
 def sample() -> dict[str, Any]:
@@ -176,7 +176,7 @@ def variant_of_all() -> Variant:
     """The check's variant of a launch with `meta` tensors."""
     with recording() as launches:
         arguments = toys.every_kind_of_argument("meta")
-        launch(toys.take_all, (1,), arguments, {"WIDTH": 32}, Config(1, 1, 4, 2))
+        launch(toys.take_all, (1,), Config(1, 1, 4, 2), **arguments, WIDTH=32)
     return Variant.of(launches[0], "sm_80")
 
 
@@ -234,7 +234,7 @@ def relaunched() -> dict[str, Any]:
         toys.take_all[(3, 2)](**arguments, WIDTH=32, **config.options())
 
     def by_launch(arguments: dict[str, Any], config: Config) -> None:
-        launch(toys.take_all, (3, 2), arguments, {"WIDTH": 32}, config)
+        launch(toys.take_all, (3, 2), config, **arguments, WIDTH=32)
 
     triton.runtime.driver.set_active(Device())
     toys.take_all.pre_run_hooks.append(lambda *_, **__: looked_up.append(None))

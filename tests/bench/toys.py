@@ -66,7 +66,7 @@ def attention(
     o = torch.empty(config.rows, size, device="meta")
     arguments = {"q": q, "k": k, "o": o, "keys": keys, "row": size, "scale": 0.125}
     constants = {"SIZE": size, "ROWS": config.rows, "KEYS": config.keys, "PRECISION": precision}
-    launch(attend, (1,), arguments, constants, config)
+    launch(attend, (1,), config, **arguments, **constants)
 
 
 def overwritten() -> None:
@@ -75,7 +75,7 @@ def overwritten() -> None:
     y = torch.empty(1024, 64, dtype=torch.bfloat16, device="meta")
     arguments = {"x": x, "y": y, "o": torch.empty(64, 64, device="meta"), "inner": 1024, "row": 64}
     constants = {"SIZE": 64, "ROWS": 64, "KEYS": 64}
-    launch(multiply_bytes, (1,), arguments, constants, Config(64, 64, 4, 3))
+    launch(multiply_bytes, (1,), Config(64, 64, 4, 3), **arguments, **constants)
 
 
 def too_deep() -> None:

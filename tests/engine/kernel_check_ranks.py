@@ -13,14 +13,14 @@ from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.kernel_check import fall_back
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.model.kernel_check import check_kernels
-from nsa.ops import triton
 from nsa.ops.backend import dispatch
+from nsa.ops.triton import activation
 
 dist.init_process_group("gloo")
 collectives = CpuCollectives(slowest=60)
 if dist.get_rank() == 1:
-    right = triton.swiglu
-    triton.swiglu = lambda *args: right(*args) * 1.05  # type: ignore[assignment]
+    right = activation.triton_swiglu
+    activation.triton_swiglu = lambda *args: right(*args) * 1.05
 shape = {"vocab_size": 61, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
 config = ModelConfig(**shape, mlp_width=16, attention=AttentionConfig(kind="dense"))
 results = collectives.gather(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.cache import KVCache, cache_bytes, ring_slots
+from nsa.model.cache import KVCache, cache_bytes, ring_indices
 from nsa.model.config import SUBSETS
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
@@ -196,7 +196,7 @@ def test_a_reserved_cache_does_not_grow_before_it_is_full() -> None:
 
 def test_a_ring_keeps_the_newest_entries_and_writes_each_index_once() -> None:
     """On a GPU, the order of several writes to one index is undefined."""
-    stored, row, index = ring_slots([9, 2, 20], 6, torch.device("cpu"))
+    stored, row, index = ring_indices([9, 2, 20], 6, torch.device("cpu"))
     assert stored.tolist() == [*range(3, 9), 9, 10, *range(25, 31)]
     assert row.tolist() == [0] * 6 + [1] * 2 + [2] * 6
     assert index.tolist() == [3, 4, 5, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1]

@@ -14,17 +14,17 @@ from nsa.ops.rotary import RotaryPooled, rotary_pool
 SIZES = {"heads": 4, "kv_heads": 2, "key_dim": 6, "value_dim": 5}
 # Every layout that a model uses: kinds of attention, branch subsets, compressors and decoding.
 LAYOUTS = {
-    "all branches": PackedLayout(**SIZES, copies=3, gates=3, first_copy=1, mean=True),
-    "shared": PackedLayout(**SIZES, copies=1, gates=3, mean=True),
-    "cmp": PackedLayout(**SIZES, copies=1, gates=1, first_copy=1, mean=True),
-    "sel+win": PackedLayout(**SIZES, copies=2, gates=2, mean=True),
-    "win": PackedLayout(**SIZES, copies=1, gates=1),
-    "dense": PackedLayout(**SIZES, copies=1),
-    "mlp": PackedLayout(**SIZES, copies=3, gates=3, first_copy=1, pre_rope=True),
-    "mlp, shared": PackedLayout(**SIZES, copies=1, gates=3, pre_rope=True),
-    "prefill": PackedLayout(**SIZES, copies=3, gates=3, mean=True),
-    "decoding with mlp": PackedLayout(**SIZES, copies=2, gates=2, pre_rope=True),
-    "one head": PackedLayout(1, 1, 2, 1, copies=3, gates=3, first_copy=1, mean=True),
+    "all branches": PackedLayout(**SIZES, kv_sets=3, gates=3, first_set=1, mean=True),
+    "shared": PackedLayout(**SIZES, kv_sets=1, gates=3, mean=True),
+    "cmp": PackedLayout(**SIZES, kv_sets=1, gates=1, first_set=1, mean=True),
+    "sel+win": PackedLayout(**SIZES, kv_sets=2, gates=2, mean=True),
+    "win": PackedLayout(**SIZES, kv_sets=1, gates=1),
+    "dense": PackedLayout(**SIZES, kv_sets=1),
+    "mlp": PackedLayout(**SIZES, kv_sets=3, gates=3, first_set=1, pre_rope=True),
+    "mlp, shared": PackedLayout(**SIZES, kv_sets=1, gates=3, pre_rope=True),
+    "prefill": PackedLayout(**SIZES, kv_sets=3, gates=3, mean=True),
+    "decoding with mlp": PackedLayout(**SIZES, kv_sets=2, gates=2, pre_rope=True),
+    "one head": PackedLayout(1, 1, 2, 1, kv_sets=3, gates=3, first_set=1, mean=True),
 }
 
 
@@ -91,7 +91,7 @@ def computed(
 def flat(parts: RotaryPooled, layout: PackedLayout) -> tuple[Tensor, ...]:
     outputs = [parts.q] + ([] if parts.gates is None else [parts.gates])
     outputs += parts.compressed or ()
-    return *outputs, *(x for pair in parts.copies[layout.first_copy : layout.copies] for x in pair)
+    return *outputs, *(x for pair in parts.kv_sets[layout.first_set : layout.kv_sets] for x in pair)
 
 
 def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple[Tensor, ...]:
@@ -109,8 +109,8 @@ def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     q = heads(layout.heads, layout.key_dim)
-    k = [heads(layout.kv_heads, layout.key_dim) for _ in range(layout.copies)]
-    v = [heads(layout.kv_heads, layout.value_dim) for _ in range(layout.copies)]
+    k = [heads(layout.kv_heads, layout.key_dim) for _ in range(layout.kv_sets)]
+    v = [heads(layout.kv_heads, layout.value_dim) for _ in range(layout.kv_sets)]
     gates = heads(layout.heads, layout.gates)
     outputs = [[rotated(x) for x in q]]
     outputs += [[x.sigmoid() for x in gates]] if layout.gates else []
@@ -119,8 +119,8 @@ def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple
             outputs += [[means(x, documents.blocks()) for x in kind]]
     if layout.pre_rope:
         outputs += [k[0], v[0]]
-    for copy in range(layout.first_copy, layout.copies):
-        outputs += [[rotated(x) for x in k[copy]], v[copy]]
+    for number in range(layout.first_set, layout.kv_sets):
+        outputs += [[rotated(x) for x in k[number]], v[number]]
     return tuple(torch.stack(x, 2) for x in outputs)
 
 

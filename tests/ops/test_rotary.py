@@ -134,6 +134,6 @@ def test_wrong_arguments_raise() -> None:
         rotary_pool(x, ALL, cos, sin, tables[0], tables[1][1:])
     with pytest.raises(ValueError, match=r"^layout.mean and layout.pre_rope exclude each other"):
         rotary_pool(x, ALL._replace(mean=True, pre_rope=True), cos, sin, *tables)
-    four = torch.zeros(2, 11, sum(ALL._replace(copies=4).columns), dtype=x.dtype)
-    with pytest.raises(ValueError, match=r"^layout.copies = 4: must be 1 to 3$"):
-        rotary_pool(four, ALL._replace(copies=4), cos, sin, *tables)
+    four = torch.zeros(2, 11, sum(ALL._replace(kv_sets=4).columns), dtype=x.dtype)
+    with pytest.raises(ValueError, match=r"^layout.kv_sets = 4: must be 1 to 3$"):
+        rotary_pool(four, ALL._replace(kv_sets=4), cos, sin, *tables)

@@ -1,27 +1,21 @@
-"""Triton backend: its entry points, and the inputs that its kernels support.
+"""Triton backend: the inputs that its kernels support, and its entry points beside the others'.
 
-docs/design/kernels.md lists the files. Entry points import kernels at the first call, because
-importing Triton is slow.
+docs/design/kernels.md lists the files. Kernels are imported at the first call, because importing
+Triton is slow. Operations with one PyTorch implementation call their kernels' op themselves.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from nsa.ops.inputs import (
-    AttentionInputs,
-    PoolInputs,
-    PortedPoolInputs,
-    RotaryPoolInputs,
-    SelectionInputs,
-)
-from nsa.spec import NSASpec
+from nsa.ops.inputs import AttentionInputs, SelectionInputs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_HEAD_SIZE = 256
@@ -62,6 +56,12 @@ def constant_result(function: Function) -> Function:
 
 @constant_result
 def _missing(device: torch.device) -> str | None:
+    return _find_missing(device)
+
+
+@cache
+def _find_missing(device: torch.device) -> str | None:
+    """Why no kernel can run on this device, computed once; None: they can."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
     from nsa.ops.triton.configs import AMD, amd_chip
@@ -103,13 +103,6 @@ def select_blocks(x: SelectionInputs) -> Tensor:
     return triton_select(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)
 
 
-def rotary_pool(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
-    """The outputs in the order of `RotaryPoolInputs.empty_outputs`."""
-    from nsa.ops.triton.rotary import triton_rotary_pool
-
-    return triton_rotary_pool(*x)
-
-
 def pool_limit(block_len: int, size: int) -> str | None:
     """Why the kernels of φ `pool` cannot take these sizes, or None: a program holds all of them."""
     if size > MAX_POOL_SIZE:
@@ -117,77 +110,3 @@ def pool_limit(block_len: int, size: int) -> str | None:
     if block_len > MAX_POOL_SIZE:
         return f"compressed blocks are longer than {MAX_POOL_SIZE}"
     return None
-
-
-def pool(x: PoolInputs) -> Tensor:
-    """Learned means of compressed blocks: [B, N, K, D]."""
-    from nsa.ops.triton.pooling import triton_pool
-
-    return triton_pool(*x)[0]
-
-
-def pool_with_port(x: PortedPoolInputs) -> tuple[Tensor, Tensor]:
-    """y, and its port."""
-    from nsa.ops.triton.pooling import triton_pool_with_port
-
-    y, port_of_y, *_ = triton_pool_with_port(*x)
-    return y, port_of_y
-
-
-def nsa_attention(
-    q: Tensor,
-    *pairs_and_gates: Tensor,
-    spec: NSASpec,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The three branches and their gates as one custom op: (o, block_index)."""
-    from nsa.ops.triton.gated import triton_gated
-
-    o, block_index, *_ = triton_gated(q, *pairs_and_gates, cu_seqlens, spec.to_ints(), scale)
-    return o, block_index
-
-
-def decode_attention(
-    q: Tensor,
-    *buffers_gates_and_lengths: Tensor | None,
-    spec: NSASpec,
-    branches: str,
-    scale: float,
-) -> Tensor:
-    """Attention of one new token per sequence over its KV cache: [B, Hq, Dv]."""
-    from nsa.ops.triton.decode import triton_decode
-
-    return triton_decode(q, *buffers_gates_and_lengths, spec.to_ints(), branches, scale)
-
-
-def swiglu(gate_up: Tensor, width: int) -> Tensor:
-    """silu(gate) · up of [.., gate | up | padding], each of `width` columns."""
-    from nsa.ops.triton.activation import triton_swiglu
-
-    return triton_swiglu(gate_up, width)
-
-
-def cross_entropy_(logits: Tensor, labels: Tensor, with_gradients: bool) -> Tensor:
-    """-log softmax(logits)[label]; `with_gradients` overwrites the logits with the gradient."""
-    from nsa.ops.triton import cross_entropy
-
-    return cross_entropy.cross_entropy_(logits, labels, with_gradients)
-
-
-def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(x + delta, its RMSNorm times weight); without delta, x itself comes first."""
-    from nsa.ops.triton.normalization import rms_norm_of, triton_add_rms_norm
-
-    if delta is None:
-        return rms_norm_of(x, weight, eps)
-    return triton_add_rms_norm(x, delta, weight, eps)
-
-
-def add_token_gradients_(d_weight: Tensor, d_x: Tensor, tokens: Tensor) -> None:
-    """d_weight[tokens] += d_x, in place."""
-    from nsa.ops.triton.embedding import triton_add_token_gradients_
-
-    triton_add_token_gradients_(d_weight, d_x, tokens)

@@ -77,26 +77,33 @@ class PackedGates(NamedTuple):
 
 def swiglu_forward(x: PackedGates) -> Tensor:
     """silu(gate) · up: [.., width]."""
-    out = _output(x)
-    _launch(swiglu_kernel, x, {"gate_up": x.gate_up.contiguous(), "out": out})
+    out, packed, rows, grid = _output(x), *_sizes(x)
+    launch(
+        swiglu_kernel, grid, TILE,
+        gate_up=x.gate_up.contiguous(), out=out, rows=rows,
+        WIDTH=x.width, PACKED=packed, ROWS=TILE.rows, COLS=TILE.keys,
+    )  # fmt: skip
     return out
 
 
 def swiglu_backward(d_out: Tensor, x: PackedGates) -> Tensor:
     """The gradient of gate_up; 0 in the padding."""
     d_gate_up = torch.empty_like(x.gate_up, memory_format=torch.contiguous_format)
-    given = {"d_out": d_out.contiguous(), "gate_up": x.gate_up.contiguous()}
-    _launch(swiglu_backward_kernel, x, given | {"d_gate_up": d_gate_up})
+    packed, rows, grid = _sizes(x)
+    launch(
+        swiglu_backward_kernel, grid, TILE,
+        d_out=d_out.contiguous(), gate_up=x.gate_up.contiguous(), d_gate_up=d_gate_up, rows=rows,
+        WIDTH=x.width, PACKED=packed, PAD=next_power_of_2(max(1, packed - 2 * x.width)),
+        ROWS=TILE.rows, COLS=TILE.keys,
+    )  # fmt: skip
     return d_gate_up
 
 
-def _launch(kernel_function: object, x: PackedGates, tensors: dict[str, Tensor]) -> None:
+def _sizes(x: PackedGates) -> tuple[int, int, tuple[int, int]]:
+    """Columns of gate_up, its rows, and a grid."""
     packed = x.gate_up.shape[-1]
     rows = x.gate_up.numel() // packed
-    grid = cdiv(rows, TILE.rows), cdiv(x.width, TILE.keys)
-    constants = {"WIDTH": x.width, "PACKED": packed, "ROWS": TILE.rows, "COLS": TILE.keys}
-    constants["PAD"] = next_power_of_2(max(1, packed - 2 * x.width))
-    launch(kernel_function, grid, tensors | {"rows": rows}, constants, TILE)
+    return packed, rows, (cdiv(rows, TILE.rows), cdiv(x.width, TILE.keys))
 
 
 def _output(x: PackedGates) -> Tensor:

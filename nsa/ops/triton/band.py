@@ -304,13 +304,13 @@ def _single_tile_step(
 
 @triton.jit
 def _key_gradients(
-    q, k, v, do, lse2, delta, dk, dv, gates, dgates, dq, cu, batch, head, slot, split,
+    q, k, v, do, lse2, delta, lse, dk, dv, gates, dgates, dq, cu, batch, head, slot, split,
     seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of one branch's keys, from one split of the queries.
 
     If dq is given, one tile holds all compressed keys of a document: dq is added to, dgates is
-    written, lse2 is the natural-log lse without gates, and delta is not read.
+    written, and lse is read, the natural-log lse without gates, instead of lse2 and delta.
     """
     POSITIONS: tl.constexpr = C.KEYS * C.STRIDE
     document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, POSITIONS)
@@ -336,7 +336,6 @@ def _key_gradients(
         row = (token * C.HEADS + head) * C.GROUP
         q += row * C.KEY
         do += row * C.VALUE
-        lse2 += row
         k_tile, v_tile = load_pair(k, v, key * C.HEADS + head, i, C.HEADS, C, inside)  # [KEYS, ..]
         dk_acc, dv_acc = zero_pair(C)
         r0 = begin * C.GROUP
@@ -344,15 +343,17 @@ def _key_gradients(
         r1 = r0 + tl.cdiv(tl.maximum(all_begin * C.GROUP - r0, 0), C.ROWS) * C.ROWS
         r2 = r1 + tl.maximum(all_end * C.GROUP - r1, 0) // C.ROWS * C.ROWS
         if dq is not None:
+            lse += row
             gates += row * 3
             dgates += row * 3
             dq += row * C.KEY
             for first_row in range(r0, r3, C.ROWS):
                 dk_acc, dv_acc = _single_tile_step(
-                    k_tile, v_tile, dk_acc, dv_acc, q, do, gates, lse2, dgates, dq,
+                    k_tile, v_tile, dk_acc, dv_acc, q, do, gates, lse, dgates, dq,
                     first_row, r3, scale, scale_out, C,
                 )  # fmt: skip
         else:
+            lse2 += row
             delta += row
             for phase in tl.static_range(3):
                 from_row, to_row = span(phase, r0, r1, r2, r3)
@@ -368,7 +369,7 @@ def _key_gradients(
 
 @kernel
 def band_keys_kernel(
-    q, k_win, v_win, k_cmp, v_cmp, do, lse2_win, delta_win, lse2_cmp, delta_cmp,
+    q, k_win, v_win, k_cmp, v_cmp, do, lse2_win, delta_win, lse2_cmp, delta_cmp, lse_cmp,
     dk_win, dv_win, dk_cmp, dv_cmp, gates, dgates, dq, cu,
     seq_len, key_len, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
     WIN: tl.constexpr, CMP: tl.constexpr,
@@ -384,13 +385,13 @@ def band_keys_kernel(
     if i < cmp_programs:
         if k_cmp is not None:
             _key_gradients(
-                q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, dk_cmp, dv_cmp, gates, dgates, dq,
-                cu, batch, head, i % cmp_tiles, (cmp_programs - 1 - i) // cmp_tiles,
+                q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, lse_cmp, dk_cmp, dv_cmp, gates, dgates,
+                dq, cu, batch, head, i % cmp_tiles, (cmp_programs - 1 - i) // cmp_tiles,
                 seq_len, key_len, documents, split_len, scale, scale_out, CMP,
             )  # fmt: skip
     elif k_win is not None:
         _key_gradients(
-            q, k_win, v_win, do, lse2_win, delta_win, dk_win, dv_win, None, None, None,
+            q, k_win, v_win, do, lse2_win, delta_win, None, dk_win, dv_win, None, None, None,
             cu, batch, head, i - cmp_programs, 0,
             seq_len, seq_len, documents, seq_len, scale, scale_out, WIN,
         )  # fmt: skip

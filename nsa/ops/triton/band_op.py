@@ -14,8 +14,8 @@ from nsa.ops.triton.common import (
     Constants,
     backward_rows,
     constants_of,
-    document_arguments,
-    slots,
+    document_offsets,
+    max_tiles,
 )
 from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.flash_window import flash_forward, is_faster
@@ -39,125 +39,151 @@ class Band(NamedTuple):
     band: list[int]
     scale: float
 
-    def constants(self, rows: int, keys: int) -> Constants:
-        """The kernels' constants, for tiles of these sizes."""
-        length, stride, window = self.band
-        band = {"LEN": length, "STRIDE": stride, "WINDOW": window}
-        return constants_of(self.q, self.k, self.v, ROWS=rows, KEYS=keys, **band)
+
+# Launchers take the window, the compressed branch, or both: then of the same queries, documents and
+# scale. A missing branch is None.
 
 
-class Bands(NamedTuple):
-    """What one launch computes: the window, the compressed branch, or both of the same queries."""
-
-    name: str  # of the tile sizes: window, compressed or gated
-    win: Band | None
-    cmp: Band | None
-
-    @classmethod
-    def alone(cls, x: Band) -> Bands:
-        """One branch alone."""
-        return cls("window", x, None) if x.band[2] else cls("compressed", None, x)
-
-    def present(self) -> Band:
-        """A branch that is not None; both have the same queries, documents and scale."""
-        x = self.cmp if self.win is None else self.win
-        assert x is not None
-        return x
-
-    def config(self, kernel: str) -> Config:
-        """The tile sizes of a kernel."""
-        x = self.present()
-        sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
-        return choose_config(f"{self.name}_{kernel}", sizes, x.q, x.q.shape[1])
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        arguments: dict[str, Any],
-        config: Config,
-        cmp_tile: tuple[int, int] | None = None,
-    ) -> None:
-        """Launch with these arguments and those that all kernels take, None for a missing branch.
-
-        `cmp_tile`: rows and keys of the compressed branch's tiles, where they are not `config`'s.
-        """
-        x, constants = self.present(), dict[str, Constants | None](WIN=None, CMP=None)
-        arguments = dict.fromkeys(kernel.arg_names) | arguments
-        for name, y, tile in (("win", self.win, None), ("cmp", self.cmp, cmp_tile)):
-            if y is not None:
-                arguments |= {f"k_{name}": y.k.contiguous(), f"v_{name}": y.v.contiguous()}
-                constants[name.upper()] = y.constants(*(tile or config[:2]))
-        arguments |= {"q": x.q.contiguous(), **document_arguments(x.q.shape[1], x.cu_seqlens)}
-        arguments |= {"key_len": 0 if self.cmp is None else self.cmp.k.shape[1]}
-        arguments |= {"scale": x.scale * LOG2E, "scale_out": x.scale}
-        launch(kernel, grid, arguments, constants, config)
-
-    def forward(self) -> tuple[Tensor, ...]:
-        """o and lse of the window, then of the compressed branch."""
-        outputs: dict[str, Tensor] = {}
-        for name, x in (("win", self.win), ("cmp", self.cmp)):
-            if x is not None:
-                outputs[f"o_{name}"], outputs[f"lse_{name}"] = outputs_like(x)
-        self._launch_rows(band_forward_kernel, outputs, self.config("forward"))
-        return tuple(outputs.values())
-
-    def query_gradients(self, per_query: dict[str, Tensor]) -> None:
-        """Write dq, and with gates what `_branch_rows` stores; `per_query`: its other arguments."""
-        self._launch_rows(band_queries_kernel, per_query, self.config("queries"))
-
-    def _launch_rows(self, kernel: Any, arguments: dict[str, Tensor], config: Config) -> None:
-        x = self.present()
-        batch, seq_len, heads, _ = x.q.shape
-        tiles = slots(seq_len * (heads // x.k.shape[2]), config.rows, x.cu_seqlens)
-        rows = {"rows": batch * seq_len * heads}
-        self.launch(kernel, (tiles, x.k.shape[2], batch), arguments | rows, config)
-
-    def key_gradients(
-        self, per_query: dict[str, Tensor], cmp_tile: tuple[int, int] | None = None
-    ) -> list[Tensor]:
-        """dk, dv of the window, then of the compressed branch; `per_query`: arguments by query."""
-        x, config = self.present(), self.config("keys")
-        if cmp_tile and config.warps <= 4:  # half the rows, or registers spill
-            cmp_tile = max(16, cmp_tile[0] // 2), cmp_tile[1]
-        seq_len, gradients = x.q.shape[1], dict[str, Tensor]()
-        counts = {"split_len": seq_len, "cmp_tiles": 1, "cmp_programs": 0}
-        window_tiles = 0
-        if self.win is not None:
-            window_tiles = slots(seq_len, config.keys, x.cu_seqlens)
-            gradients |= _parts("win", self.win, 1)
-        if self.cmp is not None:
-            splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
-            keys = (cmp_tile or config)[1]
-            tiles = slots(seq_len, keys * self.cmp.band[1], x.cu_seqlens)
-            counts = {"split_len": cdiv(seq_len, splits), "cmp_tiles": tiles}
-            counts |= {"cmp_programs": tiles * splits}
-            gradients |= _parts("cmp", self.cmp, splits)
-        programs = counts["cmp_programs"] + window_tiles
-        # Programs beyond these, in the last row of the grid, have no keys.
-        grid = x.k.shape[2] * x.q.shape[0], min(programs, MAX_AXIS), cdiv(programs, MAX_AXIS)
-        self.launch(band_keys_kernel, grid, per_query | gradients | counts, config, cmp_tile)
-        return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients.values()]
+def launch_forward(win: Band | None, cmp: Band | None) -> list[Tensor]:
+    """o and lse of the window, then of the compressed branch."""
+    x, config = _either(win, cmp), _config("forward", win, cmp)
+    outputs = [(None, None) if y is None else outputs_like(y) for y in (win, cmp)]
+    (o_win, lse_win), (o_cmp, lse_cmp) = outputs
+    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
+    cu, documents = document_offsets(x.cu_seqlens)
+    launch(
+        band_forward_kernel, _rows_grid(x, config), config,
+        q=x.q.contiguous(), k_win=k_win, v_win=v_win, o_win=o_win, lse_win=lse_win,
+        k_cmp=k_cmp, v_cmp=v_cmp, o_cmp=o_cmp, lse_cmp=lse_cmp, cu=cu,
+        seq_len=x.q.shape[1], key_len=0 if cmp is None else cmp.k.shape[1], documents=documents,
+        scale=x.scale * LOG2E, WIN=_constants(win, config), CMP=_constants(cmp, config),
+    )  # fmt: skip
+    return [y for pair in outputs for y in pair if y is not None]
 
 
-def _parts(name: str, x: Band, splits: int) -> dict[str, Tensor]:
+def launch_queries(
+    win: Band | None, cmp: Band | None, *, do: Tensor, delta: Tensor, lse2: Tensor, dq: Tensor,
+    gates: Tensor | None = None, dgates: Tensor | None = None,
+    o_cmp: Tensor | None = None, lse_cmp: Tensor | None = None,
+    o_sel: Tensor | None = None, lse_sel: Tensor | None = None,
+    o_win: Tensor | None = None, lse_win: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write dq. With gates also dgates, delta and lse2 of all branches, from their o and lse."""
+    x, config = _either(win, cmp), _config("queries", win, cmp, gated=gates is not None)
+    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
+    cu, documents = document_offsets(x.cu_seqlens)
+    batch, seq_len, heads, _ = x.q.shape
+    launch(
+        band_queries_kernel, _rows_grid(x, config), config,
+        q=x.q.contiguous(), k_win=k_win, v_win=v_win, k_cmp=k_cmp, v_cmp=v_cmp,
+        do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates,
+        lse_cmp=lse_cmp, lse_sel=lse_sel, lse_win=lse_win,
+        dgates=dgates, delta=delta, lse2=lse2, dq=dq, cu=cu,
+        seq_len=seq_len, key_len=0 if cmp is None else cmp.k.shape[1], documents=documents,
+        rows=batch * seq_len * heads, scale=x.scale * LOG2E, scale_out=x.scale,
+        WIN=_constants(win, config), CMP=_constants(cmp, config),
+    )  # fmt: skip
+
+
+def launch_keys(
+    win: Band | None, cmp: Band | None, *, do: Tensor,
+    lse2_win: Tensor | None = None, delta_win: Tensor | None = None,
+    lse2_cmp: Tensor | None = None, delta_cmp: Tensor | None = None,
+    one_tile: tuple[int, int] | None = None, lse_cmp: Tensor | None = None,
+    gates: Tensor | None = None, dgates: Tensor | None = None, dq: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """dk and dv of the window, then of the compressed branch.
+
+    `one_tile`: rows and keys of a tile with all compressed keys. It needs lse_cmp and gates instead
+    of lse2_cmp and delta_cmp, writes the compressed branch's dgates and adds to dq.
+    """
+    x, config = _either(win, cmp), _config("keys", win, cmp)
+    (batch, seq_len), groups = x.q.shape[:2], x.k.shape[2]
+    rows, keys = one_tile or config[:2]
+    if one_tile and config.warps <= 4:  # half the rows, or registers spill
+        rows = max(16, rows // 2)
+    dk_win = dv_win = dk_cmp = dv_cmp = None
+    window_tiles, key_len, split_len, cmp_tiles, cmp_programs = 0, 0, seq_len, 1, 0
+    if win is not None:
+        window_tiles = max_tiles(seq_len, config.keys, x.cu_seqlens)
+        dk_win, dv_win = _parts(win, 1)
+    if cmp is not None:
+        splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
+        split_len, key_len = cdiv(seq_len, splits), cmp.k.shape[1]
+        cmp_tiles = max_tiles(seq_len, keys * cmp.band[1], x.cu_seqlens)
+        cmp_programs = cmp_tiles * splits
+        dk_cmp, dv_cmp = _parts(cmp, splits)
+    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
+    cu, documents = document_offsets(x.cu_seqlens)
+    programs = cmp_programs + window_tiles
+    # Programs beyond these, in the last row of the grid, have no keys.
+    grid = groups * batch, min(programs, MAX_AXIS), cdiv(programs, MAX_AXIS)
+    launch(
+        band_keys_kernel, grid, config,
+        q=x.q.contiguous(), k_win=k_win, v_win=v_win, k_cmp=k_cmp, v_cmp=v_cmp, do=do,
+        lse2_win=lse2_win, delta_win=delta_win, lse2_cmp=lse2_cmp, delta_cmp=delta_cmp,
+        lse_cmp=lse_cmp, dk_win=dk_win, dv_win=dv_win, dk_cmp=dk_cmp, dv_cmp=dv_cmp,
+        gates=gates, dgates=dgates, dq=dq, cu=cu,
+        seq_len=seq_len, key_len=key_len, documents=documents, split_len=split_len,
+        cmp_tiles=cmp_tiles, cmp_programs=cmp_programs, scale=x.scale * LOG2E, scale_out=x.scale,
+        WIN=_constants(win, config), CMP=_constants(cmp, config, rows, keys),
+    )  # fmt: skip
+    gradients = [y for y in (dk_win, dv_win, dk_cmp, dv_cmp) if y is not None]
+    return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients]
+
+
+def _either(win: Band | None, cmp: Band | None) -> Band:
+    x = cmp if win is None else win
+    assert x is not None
+    return x
+
+
+def _config(kernel: str, win: Band | None, cmp: Band | None, gated: bool = False) -> Config:
+    """The tile sizes of a kernel."""
+    x, both = _either(win, cmp), win is not None and cmp is not None
+    name = "gated" if gated or both else "compressed" if win is None else "window"
+    sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
+    return choose_config(f"{name}_{kernel}", sizes, x.q, x.q.shape[1])
+
+
+def _keys_values(x: Band | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if x is None else (x.k.contiguous(), x.v.contiguous())
+
+
+def _constants(x: Band | None, config: Config, rows: int = 0, keys: int = 0) -> Constants | None:
+    """The constants of a branch's tiles, which have the config's rows and keys unless given."""
+    if x is None:
+        return None
+    rows, keys, (length, stride, window) = rows or config.rows, keys or config.keys, x.band
+    return constants_of(
+        x.q, x.k, x.v, ROWS=rows, KEYS=keys, LEN=length, STRIDE=stride, WINDOW=window
+    )
+
+
+def _rows_grid(x: Band, config: Config) -> tuple[int, ...]:
+    batch, seq_len, heads, _ = x.q.shape
+    groups = x.k.shape[2]
+    return max_tiles(seq_len * (heads // groups), config.rows, x.cu_seqlens), groups, batch
+
+
+def _parts(x: Band, splits: int) -> tuple[Tensor, Tensor]:
     """Uninitialised dk and dv of a branch, [splits, B, N, Hkv, ..]."""
     # k may have more rows than the documents have compressed keys: cu_seqlens on a device is not
     # checked. No kernel writes the gradients of those rows.
     empty = torch.zeros if x.cu_seqlens is not None and not x.band[2] else torch.empty
     dtype = torch.float32 if splits > 1 else x.k.dtype
-    return {
-        f"{d}_{name}": empty(splits, *y.shape, dtype=dtype, device=y.device)
-        for d, y in (("dk", x.k), ("dv", x.v))
-    }
+    dk, dv = (empty(splits, *y.shape, dtype=dtype, device=y.device) for y in (x.k, x.v))
+    return dk, dv
 
 
 def band_forward(x: Band) -> tuple[Tensor, ...]:
     """(o, lse)."""
-    if x.band[2] and is_faster(x.q, x.v):
+    if not x.band[2]:
+        return tuple(launch_forward(None, x))
+    if is_faster(x.q, x.v):
         q, k, v = (y.contiguous() for y in (x.q, x.k, x.v))
         return flash_forward(q, k, v, x.cu_seqlens, x.band[2], x.scale)
-    return Bands.alone(x).forward()
+    return tuple(launch_forward(x, None))
 
 
 def band_backward(
@@ -167,10 +193,12 @@ def band_backward(
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     do = do.contiguous()
     delta, lse2 = backward_rows(do, o, lse, dlse)
-    Bands.alone(x).query_gradients({"do": do, "delta": delta, "lse2": lse2, "dq": dq})
-    branch = "win" if x.band[2] else "cmp"
-    per_query = {"do": do, f"delta_{branch}": delta, f"lse2_{branch}": lse2}
-    dk, dv = Bands.alone(x).key_gradients(per_query)
+    win, cmp = (x, None) if x.band[2] else (None, x)
+    launch_queries(win, cmp, do=do, delta=delta, lse2=lse2, dq=dq)
+    if x.band[2]:
+        dk, dv = launch_keys(x, None, do=do, lse2_win=lse2, delta_win=delta)
+    else:
+        dk, dv = launch_keys(None, x, do=do, lse2_cmp=lse2, delta_cmp=delta)
     return dq, dk, dv
 
 

@@ -8,7 +8,7 @@ tile of keys. Tensors are contiguous [B, T, heads, size]; launchers copy those t
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -348,45 +348,57 @@ def backward_rows(
     launch(
         _backward_rows_kernel,
         (cdiv(rows, step),),
-        {"do": do, "o": o, "lse": lse.contiguous()}
-        | {"dlse": None if dlse is None else dlse.contiguous(), "delta": delta, "lse2": lse2}
-        | {"rows": rows},
-        {"SIZE": size, "PADDED": padded, "ROWS": step},
         Config(step, 0, 4, 1),
+        do=do,
+        o=o,
+        lse=lse.contiguous(),
+        dlse=None if dlse is None else dlse.contiguous(),
+        delta=delta,
+        lse2=lse2,
+        rows=rows,
+        SIZE=size,
+        PADDED=padded,
+        ROWS=step,
     )
     return delta, lse2
 
 
-def constants_of(q: Tensor, k: Tensor, v: Tensor, **fields: int) -> Constants:
-    """Constants with the heads and sizes of these [B, T or N, heads, size], and other fields."""
-    return _constants(q.shape[2], k.shape[2], q.shape[3], v.shape[3], **fields)
+def constants_of(
+    q: Tensor, k: Tensor, v: Tensor | None = None, spec: NSASpec | None = None, **fields: int
+) -> Constants:
+    """Constants of these tensors [B, T or N, heads, size], of `spec` if given, and other fields."""
+    value = 0 if v is None else v.shape[3]
+    return _constants(q.shape[2], k.shape[2], q.shape[3], value, spec, **fields)
 
 
 @lru_cache(maxsize=1024)
-def _constants(heads: int, kv_heads: int, key: int, value: int, **fields: int) -> Constants:
-    sizes = kv_heads, heads // kv_heads, key, value, padded_size(key), padded_size(value)
-    return Constants(*sizes, **fields)
+def _constants(
+    heads: int, kv_heads: int, key: int, value: int, spec: NSASpec | None, **fields: int
+) -> Constants:
+    padded = padded_size(key), padded_size(value) if value else 0
+    constants = Constants(kv_heads, heads // kv_heads, key, value, *padded)
+    if spec is not None:
+        constants = constants._replace(
+            LEN=spec.block_len,
+            STRIDE=spec.block_stride,
+            SELECT=spec.select_len,
+            COUNT=spec.max_overlaps,
+            TOP=spec.select_top,
+            INIT=spec.init_blocks,
+            LOCAL=spec.local_blocks,
+        )
+    return constants._replace(**fields)
 
 
-def pattern(spec: NSASpec) -> dict[str, int]:
-    """The constants of block selection."""
-    return {
-        **{"LEN": spec.block_len, "STRIDE": spec.block_stride, "SELECT": spec.select_len},
-        **{"COUNT": spec.max_overlaps, "TOP": spec.select_top},
-        **{"INIT": spec.init_blocks, "LOCAL": spec.local_blocks},
-    }
-
-
-def document_arguments(seq_len: int, cu_seqlens: Tensor | None) -> dict[str, Any]:
-    """Arguments for `document_tile`: the length, int32 document offsets or None, their number."""
+def document_offsets(cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
+    """Arguments `cu` and `documents` of `document_tile`: int32 offsets or None, their number."""
     if cu_seqlens is None:
-        return {"seq_len": seq_len, "cu": None, "documents": 1}
-    cu = cu_seqlens.to(torch.int32).contiguous()
-    return {"seq_len": seq_len, "cu": cu, "documents": len(cu) - 1}
+        return None, 1
+    return cu_seqlens.to(torch.int32).contiguous(), cu_seqlens.shape[0] - 1
 
 
-def slots(total: int, tile: int, cu_seqlens: Tensor | None) -> int:
-    """Programs that `document_tile` needs for `total` rows in tiles of `tile`, an upper bound."""
+def max_tiles(total: int, tile: int, cu_seqlens: Tensor | None) -> int:
+    """The most tiles of `tile` rows that `total` rows take: the grid that `document_tile` needs."""
     if cu_seqlens is None:
         return cdiv(total, tile)
-    return total // tile + len(cu_seqlens) - 1
+    return total // tile + cu_seqlens.shape[0] - 1

@@ -65,12 +65,10 @@ def cross_entropy_(logits: Tensor, labels: Tensor, with_gradients: bool) -> Tens
     assert logits.is_contiguous()
     losses = logits.new_empty(rows, dtype=torch.float32)
     columns = min(COLUMNS, next_power_of_2(vocabulary))
+    warps = max(1, columns // (8 * warp_size(logits.device)))
     launch(
-        cross_entropy_kernel,
-        (rows,),
-        {"logits": logits, "labels": labels.contiguous(), "losses": losses}
-        | {"vocabulary": vocabulary},
-        {"GRADIENT": with_gradients, "IGNORE": IGNORE_INDEX, "COLUMNS": columns},
-        Config(1, columns, max(1, columns // (8 * warp_size(logits.device))), 1),
-    )
+        cross_entropy_kernel, (rows,), Config(1, columns, warps, 1),
+        logits=logits, labels=labels.contiguous(), losses=losses, vocabulary=vocabulary,
+        GRADIENT=with_gradients, IGNORE=IGNORE_INDEX, COLUMNS=columns,
+    )  # fmt: skip
     return losses

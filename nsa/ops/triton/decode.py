@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.constants import BRANCHES
 from nsa.ops.custom_op import register
-from nsa.ops.triton.common import LOG2E, constants_of, pattern
+from nsa.ops.triton.common import LOG2E, constants_of
 from nsa.ops.triton.configs import SHORT, Config, choose_config
 from nsa.ops.triton.decode_parts import (
     decode_compressed_kernel,
@@ -49,80 +48,84 @@ class DecodeInputs(NamedTuple):
 
 
 def decode_forward(x: DecodeInputs) -> Tensor:
-    """Run five kernels, fewer without a branch or with at most TOP blocks."""
+    """Run five kernels, fewer without a branch or with at most TOP blocks.
+
+    Parts are numbered: blocks, then the window, then compressed keys.
+    """
     (batch, heads, _), spec, branches = x.q.shape, x.spec, x.branches.split("+")
     k, v = x.pair(branches[0])
-    constants, config = _constants(x, k, v, branches)
-    blocks = 0 if x.k_sel is None else spec.select_blocks_len(x.k_sel.shape[1])
-    selecting = blocks > constants["C"].TOP > 0
-    keys = x.k_cmp.shape[1] if x.k_cmp is not None and (selecting or "cmp" in branches) else 0
-    compressed, first = cdiv(keys, PART), constants["FIRST_PART"]
-    arguments = _buffers(x, branches) | {
-        **{"q": x.q.contiguous(), "gates": x.gates.contiguous(), "scale": x.scale * LOG2E},
-        "lengths": x.lengths.contiguous(),
-        "parts": _capacity(first + compressed),
-        "row_scores": _capacity(keys),
-        "blocks": _capacity(blocks),
-        "out": _fake(x),
-        "index": x.q.new_empty(batch, k.shape[2], spec.select_top, dtype=torch.int32),
-    }
-    for name, shape in {
-        "o": (batch, heads, arguments["parts"], v.shape[-1]),
-        "lse": (batch, heads, arguments["parts"]),
-        "scores": (batch, heads, arguments["row_scores"]),
-        "importance": (batch, k.shape[2], arguments["blocks"]),
-    }.items():
-        arguments[name] = x.q.new_empty(shape, dtype=torch.float32)
-    if not selecting:
-        arguments["scores"] = None
-    groups = k.shape[2]
-    programs = groups * cdiv(heads // groups, config.rows)
-    ranked, small = (cdiv(blocks, BLOCKS), groups, batch), Config(BLOCKS, 0, 4, 1)
-    launch(decode_compressed_kernel, (compressed, programs, batch), arguments, constants, config)
-    if selecting:
-        launch(decode_importance_kernel, ranked, arguments, constants, small)
-        launch(decode_rank_kernel, ranked, arguments, constants, small)
-    launch(decode_parts_kernel, (first, programs, batch), arguments, constants, config)
-    mix = Config(1, constants["TILE"], 1, 1)
-    launch(decode_mix_kernel, (heads, batch), arguments, constants, mix)
-    return arguments["out"]
-
-
-def _constants(
-    x: DecodeInputs, k: Tensor, v: Tensor, branches: Sequence[str]
-) -> tuple[dict[str, Any], Config]:
-    """Compile-time constants. Parts are numbered: blocks, then the window, then compressed keys."""
-    spec, constants = x.spec, constants_of(x.q[:, None], k, v)
-    config = choose_config("gathered_decode", constants.padded, x.q, SHORT)
-    top = spec.select_top if "sel" in branches else 0
+    groups, top = k.shape[2], spec.select_top if "sel" in branches else 0
     window = spec.window if "win" in branches else 0
-    fields = pattern(spec) | {"TOP": top, "WINDOW": window, "BLOCKS": BLOCKS}
-    return {
-        "C": constants._replace(ROWS=config.rows, KEYS=config.keys, **fields),
-        **{"GROUP_P": padded_size(constants.GROUP), "PART": PART},
-        **{"FIRST_PART": top + cdiv(window, PART), "TILE": max(1, ELEMENTS // constants.VALUE_P)},
-        **{b.upper(): branches.index(b) if b in branches else -1 for b in BRANCHES},
-        **{"GATES": len(branches)},
-    }, config
+    constants = constants_of(x.q[:, None], k, v, spec, TOP=top, WINDOW=window, BLOCKS=BLOCKS)
+    config = choose_config("gathered_decode", constants.padded, x.q, SHORT)
+    constants = constants._replace(ROWS=config.rows, KEYS=config.keys)
+    total_blocks = 0 if x.k_sel is None else spec.select_blocks_len(x.k_sel.shape[1])
+    selecting = total_blocks > top > 0
+    keys = x.k_cmp.shape[1] if x.k_cmp is not None and (selecting or "cmp" in branches) else 0
+    compressed, first_part = cdiv(keys, PART), top + cdiv(window, PART)
+    parts, row_scores = _capacity(first_part + compressed), _capacity(keys)
+    blocks, scale = _capacity(total_blocks), x.scale * LOG2E
+    q, gates, lengths = x.q.contiguous(), x.gates.contiguous(), x.lengths.contiguous()
+    k_cmp, k_cmp_b = _buffer(x.k_cmp)
+    v_cmp, v_cmp_b = _buffer(x.v_cmp if "cmp" in branches else None)
+    k_sel, k_sel_b = _buffer(x.k_sel if "sel" in branches else None)
+    v_sel, v_sel_b = _buffer(x.v_sel if "sel" in branches else None)
+    k_win, k_win_b = _buffer(x.k_win if "win" in branches else None)
+    v_win, v_win_b = _buffer(x.v_win if "win" in branches else None)
+    out = _fake(x)
+    index = q.new_empty(batch, groups, spec.select_top, dtype=torch.int32)
+    o = q.new_empty(batch, heads, parts, v.shape[-1], dtype=torch.float32)
+    lse = q.new_empty(batch, heads, parts, dtype=torch.float32)
+    scores = None
+    if selecting:
+        scores = q.new_empty(batch, heads, row_scores, dtype=torch.float32)
+    programs = groups * cdiv(heads // groups, config.rows)
+    tile = max(1, ELEMENTS // constants.VALUE_P)
+    launch(
+        decode_compressed_kernel, (compressed, programs, batch), config,
+        q=q, k_cmp=k_cmp, v_cmp=v_cmp, lengths=lengths, o=o, lse=lse, scores=scores,
+        k_cmp_b=k_cmp_b, v_cmp_b=v_cmp_b, parts=parts, row_scores=row_scores, scale=scale,
+        C=constants, PART=PART, FIRST_PART=first_part,
+    )  # fmt: skip
+    if selecting:
+        importance = q.new_empty(batch, groups, blocks, dtype=torch.float32)
+        grid, small = (cdiv(total_blocks, BLOCKS), groups, batch), Config(BLOCKS, 0, 4, 1)
+        launch(
+            decode_importance_kernel, grid, small,
+            scores=scores, lse=lse, lengths=lengths, importance=importance,
+            parts=parts, row_scores=row_scores, blocks=blocks, C=constants,
+            GROUP_P=padded_size(constants.GROUP), PART=PART, FIRST_PART=first_part, TILE=tile,
+        )  # fmt: skip
+        launch(
+            decode_rank_kernel, grid, small,
+            importance=importance, lengths=lengths, index=index, blocks=blocks, C=constants,
+        )  # fmt: skip
+    launch(
+        decode_parts_kernel, (first_part, programs, batch), config,
+        q=q, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win, index=index, lengths=lengths,
+        o=o, lse=lse, k_sel_b=k_sel_b, v_sel_b=v_sel_b, k_win_b=k_win_b, v_win_b=v_win_b,
+        parts=parts, ring=1 if k_win is None else k_win.shape[1], scale=scale,
+        C=constants, PART=PART,
+    )  # fmt: skip
+    cmp, sel, win = (branches.index(b) if b in branches else -1 for b in BRANCHES)
+    launch(
+        decode_mix_kernel, (heads, batch), Config(1, tile, 1, 1),
+        o=o, lse=lse, gates=gates, lengths=lengths, out=out, parts=parts, C=constants,
+        PART=PART, FIRST_PART=first_part, TILE=tile,
+        CMP=cmp, SEL=sel, WIN=win, GATES=len(branches),
+    )  # fmt: skip
+    return out
 
 
-def _buffers(x: DecodeInputs, branches: Sequence[str]) -> dict[str, Any]:
-    """Keys and values by the kernels' argument names, and the stride between sequences.
+def _buffer(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """A buffer of keys or values, and the stride between sequences.
 
     The stride may exceed a sequence's size: a cache may pass the first rows of larger buffers.
     """
-    arguments: dict[str, Any] = {}
-    for branch in BRANCHES:
-        for name, buffer in zip(("k", "v"), x.pair(branch), strict=True):
-            name = f"{name}_{branch}"
-            if buffer is None or (branch not in branches and name != "k_cmp"):
-                arguments |= {name: None, f"{name}_b": 0}
-                continue
-            if not buffer[:1].is_contiguous():
-                buffer = buffer.contiguous()
-            arguments |= {name: buffer, f"{name}_b": buffer.stride(0)}
-    arguments["ring"] = 1 if arguments["k_win"] is None else arguments["k_win"].shape[1]
-    return arguments
+    if x is None:
+        return None, 0
+    x = x if x[:1].is_contiguous() else x.contiguous()
+    return x, x.stride(0)
 
 
 def _capacity(count: int) -> int:

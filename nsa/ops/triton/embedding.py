@@ -51,13 +51,10 @@ def add_token_gradients_(d_weight: Tensor, d_x: Tensor, tokens: Tensor) -> None:
     width = d_weight.shape[1]
     ascending, order = tokens.flatten().sort(stable=True)
     launch(
-        add_token_gradients_kernel,
-        (len(order), cdiv(width, TILE.keys)),
-        {"d_weight": d_weight, "d_x": d_x.contiguous(), "tokens": ascending, "order": order}
-        | {"rows": len(order)},
-        {"WIDTH": width, "ROWS": TILE.rows, "COLS": min(TILE.keys, next_power_of_2(width))},
-        TILE,
-    )
+        add_token_gradients_kernel, (len(order), cdiv(width, TILE.keys)), TILE,
+        d_weight=d_weight, d_x=d_x.contiguous(), tokens=ascending, order=order, rows=len(order),
+        WIDTH=width, ROWS=TILE.rows, COLS=min(TILE.keys, next_power_of_2(width)),
+    )  # fmt: skip
 
 
 triton_add_token_gradients_ = torch.library.custom_op(

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import SelectionInputs
-from nsa.ops.triton.band_op import Band, Bands, band_forward, outputs_like
+from nsa.ops.triton.band_op import (
+    Band,
+    band_forward,
+    launch_forward,
+    launch_keys,
+    launch_queries,
+    outputs_like,
+)
 from nsa.ops.triton.configs import one_tile
 from nsa.ops.triton.flash_window import is_faster
 from nsa.ops.triton.select import select_forward
@@ -77,38 +84,43 @@ def gated_forward(x: Gated) -> tuple[Tensor, ...]:
     if is_faster(x.q, x.v_win):
         o_win, lse_win, o_cmp, lse_cmp = *band_forward(win), *band_forward(cmp)
     else:
-        o_win, lse_win, o_cmp, lse_cmp = Bands("gated", win, cmp).forward()
+        o_win, lse_win, o_cmp, lse_cmp = launch_forward(win, cmp)
     index = select_forward(x.selection(lse_cmp))
     o = torch.empty_like(o_cmp)
-    gated = {"o_cmp": o_cmp, "o_win": o_win, "gates": x.gates.contiguous(), "gated_sum": o}
-    o_sel, lse_sel = selected_forward(x.selected(index), gated)
+    o_sel, lse_sel = selected_forward(
+        x.selected(index), o_cmp=o_cmp, o_win=o_win, gates=x.gates.contiguous(), gated_sum=o
+    )
     o_cmp = o_cmp.new_empty(0) if x.one_tile() else o_cmp
     return o, index, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
 
-def gated_backward(do: Tensor, x: Gated, index: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of q, of the three pairs of keys and values, and of the gates.
-
-    `saved`: o and lse of the compressed, selected and window branch.
-    """
-    do, gates, tile = do.contiguous(), x.gates.contiguous(), x.one_tile()
+def gated_backward(
+    do: Tensor, x: Gated, index: Tensor,
+    o_cmp: Tensor, lse_cmp: Tensor, o_sel: Tensor, lse_sel: Tensor, o_win: Tensor, lse_win: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of q, of the three pairs of keys and values, and of the gates."""
+    do, gates, one_tile = do.contiguous(), x.gates.contiguous(), x.one_tile()
+    win, cmp = x.window(), x.compressed()
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     dgates = torch.empty_like(gates)
     # [3, B, T, Hq], by branch: Σ do·o, and (lse - ln gate) / ln 2.
     delta, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
-    names = "o_cmp", "lse_cmp", "o_sel", "lse_sel", "o_win", "lse_win"
-    per_query = dict(zip(names, saved, strict=True)) | {"delta": delta, "lse2": lse2, "dq": dq}
-    per_query |= {"do": do, "gates": gates, "dgates": dgates}
     # The selected branch adds to dq later, and so does the compressed branch if it has one tile.
-    first = Bands("gated", x.window(), None if tile else x.compressed())
-    first.query_gradients(per_query)
-    per_query = {"do": do, "lse2_win": lse2[2], "delta_win": delta[2]}
-    if tile:
-        per_query |= {"lse2_cmp": saved[1].contiguous(), "gates": gates, "dgates": dgates, "dq": dq}
+    launch_queries(
+        win, None if one_tile else cmp, do=do, delta=delta, lse2=lse2, dq=dq,
+        gates=gates, dgates=dgates, o_cmp=o_cmp, lse_cmp=lse_cmp,
+        o_sel=o_sel, lse_sel=lse_sel, o_win=o_win, lse_win=lse_win,
+    )  # fmt: skip
+    if one_tile:
+        dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
+            win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
+            one_tile=one_tile, lse_cmp=lse_cmp, gates=gates, dgates=dgates, dq=dq,
+        )  # fmt: skip
     else:
-        per_query |= {"lse2_cmp": lse2[0], "delta_cmp": delta[0]}
-    both = Bands("gated", x.window(), x.compressed())
-    dk_win, dv_win, dk_cmp, dv_cmp = both.key_gradients(per_query, tile)
+        dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
+            win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
+            lse2_cmp=lse2[0], delta_cmp=delta[0],
+        )  # fmt: skip
     dk_sel, dv_sel = selected_gradients(do, x.selected(index), lse2[1], delta[1], dq, add=True)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 

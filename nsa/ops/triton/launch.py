@@ -40,24 +40,20 @@ SCALARS = {int, float, bool, type(None)}  # `isinstance(x, Tensor)` takes severa
 MAX_COMPILED = 4096  # entries; keys contain integers that differ from batch to batch
 
 
-def launch(
-    kernel: Any,
-    grid: Sequence[int],
-    arguments: dict[str, Any],
-    constants: dict[str, Any],
-    config: Config,
-) -> None:
-    """Run `kernel` over `grid` with the values that its signature names; skip an empty grid."""
+def launch(kernel: Any, grid: Sequence[int], config: Config, /, **arguments: Any) -> None:
+    """Run `kernel` over `grid` with the arguments and constants of its signature.
+
+    An empty grid is skipped.
+    """
+    getter, runtime = _signatures.get(kernel.fn) or _read_signature(kernel)
+    values = getter(arguments)
+    assert len(values) == len(arguments), f"{kernel.fn.__name__} does not take all of {arguments}"
     if _recorded is not None:
-        named, fixed = (
-            {name: x for name, x in given.items() if name in kernel.arg_names}
-            for given in (arguments, constants)
-        )
-        _recorded.append(Launch(kernel, tuple(grid), named, fixed, config))
+        items = list(zip(kernel.arg_names, values, strict=True))
+        named, constants = dict(items[:runtime]), dict(items[runtime:])
+        _recorded.append(Launch(kernel, tuple(grid), named, constants, config))
     if 0 in grid or _dry:
         return
-    getter, runtime = _signatures.get(kernel.fn) or _read_signature(kernel)
-    values = getter({**arguments, **constants})
     device = values[0].device  # every kernel's first argument is a tensor
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -109,11 +105,25 @@ def _compile_and_run(kernel: Any, grid: Sequence[int], values: tuple, config: Co
     try:
         return kernel[tuple(grid)](*values, **config.options())
     except (OutOfResources, PTXASError, CompilationError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = lines[-1 if isinstance(error, CompilationError) else 0]  # after the source
-        if not exclude(config, kernel.fn.__name__, reason.strip()):
+        if not exclude(config, kernel.fn.__name__, _cause(error)):
             raise
         raise TileTooLarge from error
+
+
+def _cause(error: BaseException) -> str:
+    """The line that says why the GPU or the compiler refused a kernel.
+
+    An error inside a function that a kernel calls comes wrapped in another, without a message: only
+    source code and a caret. ptxas' own line follows one that every error of ptxas has.
+    """
+    while getattr(error, "error_message", "") is None and error.__cause__ is not None:
+        error = error.__cause__
+    message = getattr(error, "error_message", "")
+    lines = [line.strip() for line in (message or str(error)).splitlines() if line.strip(" ^")]
+    lines = [x for x in lines if x.startswith("ptxas") and "ptxas info" not in x] or lines
+    if not lines:
+        return type(error).__name__
+    return lines[-1 if message is None else 0]  # without a message: the line above the caret
 
 
 @contextmanager

@@ -115,21 +115,40 @@ class AddNorm(NamedTuple):
 def rms_norm_forward(x: Norm) -> Tensor:
     """The norm of x times weight."""
     normed = torch.empty_like(x.x, memory_format=torch.contiguous_format)
-    _launch(add_rms_norm_kernel, x, {"x": x.x.contiguous(), "delta": None, "total": None}, normed)
+    _launch_forward(x.x, None, x.weight, x.eps, None, normed)
     return normed
 
 
 def add_rms_norm_forward(x: AddNorm) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm times weight)."""
     total, normed = (torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in range(2))
-    tensors = {"x": x.x.contiguous(), "delta": x.delta.contiguous(), "total": total}
-    _launch(add_rms_norm_kernel, x, tensors, normed)
+    _launch_forward(x.x, x.delta.contiguous(), x.weight, x.eps, total, normed)
     return total, normed
+
+
+def _launch_forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
+    total: Tensor | None, normed: Tensor,
+) -> None:  # fmt: skip
+    rows, width = normed.numel() // normed.shape[-1], normed.shape[-1]
+    padded, held, config = _tile(width)
+    launch(
+        add_rms_norm_kernel, (cdiv(rows, held),), config,
+        x=x.contiguous(), delta=delta, weight=weight.contiguous(), total=total, normed=normed,
+        rows=rows, eps=eps, WIDTH=width, PADDED=padded, ROWS=held,
+    )  # fmt: skip
+
+
+def _tile(width: int) -> tuple[int, int, Config]:
+    """The padded width, the rows that a program holds at a time, and a config."""
+    padded = next_power_of_2(width)
+    held = min(max(1, ELEMENTS // padded), ROWS_PER_PART)
+    return padded, held, Config(held, 0, min(16, max(4, held * padded // 512)), 1)
 
 
 def rms_norm_backward(d_normed: Tensor, x: Norm) -> tuple[Tensor, Tensor]:
     """The gradients of x and of weight."""
-    return _backward(d_normed, None, x.x, x)
+    return _backward(d_normed, None, x.x, x.weight, x.eps)
 
 
 def add_rms_norm_backward(
@@ -138,49 +157,29 @@ def add_rms_norm_backward(
     """The gradient of x, which is also that of delta, and of weight."""
     if d_normed is None:
         d_normed = torch.zeros_like(total)
-    return _backward(d_normed, d_total, total, x)
+    return _backward(d_normed, d_total, total, x.weight, x.eps)
 
 
 def _backward(
-    d_normed: Tensor, d_total: Tensor | None, total: Tensor, x: Norm | AddNorm
+    d_normed: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    width = total.shape[-1]
-    count = cdiv(total.numel() // width, ROWS_PER_PART)
+    rows, width = total.numel() // total.shape[-1], total.shape[-1]
+    padded, held, config = _tile(width)
+    count = cdiv(rows, ROWS_PER_PART)
     parts = total.new_empty(count, width, dtype=torch.float32)
     dx = torch.empty_like(total, memory_format=torch.contiguous_format)
-    d_total = None if d_total is None else d_total.contiguous()
-    tensors = {"d_total": d_total, "total": total.contiguous(), "parts": parts, "dx": dx}
-    d_weight = torch.empty_like(x.weight)
-    _launch(rms_norm_backward_kernel, x, tensors, d_normed.contiguous())
+    d_weight = torch.empty_like(weight)
     launch(
-        add_weight_parts_kernel,
-        (cdiv(width, PARTS.keys),),
-        {"parts": parts, "out": d_weight, "rows": count},
-        {"WIDTH": width, "ROWS": PARTS.rows, "COLS": PARTS.keys},
-        PARTS,
-    )
+        rms_norm_backward_kernel, (count,), config,
+        d_normed=d_normed.contiguous(), d_total=None if d_total is None else d_total.contiguous(),
+        total=total.contiguous(), weight=weight.contiguous(), dx=dx, parts=parts,
+        rows=rows, eps=eps, WIDTH=width, PADDED=padded, ROWS=held, PER_PART=ROWS_PER_PART,
+    )  # fmt: skip
+    launch(
+        add_weight_parts_kernel, (cdiv(width, PARTS.keys),), PARTS,
+        parts=parts, out=d_weight, rows=count, WIDTH=width, ROWS=PARTS.rows, COLS=PARTS.keys,
+    )  # fmt: skip
     return dx, d_weight
-
-
-def _launch(
-    kernel_function: Any, x: Norm | AddNorm, tensors: dict[str, Any], normed: Tensor
-) -> None:
-    """Launch over the rows of `normed`: a forward kernel's output, a backward kernel's input."""
-    width = normed.shape[-1]
-    padded = next_power_of_2(width)
-    backward = kernel_function is rms_norm_backward_kernel
-    rows, held = normed.numel() // width, max(1, ELEMENTS // padded)
-    held = min(held, ROWS_PER_PART)
-    warps = min(16, max(4, held * padded // 512))
-    per_program = ROWS_PER_PART if backward else held
-    tensors |= {"d_normed" if backward else "normed": normed, "weight": x.weight.contiguous()}
-    launch(
-        kernel_function,
-        (cdiv(rows, per_program),),
-        tensors | {"rows": rows, "eps": x.eps},
-        {"WIDTH": width, "PADDED": padded, "ROWS": held, "PER_PART": ROWS_PER_PART},
-        Config(held, 0, warps, 1),
-    )
 
 
 triton_rms_norm = register(

@@ -11,7 +11,6 @@ half, [HALF_P, 2 · HALF_P) the second. Values, which are not rotated, have HALF
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -188,11 +187,17 @@ def pool_forward(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(y, pooled, lse), the last two in float32 for the backward pass."""
     y = x.empty_output()
     pooled, lse = (y.new_empty(y.shape, dtype=torch.float32) for _ in range(2))
-    arguments, constants = _arguments(x)
-    arguments |= {"y": y, "pooled": pooled, "lse": lse}
-    grid = len(x.block_tokens), x.x.shape[2], len(x.x)
-    config = Config(32, 0, 8 if x.x.shape[3] > 64 else 4, 1)
-    launch(pool_forward_kernel, grid, arguments, constants | {"ROWS": config.rows}, config)
+    (batch, seq_len, heads, size), (blocks, length) = x.x.shape, x.block_tokens.shape
+    half, padded = _padded(x)
+    config = Config(32, 0, 8 if size > 64 else 4, 1)
+    launch(
+        pool_forward_kernel, (blocks, heads, batch), config,
+        x=x.x.contiguous(), weight=x.weight.contiguous(), position=x.position.contiguous(),
+        scale=x.scale.contiguous(), cos=_contiguous(x.cos), sin=_contiguous(x.sin),
+        block_tokens=x.block_tokens.contiguous(), y=y, pooled=pooled, lse=lse,
+        seq_len=seq_len, key_len=blocks,
+        HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, ROWS=config.rows,
+    )  # fmt: skip
     return y, pooled, lse
 
 
@@ -222,46 +227,39 @@ def _gradients(
     given = [gradient.contiguous() for gradient in given]
     found = [torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in given]
     parts = x.x.new_empty(len(given) * batch * runs, sum(sizes), dtype=torch.float32)
-    arguments, constants = _arguments(x)
-    arguments |= {"dy": given[0], "dy_2": given[-1], "dx": found[0], "dx_2": found[-1]}
-    arguments |= {"pooled": pooled, "lse": lse, "parts": parts, "batches": batch}
-    arguments["token_blocks"] = x.token_blocks.contiguous()
-    constants |= {"LEN_P": padded_size(constants["LEN"]), "TOKENS": TOKENS_PER_PART}
-    constants |= {"COVER": x.token_blocks.shape[1]}
+    half, padded = _padded(x)
+    blocks, length = x.block_tokens.shape
     # With 32 rows registers spill, as the weight's gradient stays in them.
     config = Config(16, 0, 8 if size > 64 else 4, 1)
-    constants["ROWS"] = config.rows
-    launch(pool_backward_kernel, (runs, heads, len(given) * batch), arguments, constants, config)
-    gradients = [torch.empty_like(parameter) for parameter in x[1:4]]
     launch(
-        add_pool_parts_kernel,
-        (cdiv(sum(sizes), PARTS.keys),),
-        {"parts": parts, "rows": len(parts)}
-        | dict(zip(("weight", "position", "scale"), gradients, strict=True)),
-        {"WEIGHT": sizes[0], "POSITION": sizes[1], "WIDTH": sum(sizes)}
-        | {"ROWS": PARTS.rows, "COLS": PARTS.keys},
-        PARTS,
-    )
-    return found, gradients
+        pool_backward_kernel, (runs, heads, len(given) * batch), config,
+        dy=given[0], dy_2=given[-1], x=x.x.contiguous(), weight=x.weight.contiguous(),
+        position=x.position.contiguous(), scale=x.scale.contiguous(),
+        cos=_contiguous(x.cos), sin=_contiguous(x.sin), block_tokens=x.block_tokens.contiguous(),
+        token_blocks=x.token_blocks.contiguous(), pooled=pooled, lse=lse,
+        dx=found[0], dx_2=found[-1], parts=parts, seq_len=seq_len, key_len=blocks, batches=batch,
+        HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, LEN_P=padded_size(length),
+        COVER=x.token_blocks.shape[1], ROWS=config.rows, TOKENS=TOKENS_PER_PART,
+    )  # fmt: skip
+    weight, position, scale = (torch.empty_like(parameter) for parameter in x[1:4])
+    launch(
+        add_pool_parts_kernel, (cdiv(sum(sizes), PARTS.keys),), PARTS,
+        parts=parts, weight=weight, position=position, scale=scale, rows=len(parts),
+        WEIGHT=sizes[0], POSITION=sizes[1], WIDTH=sum(sizes), ROWS=PARTS.rows, COLS=PARTS.keys,
+    )  # fmt: skip
+    return found, [weight, position, scale]
 
 
-def _arguments(x: PoolInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments and constants that both kernels take."""
-    size, rotates = x.x.shape[3], x.cos is not None
-    half = size // 2 if rotates else 0
-    inputs = {
-        name: None if tensor is None else tensor.contiguous()
-        for name, tensor in x._asdict().items()
-    }
-    lengths = {"seq_len": x.x.shape[1], "key_len": len(x.block_tokens)}
-    constants = {
-        "HEADS": x.x.shape[2],
-        "SIZE": size,
-        "HALF": half,
-        "PADDED": 2 * padded_size(half) if rotates else padded_size(size),
-        "LEN": x.block_tokens.shape[1],
-    }
-    return inputs | lengths, constants
+def _padded(x: PoolInputs) -> tuple[int, int]:
+    """Half of a head that RoPE rotates, or 0; and the padded size of a head."""
+    size = x.x.shape[3]
+    if x.cos is None:
+        return 0, padded_size(size)
+    return size // 2, 2 * padded_size(size // 2)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _fake(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:

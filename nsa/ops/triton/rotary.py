@@ -8,7 +8,8 @@ halves of a head are two tiles, so that a pair is in the same thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,11 +33,29 @@ def _tile(seq_len, TOKENS: tl.constexpr):
     return t, tl.program_id(1).to(tl.int64) * seq_len + t, t < seq_len
 
 
+class Sizes(NamedTuple):
+    """The kernels' compile-time constants, as one argument `C`."""
+
+    WIDTH: int  # columns of the projection
+    HEADS: int  # query heads
+    KV_HEADS: int  # per set of keys and values
+    SETS: int  # of keys and values
+    HALF: int  # half a query or key
+    VALUE: int
+    GATES: int  # gate logits of all heads
+    HALF_P: int  # padded to powers of two
+    VALUE_P: int
+    REST_P: int  # gate logits and padding
+    TOKENS: int  # of a tile
+    LEN: int = 0  # of a compressed block; 0: no means
+    COVER: int = 0  # blocks that cover a token, at most
+
+
 @triton.jit
-def _tables(cos, sin, t, valid, HALF: tl.constexpr, HALF_P: tl.constexpr):
+def _tables(cos, sin, t, valid, C: tl.constexpr):
     """cos and sin of tokens t, [rows, HALF_P]."""
-    d = tl.arange(0, HALF_P)
-    at, inside = (t * HALF)[:, None] + d[None, :], valid[:, None] & (d < HALF)[None, :]
+    d = tl.arange(0, C.HALF_P)
+    at, inside = (t * C.HALF)[:, None] + d[None, :], valid[:, None] & (d < C.HALF)[None, :]
     return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
 
 
@@ -58,13 +77,13 @@ def _store(rows, column, x, valid, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _rotate_heads(source, target, cos, sin, valid, HEADS, HALF: tl.constexpr, HALF_P: tl.constexpr):
+def _rotate_heads(source, target, cos, sin, valid, HEADS, C: tl.constexpr):
     """Rotate heads side by side, from rows at `source` to rows at `target`."""
     for h in range(HEADS):
-        a = _load(source, 2 * h * HALF, valid, HALF, HALF_P)
-        b = _load(source, 2 * h * HALF + HALF, valid, HALF, HALF_P)
-        _store(target, 2 * h * HALF, a * cos - b * sin, valid, HALF, HALF_P)
-        _store(target, 2 * h * HALF + HALF, b * cos + a * sin, valid, HALF, HALF_P)
+        a = _load(source, 2 * h * C.HALF, valid, C.HALF, C.HALF_P)
+        b = _load(source, 2 * h * C.HALF + C.HALF, valid, C.HALF, C.HALF_P)
+        _store(target, 2 * h * C.HALF, a * cos - b * sin, valid, C.HALF, C.HALF_P)
+        _store(target, 2 * h * C.HALF + C.HALF, b * cos + a * sin, valid, C.HALF, C.HALF_P)
 
 
 @triton.jit
@@ -75,241 +94,253 @@ def _copy_heads(source, target, valid, HEADS, SIZE: tl.constexpr, PADDED: tl.con
 
 
 @triton.jit
-def _rotate_copy(
-    packed, k, v, row, cos, sin, valid, COPY: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, COPIES: tl.constexpr, HALF: tl.constexpr, VALUE: tl.constexpr,
-    HALF_P: tl.constexpr, VALUE_P: tl.constexpr,
-):  # fmt: skip
-    """One copy's rotated keys, and its values; nothing where k is None."""
+def _set_columns(packed, SET: tl.constexpr, C: tl.constexpr):
+    """Where keys and values of a set begin in rows at `packed`."""
+    KEYS: tl.constexpr = 2 * C.HALF
+    keys = packed + KEYS * (C.HEADS + SET * C.KV_HEADS)
+    values = packed + KEYS * (C.HEADS + C.SETS * C.KV_HEADS) + SET * C.KV_HEADS * C.VALUE
+    return keys, values
+
+
+@triton.jit
+def _rotate_set(packed, k, v, row, cos, sin, valid, SET: tl.constexpr, C: tl.constexpr):
+    """Rotated keys and the values of a set; nothing where k is None."""
     if k is not None:
-        keys = packed + 2 * HALF * (HEADS + COPY * KV_HEADS)
-        _rotate_heads(
-            keys, k + row * (KV_HEADS * 2 * HALF), cos, sin, valid, KV_HEADS, HALF, HALF_P
-        )
-        values = packed + 2 * HALF * (HEADS + COPIES * KV_HEADS) + COPY * KV_HEADS * VALUE
-        _copy_heads(values, v + row * (KV_HEADS * VALUE), valid, KV_HEADS, VALUE, VALUE_P)
+        keys, values = _set_columns(packed, SET, C)
+        k_rows = k + row * (C.KV_HEADS * 2 * C.HALF)
+        _rotate_heads(keys, k_rows, cos, sin, valid, C.KV_HEADS, C)
+        v_rows = v + row * (C.KV_HEADS * C.VALUE)
+        _copy_heads(values, v_rows, valid, C.KV_HEADS, C.VALUE, C.VALUE_P)
 
 
 @kernel
 def rotary_kernel(
     packed, cos, sin, q, gates, k_raw, v_raw, k_0, v_0, k_1, v_1, k_2, v_2, seq_len,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr,
-    HALF: tl.constexpr, VALUE: tl.constexpr, GATES: tl.constexpr, HALF_P: tl.constexpr,
-    VALUE_P: tl.constexpr, REST_P: tl.constexpr, TOKENS: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """All outputs by token; k_raw and v_raw are the pre-RoPE first copy."""
-    t, row, valid = _tile(seq_len, TOKENS)
-    c, s = _tables(cos, sin, t, valid, HALF, HALF_P)
-    packed += row * WIDTH  # [TOKENS]
-    _rotate_heads(packed, q + row * (HEADS * 2 * HALF), c, s, valid, HEADS, HALF, HALF_P)
+    """All outputs by token; k_raw and v_raw are the pre-RoPE first set."""
+    t, row, valid = _tile(seq_len, C.TOKENS)
+    c, s = _tables(cos, sin, t, valid, C)
+    packed += row * C.WIDTH  # [TOKENS]
+    _rotate_heads(packed, q + row * (C.HEADS * 2 * C.HALF), c, s, valid, C.HEADS, C)
     if k_raw is not None:
-        keys = packed + 2 * HALF * HEADS
-        _copy_heads(keys, k_raw + row * (KV_HEADS * 2 * HALF), valid, 2 * KV_HEADS, HALF, HALF_P)
-        values = packed + 2 * HALF * (HEADS + COPIES * KV_HEADS)
-        _copy_heads(values, v_raw + row * (KV_HEADS * VALUE), valid, KV_HEADS, VALUE, VALUE_P)
-    _rotate_copy(packed, k_0, v_0, row, c, s, valid, 0, HEADS, KV_HEADS, COPIES, HALF, VALUE,
-                 HALF_P, VALUE_P)  # fmt: skip
-    _rotate_copy(packed, k_1, v_1, row, c, s, valid, 1, HEADS, KV_HEADS, COPIES, HALF, VALUE,
-                 HALF_P, VALUE_P)  # fmt: skip
-    _rotate_copy(packed, k_2, v_2, row, c, s, valid, 2, HEADS, KV_HEADS, COPIES, HALF, VALUE,
-                 HALF_P, VALUE_P)  # fmt: skip
-    if GATES > 0:
-        first = 2 * HALF * HEADS + COPIES * KV_HEADS * (2 * HALF + VALUE)
-        logits = _load(packed, first, valid, GATES, REST_P)
-        _store(gates + row * GATES, 0, tl.sigmoid(logits), valid, GATES, REST_P)
+        keys, values = _set_columns(packed, 0, C)
+        k_rows = k_raw + row * (C.KV_HEADS * 2 * C.HALF)
+        _copy_heads(keys, k_rows, valid, 2 * C.KV_HEADS, C.HALF, C.HALF_P)
+        v_rows = v_raw + row * (C.KV_HEADS * C.VALUE)
+        _copy_heads(values, v_rows, valid, C.KV_HEADS, C.VALUE, C.VALUE_P)
+    _rotate_set(packed, k_0, v_0, row, c, s, valid, 0, C)
+    _rotate_set(packed, k_1, v_1, row, c, s, valid, 1, C)
+    _rotate_set(packed, k_2, v_2, row, c, s, valid, 2, C)
+    if C.GATES > 0:
+        first = 2 * C.HALF * C.HEADS + C.SETS * C.KV_HEADS * (2 * C.HALF + C.VALUE)
+        logits = _load(packed, first, valid, C.GATES, C.REST_P)
+        _store(gates + row * C.GATES, 0, tl.sigmoid(logits), valid, C.GATES, C.REST_P)
 
 
 @kernel
 def pool_kernel(
-    keys, values, cos, sin, block_tokens, k_cmp, v_cmp, seq_len, key_len,
-    WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, VALUE: tl.constexpr,
-    HALF_P: tl.constexpr, VALUE_P: tl.constexpr, LEN: tl.constexpr, TOKENS: tl.constexpr,
+    keys, values, cos, sin, block_tokens, k_cmp, v_cmp, seq_len, key_len, C: tl.constexpr,
 ):  # fmt: skip
     """The means of one block's rotated keys and of its values, both columns of the projection."""
+    HALF_P: tl.constexpr = C.HALF_P
+    VALUE_P: tl.constexpr = C.VALUE_P
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     out = batch * key_len + block
-    k_cmp += out * (KV_HEADS * 2 * HALF)
-    v_cmp += out * (KV_HEADS * VALUE)
+    k_cmp += out * (C.KV_HEADS * 2 * C.HALF)
+    v_cmp += out * (C.KV_HEADS * C.VALUE)
     d, e = tl.arange(0, HALF_P), tl.arange(0, VALUE_P)
-    for h in range(KV_HEADS):
+    for h in range(C.KV_HEADS):
         low, high = tl.zeros([HALF_P], tl.float32), tl.zeros([HALF_P], tl.float32)  # [HALF_P]
         value = tl.zeros([VALUE_P], tl.float32)
-        for first in range(0, LEN, TOKENS):
-            i = first + tl.arange(0, TOKENS)
-            valid = i < LEN
-            t = tl.load(block_tokens + block.to(tl.int64) * LEN + i, mask=valid, other=0)
-            c, s = _tables(cos, sin, t, valid, HALF, HALF_P)
-            at = (batch * seq_len + t) * WIDTH  # [TOKENS]
-            a = _load(keys + at, 2 * h * HALF, valid, HALF, HALF_P)  # [TOKENS, HALF_P]
-            b = _load(keys + at, 2 * h * HALF + HALF, valid, HALF, HALF_P)  # [TOKENS, HALF_P]
+        for first in range(0, C.LEN, C.TOKENS):
+            i = first + tl.arange(0, C.TOKENS)
+            valid = i < C.LEN
+            t = tl.load(block_tokens + block.to(tl.int64) * C.LEN + i, mask=valid, other=0)
+            c, s = _tables(cos, sin, t, valid, C)
+            at = (batch * seq_len + t) * C.WIDTH  # [TOKENS]
+            a = _load(keys + at, 2 * h * C.HALF, valid, C.HALF, HALF_P)  # [TOKENS, HALF_P]
+            b = _load(keys + at, 2 * h * C.HALF + C.HALF, valid, C.HALF, HALF_P)
             low += tl.sum(a * c - b * s, 0)
             high += tl.sum(b * c + a * s, 0)
-            value += tl.sum(_load(values + at, h * VALUE, valid, VALUE, VALUE_P), 0)
-        k_at, v_at = k_cmp + 2 * h * HALF + d, v_cmp + h * VALUE + e
-        tl.store(k_at, (low / LEN).to(k_cmp.dtype.element_ty), mask=d < HALF)
-        tl.store(k_at + HALF, (high / LEN).to(k_cmp.dtype.element_ty), mask=d < HALF)
-        tl.store(v_at, (value / LEN).to(v_cmp.dtype.element_ty), mask=e < VALUE)
+            value += tl.sum(_load(values + at, h * C.VALUE, valid, C.VALUE, VALUE_P), 0)
+        k_at, v_at = k_cmp + 2 * h * C.HALF + d, v_cmp + h * C.VALUE + e
+        tl.store(k_at, (low / C.LEN).to(k_cmp.dtype.element_ty), mask=d < C.HALF)
+        tl.store(k_at + C.HALF, (high / C.LEN).to(k_cmp.dtype.element_ty), mask=d < C.HALF)
+        tl.store(v_at, (value / C.LEN).to(v_cmp.dtype.element_ty), mask=e < C.VALUE)
 
 
 @triton.jit
 def _unpool(
     gradient, token_blocks, t, batch, column, key_len, valid,
-    STRIDE: tl.constexpr, LEN: tl.constexpr, COVER: tl.constexpr,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    STRIDE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The tokens' gradient from the means of the blocks that cover them, [TOKENS, PADDED]."""
+    TOKENS: tl.constexpr = C.TOKENS
     total = tl.zeros([TOKENS, PADDED], tl.float32)
-    for c in range(COVER):
-        block = tl.load(token_blocks + t.to(tl.int64) * COVER + c, mask=valid, other=-1)
+    for c in range(C.COVER):
+        block = tl.load(token_blocks + t.to(tl.int64) * C.COVER + c, mask=valid, other=-1)
         rows = gradient + (batch * key_len + block) * STRIDE
         total += _load(rows, column, block >= 0, SIZE, PADDED)
-    return total / LEN
+    return total / C.LEN
 
 
 @triton.jit
-def _copy_gradients(
+def _set_gradients(
     packed, dk, dv, dk_raw, dv_raw, dk_cmp, dv_cmp, token_blocks, t, row, batch, cos, sin,
-    key_len, valid,
-    COPY: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr,
-    HALF: tl.constexpr, VALUE: tl.constexpr, HALF_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, COVER: tl.constexpr, TOKENS: tl.constexpr,
+    key_len, valid, SET: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One copy's columns of the gradient.
+    """The columns of a set's keys and values in the gradient.
 
-    Each source may be absent: by token (dk, dv None), pre-RoPE (dk_raw, dv_raw None), by block (LEN
-    0). Keys' gradients are summed in float32 and rotated back once.
+    Each source may be absent, None: by token (dk, dv), pre-RoPE (dk_raw, dv_raw), by block (dk_cmp,
+    dv_cmp). Keys' gradients are summed in float32 and rotated back once.
     """
-    KEYS: tl.constexpr = KV_HEADS * 2 * HALF
-    VALUES: tl.constexpr = KV_HEADS * VALUE
-    keys = packed + 2 * HALF * HEADS + COPY * KEYS
-    values = packed + 2 * HALF * HEADS + COPIES * KEYS + COPY * VALUES
-    for h in range(KV_HEADS):
-        at = 2 * h * HALF
+    TOKENS: tl.constexpr = C.TOKENS
+    HALF_P: tl.constexpr = C.HALF_P
+    VALUE_P: tl.constexpr = C.VALUE_P
+    KEYS: tl.constexpr = C.KV_HEADS * 2 * C.HALF
+    VALUES: tl.constexpr = C.KV_HEADS * C.VALUE
+    keys, values = _set_columns(packed, SET, C)
+    for h in range(C.KV_HEADS):
+        at = 2 * h * C.HALF
         a, b = tl.zeros([TOKENS, HALF_P], tl.float32), tl.zeros([TOKENS, HALF_P], tl.float32)
         value = tl.zeros([TOKENS, VALUE_P], tl.float32)
         if dk is not None:
-            a += _load(dk + row * KEYS, at, valid, HALF, HALF_P)
-            b += _load(dk + row * KEYS, at + HALF, valid, HALF, HALF_P)
-            value += _load(dv + row * VALUES, h * VALUE, valid, VALUE, VALUE_P)
-        if LEN > 0:
-            a += _unpool(dk_cmp, token_blocks, t, batch, at, key_len, valid, KEYS, LEN, COVER,
-                         HALF, HALF_P, TOKENS)  # fmt: skip
-            b += _unpool(dk_cmp, token_blocks, t, batch, at + HALF, key_len, valid, KEYS, LEN,
-                         COVER, HALF, HALF_P, TOKENS)  # fmt: skip
-            value += _unpool(dv_cmp, token_blocks, t, batch, h * VALUE, key_len, valid, VALUES,
-                             LEN, COVER, VALUE, VALUE_P, TOKENS)  # fmt: skip
+            a += _load(dk + row * KEYS, at, valid, C.HALF, HALF_P)
+            b += _load(dk + row * KEYS, at + C.HALF, valid, C.HALF, HALF_P)
+            value += _load(dv + row * VALUES, h * C.VALUE, valid, C.VALUE, VALUE_P)
+        if dk_cmp is not None:
+            a += _unpool(dk_cmp, token_blocks, t, batch, at, key_len, valid, KEYS,
+                         C.HALF, HALF_P, C)  # fmt: skip
+            b += _unpool(dk_cmp, token_blocks, t, batch, at + C.HALF, key_len, valid, KEYS,
+                         C.HALF, HALF_P, C)  # fmt: skip
+            value += _unpool(dv_cmp, token_blocks, t, batch, h * C.VALUE, key_len, valid, VALUES,
+                             C.VALUE, VALUE_P, C)  # fmt: skip
         low, high = a * cos + b * sin, b * cos - a * sin
         if dk_raw is not None:
-            low += _load(dk_raw + row * KEYS, at, valid, HALF, HALF_P)
-            high += _load(dk_raw + row * KEYS, at + HALF, valid, HALF, HALF_P)
-            value += _load(dv_raw + row * VALUES, h * VALUE, valid, VALUE, VALUE_P)
-        _store(keys, at, low, valid, HALF, HALF_P)
-        _store(keys, at + HALF, high, valid, HALF, HALF_P)
-        _store(values, h * VALUE, value, valid, VALUE, VALUE_P)
+            low += _load(dk_raw + row * KEYS, at, valid, C.HALF, HALF_P)
+            high += _load(dk_raw + row * KEYS, at + C.HALF, valid, C.HALF, HALF_P)
+            value += _load(dv_raw + row * VALUES, h * C.VALUE, valid, C.VALUE, VALUE_P)
+        _store(keys, at, low, valid, C.HALF, HALF_P)
+        _store(keys, at + C.HALF, high, valid, C.HALF, HALF_P)
+        _store(values, h * C.VALUE, value, valid, C.VALUE, VALUE_P)
 
 
 @kernel
 def rotary_backward_kernel(
     packed, cos, sin, token_blocks, gates, dq, dgates, dk_cmp, dv_cmp, dk_raw, dv_raw,
-    dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, seq_len, key_len,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr,
-    HALF: tl.constexpr, VALUE: tl.constexpr, GATES: tl.constexpr, HALF_P: tl.constexpr,
-    VALUE_P: tl.constexpr, REST_P: tl.constexpr, LEN: tl.constexpr, COVER: tl.constexpr,
-    TOKENS: tl.constexpr,
+    dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, seq_len, key_len, C: tl.constexpr,
 ):  # fmt: skip
     """Write the projection's gradient to `packed`: every column once, padding too."""
+    TOKENS: tl.constexpr = C.TOKENS
+    REST_P: tl.constexpr = C.REST_P
     t, row, valid = _tile(seq_len, TOKENS)
     batch = tl.program_id(1).to(tl.int64)
-    c, s = _tables(cos, sin, t, valid, HALF, HALF_P)
-    packed += row * WIDTH  # [TOKENS]
-    _rotate_heads(dq + row * (HEADS * 2 * HALF), packed, c, -s, valid, HEADS, HALF, HALF_P)
-    _copy_gradients(
-        packed, dk_0, dv_0, dk_raw, dv_raw, dk_cmp, dv_cmp, token_blocks, t, row, batch, c, s,
-        key_len, valid, 0, HEADS, KV_HEADS, COPIES, HALF, VALUE, HALF_P, VALUE_P, LEN, COVER,
-        TOKENS,
-    )  # fmt: skip
-    if COPIES > 1:
-        _copy_gradients(
-            packed, dk_1, dv_1, None, None, None, None, None, t, row, batch, c, s,
-            key_len, valid, 1, HEADS, KV_HEADS, COPIES, HALF, VALUE, HALF_P, VALUE_P, 0, 0, TOKENS,
-        )  # fmt: skip
-    if COPIES > 2:
-        _copy_gradients(
-            packed, dk_2, dv_2, None, None, None, None, None, t, row, batch, c, s,
-            key_len, valid, 2, HEADS, KV_HEADS, COPIES, HALF, VALUE, HALF_P, VALUE_P, 0, 0, TOKENS,
-        )  # fmt: skip
-    FIRST: tl.constexpr = 2 * HALF * HEADS + COPIES * KV_HEADS * (2 * HALF + VALUE)
-    if WIDTH > FIRST:
+    c, s = _tables(cos, sin, t, valid, C)
+    packed += row * C.WIDTH  # [TOKENS]
+    _rotate_heads(dq + row * (C.HEADS * 2 * C.HALF), packed, c, -s, valid, C.HEADS, C)
+    _set_gradients(packed, dk_0, dv_0, dk_raw, dv_raw, dk_cmp, dv_cmp, token_blocks, t, row, batch,
+                   c, s, key_len, valid, 0, C)  # fmt: skip
+    if C.SETS > 1:
+        _set_gradients(packed, dk_1, dv_1, None, None, None, None, None, t, row, batch,
+                       c, s, key_len, valid, 1, C)  # fmt: skip
+    if C.SETS > 2:
+        _set_gradients(packed, dk_2, dv_2, None, None, None, None, None, t, row, batch,
+                       c, s, key_len, valid, 2, C)  # fmt: skip
+    FIRST: tl.constexpr = 2 * C.HALF * C.HEADS + C.SETS * C.KV_HEADS * (2 * C.HALF + C.VALUE)
+    if C.WIDTH > FIRST:
         gradient = tl.zeros([TOKENS, REST_P], tl.float32)  # of gate logits and padding
-        if GATES > 0:
-            g = _load(gates + row * GATES, 0, valid, GATES, REST_P)
-            gradient += g * (1 - g) * _load(dgates + row * GATES, 0, valid, GATES, REST_P)
-        _store(packed, FIRST, gradient, valid, WIDTH - FIRST, REST_P)
+        if C.GATES > 0:
+            g = _load(gates + row * C.GATES, 0, valid, C.GATES, REST_P)
+            gradient += g * (1 - g) * _load(dgates + row * C.GATES, 0, valid, C.GATES, REST_P)
+        _store(packed, FIRST, gradient, valid, C.WIDTH - FIRST, REST_P)
 
 
 def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     """The outputs in the order of `RotaryPoolInputs.empty_outputs`."""
-    layout, outputs = x.read_layout(), x.empty_outputs()
-    arguments, constants, config = _arguments(x)
-    arguments |= {"packed": x.packed.contiguous()} | _by_name(layout, outputs)
-    batch, seq_len, _ = x.packed.shape
-    grid = cdiv(seq_len, config.rows), batch
-    launch(rotary_kernel, grid, arguments, constants, config)
+    layout, outputs, sizes = x.read_layout(), x.empty_outputs(), _sizes(x)
+    q, gates, k_cmp, v_cmp, k_0, v_0, k_1, v_1, k_2, v_2 = _present(outputs)
+    k_raw, v_raw = (None, None) if layout.mean else (k_cmp, v_cmp)
+    packed, cos, sin = x.packed.contiguous(), x.cos.contiguous(), x.sin.contiguous()
+    batch, seq_len, _ = packed.shape
+    config = Config(sizes.TOKENS, 0, 4, 1)
+    launch(
+        rotary_kernel, (cdiv(seq_len, config.rows), batch), config,
+        packed=packed, cos=cos, sin=sin, q=q, gates=gates, k_raw=k_raw, v_raw=v_raw,
+        k_0=k_0, v_0=v_0, k_1=k_1, v_1=v_1, k_2=k_2, v_2=v_2, seq_len=seq_len,
+        C=sizes._replace(LEN=0, COVER=0),
+    )  # fmt: skip
     if layout.mean:
-        tokens = min(MAX_TOKENS, next_power_of_2(constants["LEN"]))
-        _, keys, values, _ = layout.parts(arguments["packed"])
-        arguments |= {"keys": keys[:, :, 0], "values": values[:, :, 0]}  # of the first copy
-        grid = arguments["key_len"], batch
-        launch(pool_kernel, grid, arguments, constants | {"TOKENS": tokens}, config)
+        assert x.block_tokens is not None
+        key_len, length = x.block_tokens.shape
+        _, keys, values, _ = layout.parts(packed)
+        tokens = min(MAX_TOKENS, next_power_of_2(length))
+        launch(
+            pool_kernel, (key_len, batch), config,
+            keys=keys[:, :, 0], values=values[:, :, 0],  # of the first set
+            cos=cos, sin=sin, block_tokens=x.block_tokens.contiguous(), k_cmp=k_cmp, v_cmp=v_cmp,
+            seq_len=seq_len, key_len=key_len, C=sizes._replace(TOKENS=tokens, COVER=0),
+        )  # fmt: skip
     return outputs
 
 
 def rotary_pool_backward(*gradients_inputs_gates: Any) -> Tensor:
     """The gradient of `packed`; the same from run to run."""
     *gradients, x, gates = gradients_inputs_gates
+    layout, sizes = x.read_layout(), _sizes(x)
     packed = torch.empty_like(x.packed, memory_format=torch.contiguous_format)
-    arguments, constants, config = _arguments(x)
-    named = _by_name(x.read_layout(), [gradient.contiguous() for gradient in gradients])
-    arguments |= {"packed": packed, "gates": gates if constants["GATES"] else None}
-    arguments |= {f"d{name}": gradient for name, gradient in named.items()}
+    dq, dgates, dk_cmp, dv_cmp, dk_0, dv_0, dk_1, dv_1, dk_2, dv_2 = _present(gradients)
+    token_blocks = dk_raw = dv_raw = None
+    if layout.mean:
+        token_blocks = x.token_blocks.contiguous()
+    else:
+        dk_raw, dv_raw, dk_cmp, dv_cmp = dk_cmp, dv_cmp, None, None
     batch, seq_len, _ = packed.shape
-    grid = cdiv(seq_len, config.rows), batch
-    launch(rotary_backward_kernel, grid, arguments, constants, config)
+    config = Config(sizes.TOKENS, 0, 4, 1)
+    launch(
+        rotary_backward_kernel, (cdiv(seq_len, config.rows), batch), config,
+        packed=packed, cos=x.cos.contiguous(), sin=x.sin.contiguous(), token_blocks=token_blocks,
+        gates=gates if sizes.GATES else None, dq=dq, dgates=dgates,
+        dk_cmp=dk_cmp, dv_cmp=dv_cmp, dk_raw=dk_raw, dv_raw=dv_raw,
+        dk_0=dk_0, dv_0=dv_0, dk_1=dk_1, dv_1=dv_1, dk_2=dk_2, dv_2=dv_2,
+        seq_len=seq_len, key_len=x.block_tokens.shape[0] if layout.mean else 0, C=sizes,
+    )  # fmt: skip
     return packed
 
 
-def _by_name(layout: PackedLayout, outputs: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """The outputs, or their gradients, as kernels name them; None for those without elements."""
-    compressed, other = ("cmp", "raw") if layout.mean else ("raw", "cmp")
-    names = ["q", "gates", *(f"{x}_{y}" for y in (compressed, 0, 1, 2) for x in "kv")]
-    named = zip(names, outputs, layout.present, strict=True)
-    absent = {f"k_{other}": None, f"v_{other}": None}
-    return absent | {name: tensor if present else None for name, tensor, present in named}
+def _present(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """None for outputs that the layout lacks, or for their gradients: they have no elements."""
+    return [y if y.numel() else None for y in tensors]
 
 
-def _arguments(x: RotaryPoolInputs) -> tuple[dict[str, Any], dict[str, Any], Config]:
-    """What the kernels take besides `packed` and outputs: arguments, constants and a tile."""
-    layout, (_, seq_len, width) = x.read_layout(), x.packed.shape
+def _sizes(x: RotaryPoolInputs) -> Sizes:
+    layout, width = x.read_layout(), x.packed.shape[2]
+    if not layout.mean:
+        return _cached_sizes(layout, width, 0, 0)
+    assert x.block_tokens is not None
+    assert x.token_blocks is not None
+    return _cached_sizes(layout, width, x.block_tokens.shape[1], x.token_blocks.shape[1])
+
+
+@lru_cache(maxsize=256)
+def _cached_sizes(layout: PackedLayout, width: int, length: int, cover: int) -> Sizes:
     half = layout.key_dim // 2
-    half_p, value_p = next_power_of_2(half), next_power_of_2(layout.value_dim)
-    rest_p = next_power_of_2(max(1, width - sum(layout.columns[:3])))
-    arguments = {"cos": x.cos.contiguous(), "sin": x.sin.contiguous(), "seq_len": seq_len}
-    arguments |= {"block_tokens": None, "token_blocks": None, "key_len": 0}
-    blocks = length = cover = 0
-    if layout.mean:
-        assert x.block_tokens is not None
-        assert x.token_blocks is not None
-        (blocks, length), (_, cover) = x.block_tokens.shape, x.token_blocks.shape
-        arguments |= {"block_tokens": x.block_tokens.contiguous(), "key_len": blocks}
-        arguments |= {"token_blocks": x.token_blocks.contiguous()}
-    tokens = min(MAX_TOKENS, max(1, TILE // half_p))
-    constants = {
-        **{"WIDTH": width, "HEADS": layout.heads, "KV_HEADS": layout.kv_heads},
-        **{"COPIES": layout.copies, "HALF": half, "VALUE": layout.value_dim},
-        **{"GATES": layout.heads * layout.gates, "LEN": length, "COVER": cover},
-        **{"HALF_P": half_p, "VALUE_P": value_p, "REST_P": rest_p, "TOKENS": tokens},
-    }
-    return arguments, constants, Config(tokens, 0, 4, 1)
+    half_p = next_power_of_2(half)
+    return Sizes(
+        WIDTH=width,
+        HEADS=layout.heads,
+        KV_HEADS=layout.kv_heads,
+        SETS=layout.kv_sets,
+        HALF=half,
+        VALUE=layout.value_dim,
+        GATES=layout.heads * layout.gates,
+        HALF_P=half_p,
+        VALUE_P=next_power_of_2(layout.value_dim),
+        REST_P=next_power_of_2(max(1, width - sum(layout.columns[:3]))),
+        TOKENS=min(MAX_TOKENS, max(1, TILE // half_p)),
+        LEN=length,
+        COVER=cover,
+    )
 
 
 triton_rotary_pool = register(

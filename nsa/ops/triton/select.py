@@ -16,16 +16,15 @@ from nsa.ops.custom_op import register
 from nsa.ops.inputs import SelectionInputs
 from nsa.ops.triton.common import (
     LOG2E,
-    Constants,
-    document_arguments,
+    constants_of,
+    document_offsets,
     document_tile,
     dot,
     kernel,
     keys_before,
     load_rows,
-    pattern,
+    max_tiles,
     probabilities,
-    slots,
     span,
     visible,
 )
@@ -161,25 +160,21 @@ def select_kernel(
 
 def select_forward(x: SelectionInputs) -> Tensor:
     """The blocks that each query selects: int32 [B, T, Hkv, n]."""
-    (batch, queries, heads, size), groups, spec = x.q.shape, x.k_cmp.shape[2], x.spec
+    (batch, queries, _, size), groups, spec = x.q.shape, x.k_cmp.shape[2], x.spec
     out = x.empty_index()
     config = choose_config("select", (padded_size(size), 0), x.q, x.seq_len)
     blocks = max(16, next_power_of_2(spec.select_blocks_len(x.seq_len)))
-    constants = Constants(
-        *(groups, heads // groups, size, 0, padded_size(size), 0),
-        **pattern(spec),
-        QUERIES=config.rows,
-        BLOCKS=min(config.keys, blocks),
-    )
+    cu, documents = document_offsets(x.cu_seqlens)
     launch(
-        select_kernel,
-        (slots(queries, config.rows, x.cu_seqlens), groups, batch),
-        {"q": x.q.contiguous(), "k": x.k_cmp.contiguous(), "lse": x.lse.contiguous(), "out": out}
-        | document_arguments(x.seq_len, x.cu_seqlens)
-        | {"q_len": queries, "key_len": x.k_cmp.shape[1], "scale": x.scale * LOG2E},
-        {"C": constants, "TOP_P": next_power_of_2(spec.select_top)},
-        config,
-    )
+        select_kernel, (max_tiles(queries, config.rows, x.cu_seqlens), groups, batch), config,
+        q=x.q.contiguous(), k=x.k_cmp.contiguous(), lse=x.lse.contiguous(), out=out, cu=cu,
+        q_len=queries, seq_len=x.seq_len, key_len=x.k_cmp.shape[1], documents=documents,
+        scale=x.scale * LOG2E,
+        C=constants_of(
+            x.q, x.k_cmp, spec=spec, QUERIES=config.rows, BLOCKS=min(config.keys, blocks)
+        ),
+        TOP_P=next_power_of_2(spec.select_top),
+    )  # fmt: skip
     return out
 
 

@@ -11,13 +11,11 @@ host. Packed documents number their blocks from start // SELECT + document on, a
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.common import document_arguments, document_tile, kernel, slots
+from nsa.ops.triton.common import document_offsets, document_tile, kernel, max_tiles
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.spec import NSASpec
@@ -166,27 +164,25 @@ def lists_kernel(
 
 def blocks_by_tile(
     block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec, queries: int
-) -> dict[str, Any]:
-    """Unite the blocks of each tile of `queries`; return arguments for selected.py's kernels."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unite the blocks of each tile of `queries`: (blocks, members, counts).
+
+    blocks and members [B, tiles, Hkv, list_len]; counts [B, tiles, Hkv] of them are written.
+    """
     batch, seq_len, groups, top = block_index.shape
-    tiles = slots(seq_len, queries, cu_seqlens)
+    tiles = max_tiles(seq_len, queries, cu_seqlens)
     list_len = min(queries * top, spec.select_blocks_len(seq_len))
     blocks, members = (block_index.new_empty(batch, tiles, groups, list_len) for _ in range(2))
     counts = block_index.new_empty(batch, tiles, groups)
-    lists = {"blocks": blocks, "members": members, "counts": counts, "list_len": list_len}
-    queries_p = next_power_of_2(queries)
+    queries_p, (cu, documents) = next_power_of_2(queries), document_offsets(cu_seqlens)
     launch(
-        union_kernel,
-        (tiles, groups, batch),
-        {"index": block_index.contiguous()} | lists | document_arguments(seq_len, cu_seqlens),
-        {
-            **{"TOP": top, "SELECT": spec.select_len},
-            **{"QUERIES": queries, "QUERIES_P": queries_p},
-            **{"WORDS": _words(spec.select_blocks_len(seq_len), queries_p)},
-        },
-        Config(queries, 0, 4, 1),
-    )
-    return lists
+        union_kernel, (tiles, groups, batch), Config(queries, 0, 4, 1),
+        index=block_index.contiguous(), blocks=blocks, members=members, counts=counts, cu=cu,
+        seq_len=seq_len, documents=documents, list_len=list_len,
+        TOP=top, SELECT=spec.select_len, QUERIES=queries, QUERIES_P=queries_p,
+        WORDS=_words(spec.select_blocks_len(seq_len), queries_p),
+    )  # fmt: skip
+    return blocks, members, counts
 
 
 def queries_by_block(
@@ -198,24 +194,32 @@ def queries_by_block(
     blocks of 64, which is 8 KB at 2,048 tokens, 8 MB at 65,536 and 2 GB at a million.
     """
     batch, seq_len, groups, top = block_index.shape
-    total = slots(seq_len, spec.select_len, cu_seqlens)
-    words = slots(seq_len, WORD, cu_seqlens)
-    arguments = {
-        **{"index": block_index.contiguous(), "total_blocks": total, "words": words},
-        **{"members": block_index.new_empty(batch, groups, total, words)},
-        **{"totals": block_index.new_empty(batch, groups, total)},
-        **{"offsets": block_index.new_empty(batch, groups, total + 1)},
-        **{"queries": block_index.new_empty(batch, groups, seq_len * top)},
-        **{"list_len": seq_len * top},
-        **document_arguments(seq_len, cu_seqlens),
-    }
-    constants = {"TOP": top, "SELECT": spec.select_len, "WORD": WORD}
-    by_word = constants | {"WORDS": _words(spec.select_blocks_len(seq_len), WORD)}
-    launch(members_kernel, (words, groups, batch), arguments, by_word, Config(WORD, 0, 4, 1))
-    by_block, grid = constants | {"STEP": STEP}, (total, groups * batch)
-    launch(totals_kernel, grid, arguments, by_block, Config(STEP, 0, 4, 1))
-    launch(lists_kernel, grid, arguments, by_block, Config(STEP, 0, 4, 1))
-    return arguments["offsets"], arguments["queries"]
+    total = max_tiles(seq_len, spec.select_len, cu_seqlens)
+    words = max_tiles(seq_len, WORD, cu_seqlens)
+    members = block_index.new_empty(batch, groups, total, words)
+    totals = block_index.new_empty(batch, groups, total)
+    offsets = block_index.new_empty(batch, groups, total + 1)
+    queries = block_index.new_empty(batch, groups, seq_len * top)
+    cu, documents = document_offsets(cu_seqlens)
+    launch(
+        members_kernel, (words, groups, batch), Config(WORD, 0, 4, 1),
+        index=block_index.contiguous(), members=members, cu=cu,
+        seq_len=seq_len, documents=documents, total_blocks=total,
+        TOP=top, SELECT=spec.select_len, WORD=WORD,
+        WORDS=_words(spec.select_blocks_len(seq_len), WORD),
+    )  # fmt: skip
+    launch(
+        totals_kernel, (total, groups * batch), Config(STEP, 0, 4, 1),
+        members=members, totals=totals, cu=cu, seq_len=seq_len, documents=documents, words=words,
+        SELECT=spec.select_len, WORD=WORD, STEP=STEP,
+    )  # fmt: skip
+    launch(
+        lists_kernel, (total, groups * batch), Config(STEP, 0, 4, 1),
+        members=members, totals=totals, offsets=offsets, queries=queries, cu=cu,
+        seq_len=seq_len, documents=documents, words=words, list_len=seq_len * top,
+        SELECT=spec.select_len, WORD=WORD, STEP=STEP,
+    )  # fmt: skip
+    return offsets, queries
 
 
 def _words(blocks: int, queries: int) -> int:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.triton.band_op import outputs_like
-from nsa.ops.triton.common import LOG2E, backward_rows, constants_of, document_arguments, slots
+from nsa.ops.triton.common import (
+    LOG2E,
+    Constants,
+    backward_rows,
+    constants_of,
+    document_offsets,
+    max_tiles,
+)
 from nsa.ops.triton.configs import SHORT, Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.ops.triton.selected import selected_forward_kernel, selected_queries_kernel
@@ -38,11 +45,26 @@ class Selected(NamedTuple):
     scale: float
 
 
-def selected_forward(x: Selected, gated: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
-    """(o, lse). `gated`: gates and the other branches' o, and `gated_sum`, which is written."""
+def selected_forward(
+    x: Selected,
+    o_cmp: Tensor | None = None,
+    o_win: Tensor | None = None,
+    gates: Tensor | None = None,
+    gated_sum: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse). With gates and the other branches' o, `gated_sum` is written too."""
     o, lse = outputs_like(x)
-    gated = gated or dict.fromkeys(("o_cmp", "o_win", "gates", "gated_sum"))
-    _launch_by_query("forward", x, gated | {"o": o, "lse": lse})
+    C, grid, config = _query_tiles("forward", x)
+    blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
+    cu, documents = document_offsets(x.cu_seqlens)
+    launch(
+        selected_forward_kernel, grid, config,
+        q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(), o=o, lse=lse,
+        o_cmp=o_cmp, o_win=o_win, gates=gates, gated_sum=gated_sum,
+        cu=cu, blocks=blocks, members=members, counts=counts,
+        seq_len=x.q.shape[1], documents=documents, list_len=blocks.shape[-1],
+        scale=x.scale * LOG2E, C=C,
+    )  # fmt: skip
     return o, lse
 
 
@@ -51,6 +73,7 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
+    do = do.contiguous()
     delta, lse2 = backward_rows(do, o, lse)
     return dq, *selected_gradients(do, x, lse2, delta, dq)
 
@@ -59,45 +82,39 @@ def selected_gradients(
     do: Tensor, x: Selected, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to."""
-    per_query = {"do": do.contiguous(), "lse2": lse2, "delta": delta}
-    _launch_by_query("queries", x, per_query | {"dq": dq}, add)
-    return _key_gradients(x, per_query)
+    C, grid, config = _query_tiles("queries", x)
+    blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
+    cu, documents = document_offsets(x.cu_seqlens)
+    launch(
+        selected_queries_kernel, grid, config,
+        q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(),
+        do=do, lse2=lse2, delta=delta, dq=dq,
+        cu=cu, blocks=blocks, members=members, counts=counts,
+        seq_len=x.q.shape[1], documents=documents, list_len=blocks.shape[-1],
+        scale=x.scale * LOG2E, scale_out=x.scale, C=C, ADD=add,
+    )  # fmt: skip
+    return _key_gradients(do, x, lse2, delta)
 
 
-def _arguments(x: Selected) -> dict[str, Any]:
-    """Arguments of all kernels that attend."""
-    return {
-        **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": x.v.contiguous()},
-        **document_arguments(x.q.shape[1], x.cu_seqlens),
-        **{"scale": x.scale * LOG2E, "scale_out": x.scale},
-    }
-
-
-def _launch_by_query(name: str, x: Selected, per_query: dict[str, Any], add: bool = False) -> None:
-    """Launch over tiles of queries: large ones where they share most blocks, else small ones."""
-    kernel = {"forward": selected_forward_kernel, "queries": selected_queries_kernel}[name]
-    constants, seq_len, spec = constants_of(x.q, x.k, x.v), x.q.shape[1], x.spec
+def _query_tiles(name: str, x: Selected) -> tuple[Constants, tuple[int, ...], Config]:
+    """Tiles of queries: large ones where they share most blocks, else small ones; and a grid."""
+    (batch, seq_len, groups, _), spec = x.k.shape, x.spec
+    constants = constants_of(x.q, x.k, x.v)
     dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
     operation = f"{'selected' if dense else 'gathered'}_{name}"
     config = choose_config(operation, constants.padded, x.q, seq_len)
     group = constants.GROUP
     queries = min(max(config.rows, next_power_of_2(group)) // group, MAX_QUERIES)
-    tile = {"QUERIES": queries, "ROWS": max(16, next_power_of_2(queries * group))}
-    tile["KEYS"] = _block_keys(config, spec)
-    constants = constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)
-    launch(
-        kernel,
-        (slots(seq_len, queries, x.cu_seqlens), x.k.shape[2], x.q.shape[0]),
-        _arguments(x) | per_query | blocks_by_tile(x.block_index, x.cu_seqlens, spec, queries),
-        {"C": constants, "ADD": add},
-        config,
+    rows, keys = max(16, next_power_of_2(queries * group)), _block_keys(config, spec)
+    constants = constants_of(
+        x.q, x.k, x.v, QUERIES=queries, ROWS=rows, KEYS=keys, SELECT=spec.select_len
     )
+    return constants, (max_tiles(seq_len, queries, x.cu_seqlens), groups, batch), config
 
 
-def _key_gradients(x: Selected, per_query: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _key_gradients(do: Tensor, x: Selected, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     (batch, seq_len, groups, _), spec = x.k.shape, x.spec
-    constants = constants_of(x.q, x.k, x.v)
-    config = choose_config("selected_keys", constants.padded, x.k, seq_len)
+    config = choose_config("selected_keys", constants_of(x.q, x.k, x.v).padded, x.k, seq_len)
     keys = _block_keys(config, spec)
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
@@ -108,22 +125,33 @@ def _key_gradients(x: Selected, per_query: dict[str, Any]) -> tuple[Tensor, Tens
     # No list is longer than the sequence, so short ones leave no parts.
     parts = seq_len > chunk
     part_rows = (2 * seq_len * spec.select_top // chunk + 1) * spec.select_len if parts else 1
-    arguments = _arguments(x) | per_query
-    for name, y in (("dk", x.k), ("dv", x.v)):
-        part = y.new_empty(batch, part_rows, groups, y.shape[-1], dtype=torch.float32)
-        gradient = torch.empty_like(y, memory_format=torch.contiguous_format)
-        arguments |= {name: gradient, f"{name}_part": part}
-    arguments |= {"part_rows": part_rows, "offsets": offsets, "total_blocks": total_blocks}
-    arguments |= {"queries": queries, "list_len": queries.shape[-1]}
-    tile = {"ROWS": config.rows, "KEYS": keys, "CHUNK": chunk}
-    fixed = {"C": constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)}
+    dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
+    dk_part, dv_part = (
+        y.new_empty(batch, part_rows, groups, y.shape[-1], dtype=torch.float32) for y in (x.k, x.v)
+    )
+    cu, documents = document_offsets(x.cu_seqlens)
+    C = constants_of(
+        x.q, x.k, x.v, ROWS=config.rows, KEYS=keys, CHUNK=chunk, SELECT=spec.select_len
+    )
     steps, heads = cdiv(spec.select_len, keys), groups * batch
     programs = (seq_len * spec.select_top // chunk + total_blocks) * steps
-    grid = (heads, programs) if short else (programs, heads)
-    launch(selected_keys_kernel, grid, arguments, fixed | {"HEADS_FIRST": short}, config)
+    launch(
+        selected_keys_kernel, (heads, programs) if short else (programs, heads), config,
+        q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(),
+        do=do, lse2=lse2, delta=delta, dk=dk, dv=dv, dk_part=dk_part, dv_part=dv_part,
+        cu=cu, offsets=offsets, queries=queries,
+        seq_len=seq_len, documents=documents, total_blocks=total_blocks,
+        list_len=queries.shape[-1], part_rows=part_rows,
+        scale=x.scale * LOG2E, scale_out=x.scale, C=C, HEADS_FIRST=short,
+    )  # fmt: skip
     if parts:
-        launch(add_parts_kernel, (total_blocks, steps, heads), arguments, fixed, config)
-    return arguments["dk"], arguments["dv"]
+        launch(
+            add_parts_kernel, (total_blocks, steps, heads), config,
+            dk=dk, dv=dv, dk_part=dk_part, dv_part=dv_part, cu=cu, offsets=offsets,
+            seq_len=seq_len, documents=documents, total_blocks=total_blocks,
+            part_rows=part_rows, C=C,
+        )  # fmt: skip
+    return dk, dv
 
 
 def _block_keys(config: Config, spec: NSASpec) -> int:

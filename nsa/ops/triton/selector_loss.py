@@ -10,8 +10,6 @@ divided among the selection blocks, so the sum of a row's masses is l times its 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +21,10 @@ from nsa.ops.triton.common import (
     LOG2E,
     Constants,
     constants_of,
-    document_arguments,
+    document_offsets,
     dot,
     kernel,
     load_rows,
-    pattern,
     store_rows,
     visible,
 )
@@ -283,47 +280,57 @@ def selector_loss_forward(x: SelectorInputs) -> tuple[Tensor, ...]:
     """The outputs in the order of `SelectorInputs.empty_outputs`."""
     _, target, dp, by_head = x.empty_outputs()
     batch, groups, count, blocks = target.shape
-    arguments, constants, config = _arguments(x, blocks)
-    rows, heads = arguments["rows"], constants.GROUP
-    masses = target.new_empty(2, batch, groups, rows, blocks)
+    constants, config = _tile(x)
+    rows = count * constants.GROUP
+    sel_mass, cmp_mass = (target.new_empty(batch, groups, rows, blocks) for _ in range(2))
     losses = target.new_empty(batch, groups, count)
-    arguments |= {"sel_mass": masses[0], "cmp_mass": masses[1], "losses": losses}
-    arguments |= {"target": target, "dp": dp, "by_head": by_head, "k_sel": x.k_sel.contiguous()}
     tiles = cdiv(rows, constants.ROWS) * cdiv(blocks, constants.BLOCKS)
-    launch(mass_kernel, (tiles, groups, batch), arguments, {"C": constants}, config)
-    heads_p = next_power_of_2(heads)
+    cu, documents = document_offsets(x.cu_seqlens)
+    launch(
+        mass_kernel, (tiles, groups, batch), config,
+        q=x.q.contiguous(), k_sel=x.k_sel.contiguous(), k_cmp=x.k_cmp.contiguous(),
+        queries=x.queries, sel_mass=sel_mass, cmp_mass=cmp_mass, cu=cu,
+        seq_len=x.q.shape[1], key_len=x.k_cmp.shape[1], documents=documents, rows=rows,
+        total_blocks=blocks, scale=x.scale * LOG2E, C=constants,
+    )  # fmt: skip
+    heads_p = next_power_of_2(constants.GROUP)
     step = min(next_power_of_2(blocks), max(1, STEP // heads_p))
-    constants = constants._replace(BLOCKS=step, ROWS=0, KEYS=0)
-    fixed = {"C": constants, "HEADS_P": heads_p}
-    launch(divergence_kernel, (count, groups, batch), arguments, fixed, config._replace(warps=1))
+    launch(
+        divergence_kernel, (count, groups, batch), config._replace(warps=1),
+        queries=x.queries, sel_mass=sel_mass, cmp_mass=cmp_mass,
+        losses=losses, target=target, dp=dp, by_head=by_head, cu=cu,
+        documents=documents, rows=rows, total_blocks=blocks,
+        C=constants._replace(BLOCKS=step, ROWS=0, KEYS=0), HEADS_P=heads_p,
+    )  # fmt: skip
     return losses.mean(), target, dp, by_head
 
 
 def selector_loss_backward(dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor) -> Tensor:
     """The gradient of k_cmp; the same from run to run."""
     dk = torch.empty_like(x.k_cmp, memory_format=torch.contiguous_format)
-    arguments, constants, config = _arguments(x, dp.shape[-1])
-    arguments |= {"dp": dp, "by_head": by_head, "dloss": dloss, "dk": dk}
+    constants, config = _tile(x)
     constants = constants._replace(KEYS=config.rows, ROWS=config.keys, BLOCKS=0, COUNT=0)
-    grid = cdiv(x.k_cmp.shape[1], constants.KEYS), x.k_cmp.shape[2], x.q.shape[0]
-    launch(keys_kernel, grid, arguments, {"C": constants}, config)
+    batch, key_len, groups, _ = x.k_cmp.shape
+    cu, documents = document_offsets(x.cu_seqlens)
+    launch(
+        keys_kernel, (cdiv(key_len, constants.KEYS), groups, batch), config,
+        k_cmp=x.k_cmp.contiguous(), q=x.q.contiguous(), queries=x.queries,
+        dp=dp, by_head=by_head, dloss=dloss, dk=dk, cu=cu,
+        seq_len=x.q.shape[1], key_len=key_len, documents=documents,
+        rows=x.queries.shape[0] * constants.GROUP, total_blocks=dp.shape[-1],
+        scale=x.scale * LOG2E, C=constants,
+    )  # fmt: skip
     return dk
 
 
-def _arguments(x: SelectorInputs, blocks: int) -> tuple[dict[str, Any], Constants, Config]:
-    """What the kernels share: arguments, constants of mass_kernel, and a tile."""
-    sizes = constants_of(x.q, x.k_cmp, x.q, **pattern(x.spec))
-    config = choose_config("selector", (sizes.KEY_P, 0), x.q, x.q.shape[1])
+def _tile(x: SelectorInputs) -> tuple[Constants, Config]:
+    """The constants of mass_kernel, and a config."""
+    constants = constants_of(x.q, x.k_cmp, spec=x.spec, TOP=0)
+    config = choose_config("selector", constants.padded, x.q, x.q.shape[1])
     steps = min(config.keys, max(16, next_power_of_2(x.spec.select_len)))
     # Few blocks, so that programs are many; in float32 products with 16 columns spill registers.
-    blocks_per_tile = 16 if x.q.dtype.itemsize <= 2 else 32
-    constants = sizes._replace(
-        VALUE=0, VALUE_P=0, TOP=0, ROWS=config.rows, KEYS=steps, BLOCKS=blocks_per_tile
-    )
-    arguments = document_arguments(x.q.shape[1], x.cu_seqlens)
-    arguments |= {"q": x.q.contiguous(), "k_cmp": x.k_cmp.contiguous(), "queries": x.queries}
-    arguments |= {"key_len": x.k_cmp.shape[1], "rows": len(x.queries) * sizes.GROUP}
-    return arguments | {"total_blocks": blocks, "scale": x.scale * LOG2E}, constants, config
+    blocks = 16 if x.q.dtype.itemsize <= 2 else 32
+    return constants._replace(ROWS=config.rows, KEYS=steps, BLOCKS=blocks), config
 
 
 triton_selector_loss = register(

@@ -17,6 +17,7 @@ from nsa.model.kernel_check import KernelResult, Operation, check_kernels, probl
 from nsa.ops import backend, triton
 from nsa.ops.activation import swiglu
 from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts, runs_fused
+from nsa.ops.triton import activation, decode, gated
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import default
@@ -95,7 +96,7 @@ def raising(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_planted_fault_is_named(
     fault: Fault, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "swiglu", fault(triton.swiglu))
+    monkeypatch.setattr(activation, "triton_swiglu", fault(activation.triton_swiglu))
     result = only("swiglu")
     assert result.problem.startswith(problem)
     assert "\n" not in result.problem
@@ -106,17 +107,17 @@ def test_a_planted_fault_is_named(
 def test_worse_blocks_are_a_problem_and_equally_good_ones_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fused = triton.nsa_attention
+    fused = gated.triton_gated
 
-    def first_blocks(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def first_blocks(*args: Any) -> tuple[Tensor, Tensor]:
         """The branches of the blocks that the kernel selected, but other blocks are named."""
-        o, index = fused(*args, **options)
+        o, index, *_ = fused(*args)
         last = index.max(-1).values
         worse = index.sort(-1).values.clone()
         worse[..., 1] = torch.where(last > 3, 1, worse[..., 1])
         return o, worse
 
-    monkeypatch.setattr(triton, "nsa_attention", first_blocks)
+    monkeypatch.setattr(gated, "triton_gated", first_blocks)
     result = only("nsa_attention")
     assert result.problem
 
@@ -203,7 +204,7 @@ def test_a_run_on_long_sequences_checks_the_kernels_of_long_ones() -> None:
 def test_decoding_is_checked_for_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     operation = checks.decoding(CONFIG, DEVICE)
     right = checks._check(operation, torch.bfloat16)
-    monkeypatch.setattr(triton, "decode_attention", unsteady(triton.decode_attention))
+    monkeypatch.setattr(decode, "triton_decode", unsteady(decode.triton_decode))
     faulty = checks._check(operation, torch.bfloat16)
     assert right is not None
     assert faulty is not None

@@ -347,7 +347,7 @@ PLANTS = {
         band, "_single_tile_step", "visible(t0 + local,", "visible(t0 + local + 2,", MIXED
     ),
     "the window's keys get the compressed branch's delta": Plant(
-        band, "band_keys_kernel", "lse2_win, delta_win, dk_win", "lse2_win, delta_cmp, dk_win",
+        band, "band_keys_kernel", "delta_win, None, dk_win", "delta_cmp, None, dk_win",
         SEVERAL_TILES,
     ),
     "a gate enters its branch's gradients upside down": Plant(
@@ -440,23 +440,23 @@ PLANTS = {
         rotary_pool_is_that_of_pytorch,
     ),
     "the gradient of keys is rotated forwards": Plant(
-        rotary, "_copy_gradients", "a * cos + b * sin", "a * cos - b * sin",
+        rotary, "_set_gradients", "a * cos + b * sin", "a * cos - b * sin",
         rotary_pool_is_that_of_pytorch,
     ),
-    "all copies have the first one's keys": Plant(
-        rotary, "_rotate_copy", "HEADS + COPY * KV_HEADS", "HEADS + 0 * KV_HEADS",
+    "all sets have the first one's keys": Plant(
+        rotary, "_set_columns", "C.HEADS + SET * C.KV_HEADS", "C.HEADS + 0 * C.KV_HEADS",
         rotary_pool_is_that_of_pytorch,
     ),
     "the last token of a block is not in its mean": Plant(
-        rotary, "pool_kernel", "valid = i < LEN", "valid = i < LEN - 1",
+        rotary, "pool_kernel", "valid = i < C.LEN", "valid = i < C.LEN - 1",
         rotary_pool_is_that_of_pytorch,
     ),
     "a token's gradient is that of one block": Plant(
-        rotary, "_unpool", "range(COVER)", "range(1)",
+        rotary, "_unpool", "range(C.COVER)", "range(1)",
         rotary_pool_is_that_of_pytorch,
     ),
     "the gradient of a mean is that of a sum": Plant(
-        rotary, "_unpool", "total / LEN", "total",
+        rotary, "_unpool", "total / C.LEN", "total",
         rotary_pool_is_that_of_pytorch,
     ),
     "the last token of a block has no weight": Plant(
@@ -484,7 +484,7 @@ PLANTS = {
         rotary_pool_is_that_of_pytorch,
     ),
     "the gradient of padding is not written": Plant(
-        rotary, "rotary_backward_kernel", "WIDTH - FIRST, REST_P", "GATES, REST_P",
+        rotary, "rotary_backward_kernel", "C.WIDTH - FIRST, REST_P", "C.GATES, REST_P",
         rotary_pool_is_that_of_pytorch,
     ),
     "the sum of a row is not rescaled where its maximum rises": Plant(

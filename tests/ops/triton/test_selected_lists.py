@@ -129,8 +129,8 @@ def test_the_union_of_a_tile_has_each_block_once_with_its_queries(name: str, que
                     for block in row:
                         if 0 <= block * select_len <= begin + i:
                             expected[block] = expected.get(block, 0) | 1 << i
-                count = int(lists["counts"][0, slot, head])
-                blocks, members = (lists[x][0, slot, head, :count] for x in ("blocks", "members"))
+                count = int(lists[2][0, slot, head])
+                blocks, members = (x[0, slot, head, :count] for x in lists[:2])
                 bits = [word & 0xFFFFFFFF for word in members.tolist()]
                 pairs = list(zip(blocks.tolist(), bits, strict=True))
                 assert pairs == sorted(expected.items())

@@ -5,6 +5,7 @@ The GPU's refusal is planted where a kernel is called; all else runs in Triton's
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,6 +70,43 @@ def test_the_next_candidate_runs_and_stays(error: Exception, refuse: Refuse) -> 
     like = inputs(CASE).q
     assert choose_config("window_forward", (16, 16), like, 45) == SECOND
     assert choose_config("compressed_forward", (16, 16), like, 45) == FIRST
+
+
+PTXAS = """Internal Triton PTX codegen error
+`ptxas` stderr:
+ptxas info    : (C7511) wgmma serialized
+ptxas fatal   : (C7600) Register allocation failed
+Repro command: ptxas -v /tmp/x.ptx
+"""
+
+
+def in_a_called_function(cause: Exception | None, message: str | None = None) -> CompilationError:
+    """As Triton wraps an error where a kernel calls a function: source code and a caret."""
+    source = "def kernel(q):\n    x = tl.zeros([100])\n    return x"
+    error = CompilationError(source, ast.parse(source).body[0].body[0], message)
+    error.__cause__ = cause
+    return error
+
+
+INNERMOST = in_a_called_function(None, "Shape element 0 must be a power of 2\nmore lines")
+CAUSES = {
+    "shared memory, Required: 107520": LIMIT,
+    "ptxas fatal   : (C7600) Register allocation failed": PTXASError(PTXAS),
+    "Shape element 0 must be a power of 2": in_a_called_function(in_a_called_function(INNERMOST)),
+    "no layout": in_a_called_function(RuntimeError("no layout")),
+    "x = tl.zeros([100])": in_a_called_function(None),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_warning_shows_the_cause(cause: str, refuse: Refuse) -> None:
+    refuse(CAUSES[cause], lambda *call: call == ("band_forward_kernel", FIRST.warps))
+    with pytest.warns(UserWarning, match=r"does not run on this GPU \(.*\); taking") as caught:
+        assert_parity(CASE, "window")
+    message = str(caught[0].message)
+    assert cause in message
+    assert "^" not in message
+    assert "\n" not in message
 
 
 def test_without_a_candidate_left_the_error_names_the_way_out(refuse: Refuse) -> None:
