@@ -47,7 +47,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "RoPE and pooling": (
         "nsa::rotary_pool",
         "nsa::pool",
-        "nsa::pool_with_port",
         *("aten::arange", "aten::pow", "aten::cos", "aten::sin", "aten::_to_copy"),
         *("aten::searchsorted", "aten::lt", "aten::where", "aten::new_zeros"),
     ),

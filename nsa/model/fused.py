@@ -18,6 +18,8 @@ from torch.nn.modules import module as torch_module
 
 from nsa.ops import add_rms_norm, tied_embedding
 
+PLAIN = (nn.Parameter, Tensor, type(None))  # what a plain module's parameters are
+
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling `module` runs `kind.forward` on plain parameters and nothing else.
@@ -31,14 +33,10 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return (
         type(module) is kind
         and "forward" not in module.__dict__
-        and not module._forward_pre_hooks
+        and not (module._forward_pre_hooks or module._backward_pre_hooks or module._backward_hooks)
         and all(getattr(hook, "observes", False) for hook in module._forward_hooks.values())
-        and not module._backward_pre_hooks
-        and not module._backward_hooks
         and not torch_module._has_any_global_hook()
-        and all(
-            type(x) in (nn.Parameter, Tensor) for x in module._parameters.values() if x is not None
-        )
+        and all(type(x) in PLAIN for x in module._parameters.values())
     )
 
 
@@ -64,7 +62,7 @@ def parallel_linear_with_port(
     compiling = torch.compiler.is_compiling()
     if all(is_plain(linear, nn.Linear) for linear in linears):
         weights: list[Tensor] = [linear.weight for linear in linears]
-        width = sum(len(weight) for weight in weights)
+        width = sum(weight.shape[0] for weight in weights)
         rows = width + -width % pad_to
         bias = _biases(linears, rows)
         if not compiling and (port_rows is not None or are_adjacent(weights, rows)):
@@ -123,7 +121,7 @@ class _SideBySide(torch.autograd.Function):
         ctx: Any, rows: int, port_rows: slice | None, x: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.sizes = [len(weight) for weight in weights]
+        ctx.sizes = [weight.shape[0] for weight in weights]
         ctx.sizes.append(rows - sum(ctx.sizes))
         ctx.port_rows, first = port_rows, weights[0].detach()
         if are_adjacent(weights, rows):

@@ -43,7 +43,8 @@ class TileTooLarge(Exception):
 class Gradient(NamedTuple):
     """The backward pass of an op, registered as the op `<name>_backward`.
 
-    `backward(*output_gradients, inputs, *saved_outputs)` returns the gradients of the first inputs.
+    `backward(*output_gradients, inputs, *saved_outputs)` returns the gradients of the first inputs;
+    for one that is None, a tensor without elements.
     """
 
     backward: Callable[..., Any]
@@ -156,7 +157,8 @@ def _autograd(
 
     def fake(*args: Any) -> Any:
         given = args[count]
-        results = tuple(given[i].new_empty(given[i].shape) for i in like)
+        targets = (given[0].new_empty(0) if given[i] is None else given[i] for i in like)
+        results = tuple(x.new_empty(x.shape) for x in targets)
         return results if len(results) > 1 else results[0]
 
     schema = ", ".join([*output_gradients, _schema(inputs), *saved_outputs])
@@ -174,11 +176,14 @@ def _autograd(
             ctx.set_materialize_grads(False)  # no zero gradients for the other outputs
 
     def autograd(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if not gradient.zeros and all(x is None for x in output_gradients[:count]):
+            return (None,) * length
         saved = ctx.saved_tensors  # read once: non-reentrant checkpointing unpacks only once
         given, rest = saved[:tensors], saved[tensors:]
         results = backward_op(*output_gradients[:count], *given, *ctx.constants, *rest)
         results = results if len(like) > 1 else (results,)
-        return *[results[i] for i in result_of], *[None] * (length - gradient.inputs)
+        found = [None if x is None else results[i] for x, i in zip(given, result_of, strict=False)]
+        return *found, *[None] * (length - gradient.inputs)
 
     return setup_context, autograd
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -84,19 +84,16 @@ class PackedLayout(NamedTuple):
     @property
     def columns(self) -> list[int]:
         """Columns of q, k, v and gate logits."""
-        return [prod(shape) for shape in self.shapes]
+        sets = self.kv_sets * self.kv_heads
+        widths = self.heads, sets, sets, self.heads
+        sizes = self.key_dim, self.key_dim, self.value_dim, self.gates
+        return list(map(mul, widths, sizes))
 
     def parts(self, packed: Tensor) -> list[Tensor]:
         """Views of q, k, v and gate logits, [B, T, sets, heads, size]."""
         padding = packed.shape[-1] - sum(self.columns)
         *parts, _ = packed.split([*self.columns, padding], -1)
         return [x.unflatten(-1, shape) for x, shape in zip(parts, self.shapes, strict=True)]
-
-    @property
-    def present(self) -> list[bool]:
-        """Whether this layout has each output: q, gates, k_cmp, v_cmp, k and v of each set."""
-        compressed = [self.mean or self.pre_rope] * 2
-        return [True, self.gates > 0, *compressed, *(self.by_token(i // 2) for i in range(6))]
 
     def by_token(self, number: int) -> bool:
         """Whether this set's rotated keys and values are outputs."""
@@ -121,13 +118,17 @@ class RotaryPoolInputs(NamedTuple):
         """Uninitialised outputs; those that the layout lacks have no elements."""
         layout, (batch, tokens) = self.read_layout(), self.packed.shape[:2]
         blocks = tokens if self.block_tokens is None else self.block_tokens.shape[0]
-        lengths = [tokens, tokens, *[blocks if layout.mean else tokens] * 2, *[tokens] * 6]
+        cmp = blocks if layout.mean else tokens if layout.pre_rope else None
+        sets = [tokens if layout.by_token(i) else None for i in range(3)]
+        lengths = [tokens, tokens if layout.gates else None, cmp, cmp]
+        lengths += [length for length in sets for _ in "kv"]
         q, k, v, gates = (shape[1:] for shape in layout.shapes)
+        shapes = q, gates, *(k, v) * 4
         return tuple(
-            self.packed.new_empty((batch, length, *shape) if present else 0)
-            for length, shape, present in zip(
-                lengths, (q, gates, *(k, v) * 4), layout.present, strict=True
-            )
+            [
+                self.packed.new_empty(0 if length is None else (batch, length, *shape))
+                for length, shape in zip(lengths, shapes, strict=True)
+            ]
         )
 
 
@@ -138,6 +139,7 @@ class PoolInputs(NamedTuple):
     weight: Tensor  # [K, D, D]
     position: Tensor  # [K, l, D]
     scale: Tensor  # [K · D]
+    port: Tensor | None  # [B, T, K, D] without values: it gets x's gradient from the port of y
     cos: Tensor | None  # float32 [N, 1, D / 2]: RoPE at each block's last position; values: None
     sin: Tensor | None
     block_tokens: Tensor  # int64 [N, l]: the tokens of each compressed block
@@ -147,24 +149,8 @@ class PoolInputs(NamedTuple):
         """Uninitialised y: [B, N, K, D]."""
         return self.x.new_empty(len(self.x), len(self.block_tokens), *self.x.shape[2:])
 
-
-class PortedPoolInputs(NamedTuple):
-    """Inputs of `pool_with_port`; also the arguments of its custom ops."""
-
-    x: Tensor
-    weight: Tensor
-    position: Tensor
-    scale: Tensor
-    port: Tensor  # [B, T, K, D] without values: it gets x's gradient from the port of y
-    cos: Tensor | None
-    sin: Tensor | None
-    block_tokens: Tensor
-    token_blocks: Tensor
-
-    def plain(self) -> PoolInputs:
-        return PoolInputs(*self[:4], *self[5:])
-
     def port_of_y(self) -> Tensor:
-        """A tensor of y's shape without values or memory."""
-        shape = len(self.x), len(self.block_tokens), *self.x.shape[2:]
-        return self.x.new_empty(()).expand(shape)
+        """A tensor of y's shape without values or memory; empty if x has no port."""
+        if self.port is None:
+            return self.x.new_empty(0)
+        return self.x.new_empty(()).expand(len(self.x), len(self.block_tokens), *self.x.shape[2:])

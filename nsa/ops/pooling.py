@@ -11,8 +11,6 @@ gathered: a token reads the few blocks that cover it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from nsa.ops import triton
 from nsa.ops.backend import dispatch
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import PoolInputs, PortedPoolInputs
+from nsa.ops.inputs import PoolInputs
 from nsa.ops.rotary import rotate
 
 
@@ -37,13 +35,8 @@ def pool(
     backend: str = "auto",
 ) -> Tensor:
     """Pool x [B, T, K, D] to [B, N, K, D]; `rotary` are cos and sin at blocks' last positions."""
-    cos, sin = (None, None) if rotary is None else rotary
-    inputs = PoolInputs(x, weight, position, scale, cos, sin, block_tokens, token_blocks)
-    if _backend(inputs, backend) is triton:
-        from nsa.ops.triton.pooling import triton_pool
-
-        return triton_pool(*inputs)[0]
-    return torch_pool(*inputs)
+    parameters = weight, position, scale
+    return _pool(x, *parameters, None, rotary, block_tokens, token_blocks, backend)[0]
 
 
 def pool_with_port(
@@ -63,26 +56,36 @@ def pool_with_port(
     A gradient that the port gets reaches the parameters as the pooled tensor's would, but `port`
     [B, T, K, D] instead of x. One backward pass serves both.
     """
+    parameters = weight, position, scale
+    return _pool(x, *parameters, port, rotary, block_tokens, token_blocks, backend)
+
+
+def _pool(
+    x: Tensor,
+    weight: Tensor,
+    position: Tensor,
+    scale: Tensor,
+    port: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    block_tokens: Tensor,
+    token_blocks: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Check the shapes, and call the op of the backend that runs."""
+    (kv_heads, size), block_len = x.shape[2:], block_tokens.shape[1]
+    for name, parameter, shape in (
+        ("weight", weight, (kv_heads, size, size)),
+        ("position", position, (kv_heads, block_len, size)),
+        ("scale", scale, (kv_heads * size,)),
+    ):
+        if parameter.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}; it must be {shape}")
+    op = torch_pool
+    if dispatch(backend, "pool", x, limit=triton.pool_limit(block_len, size)) is triton:
+        from nsa.ops.triton.pooling import triton_pool as op
     cos, sin = (None, None) if rotary is None else rotary
-    tables = cos, sin, block_tokens, token_blocks
-    inputs = PortedPoolInputs(x, weight, position, scale, port, *tables)
-    op = torch_pool_with_port
-    if _backend(inputs.plain(), backend) is triton:
-        from nsa.ops.triton.pooling import triton_pool_with_port as op
-    y, port_of_y, *_ = op(*inputs)
+    y, port_of_y, *_ = op(x, weight, position, scale, port, cos, sin, block_tokens, token_blocks)
     return y, port_of_y
-
-
-def _backend(inputs: PoolInputs, backend: str) -> Any:
-    """Check the shapes; return the module to run."""
-    x, block_len = inputs.x, inputs.block_tokens.shape[1]
-    kv_heads, size = x.shape[2:]
-    expected = (kv_heads, size, size), (kv_heads, block_len, size), (kv_heads * size,)
-    for name, shape in zip(("weight", "position", "scale"), expected, strict=True):
-        actual = getattr(inputs, name).shape
-        if actual != shape:
-            raise ValueError(f"{name} has shape {tuple(actual)}; it must be {shape}")
-    return dispatch(backend, "pool", x, limit=triton.pool_limit(block_len, size))
 
 
 def pool_blocks(blocks: Tensor, weight: Tensor, position: Tensor, scale: Tensor) -> Tensor:
@@ -120,31 +123,21 @@ def _weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
     return x, x[:, inputs.block_tokens], scores.softmax(2)
 
 
-def _forward(inputs: PoolInputs) -> Tensor:
+def _forward(inputs: PoolInputs) -> tuple[Tensor, Tensor]:
     _, blocks, p = _weights(inputs)
     y = _scaled_mean(blocks, p, inputs.scale)
     if inputs.cos is not None:
         assert inputs.sin is not None
         y = rotate(y, inputs.cos, inputs.sin)
-    return y.to(inputs.x.dtype)
+    return y.to(inputs.x.dtype), inputs.port_of_y()
 
 
-def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, position and scale."""
-    found = _gradients(dy, inputs, *_weights(inputs))
-    return tuple(g.to(x.dtype).contiguous() for g, x in zip(found, inputs[:4], strict=True))
-
-
-def _ported_backward(
-    dy: Tensor | None, dy_port: Tensor | None, ported: PortedPoolInputs
-) -> tuple[Tensor, ...]:
+def _backward(dy: Tensor | None, dy_port: Tensor | None, inputs: PoolInputs) -> tuple[Tensor, ...]:
     """The gradients of x, weight, position, scale and port."""
-    inputs = ported.plain()
-    weights = _weights(inputs)
-    x_and_port, sums = [], list[Tensor]()
-    for gradient in (dy, dy_port):
+    weights, x_and_port, sums = _weights(inputs), list[Tensor](), list[Tensor]()
+    for gradient, target in ((dy, inputs.x), (dy_port, inputs.port)):
         if gradient is None:
-            x_and_port.append(torch.zeros_like(inputs.x))
+            x_and_port.append(inputs.x.new_zeros(0 if target is None else inputs.x.shape))
             continue
         of_x, *others = _gradients(gradient, inputs, *weights)
         x_and_port.append(of_x.to(inputs.x.dtype).contiguous())
@@ -177,34 +170,19 @@ torch_pool = register(
     "nsa::pool",
     PoolInputs,
     _forward,
-    PoolInputs.empty_output,
-    gradient=Gradient(_backward, inputs=4, outputs=1, saved=slice(0)),
-)
-torch_pool_with_port = register(
-    "nsa::pool_with_port",
-    PortedPoolInputs,
-    lambda x: (_forward(x.plain()), x.port_of_y()),
-    lambda x: (x.plain().empty_output(), x.port_of_y()),
+    lambda x: (x.empty_output(), x.port_of_y()),
     outputs=2,
-    gradient=Gradient(_ported_backward, inputs=5, outputs=2, saved=slice(0), zeros=False),
+    gradient=Gradient(_backward, inputs=5, outputs=2, saved=slice(0), zeros=False),
 )
 
 
-@register_flop_formula([torch.ops.nsa.pool, torch.ops.nsa.pool_with_port])
+@register_flop_formula(torch.ops.nsa.pool)
 def _forward_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
     return 2 * x.numel() * weight[-1]
 
 
 @register_flop_formula(torch.ops.nsa.pool_backward)
 def _backward_flops(
-    dy: torch.Size, x: torch.Size, weight: torch.Size, *_: object, **__: object
-) -> int:
-    """Two products; the scores that it computes again do not count."""
-    return 4 * x.numel() * weight[-1]
-
-
-@register_flop_formula(torch.ops.nsa.pool_with_port_backward)
-def _ported_backward_flops(
     dy: torch.Size | None,
     dy_port: torch.Size | None,
     x: torch.Size,
@@ -212,4 +190,5 @@ def _ported_backward_flops(
     *_: object,
     **__: object,
 ) -> int:
+    """Two products per gradient; the scores that it computes again do not count."""
     return 4 * x.numel() * weight[-1] * sum(shape is not None for shape in (dy, dy_port))

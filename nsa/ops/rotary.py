@@ -99,7 +99,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     layout, dtype = x.read_layout(), x.packed.dtype
-    outputs = [x.packed.new_empty(0) for _ in layout.present]  # those that the layout lacks
+    outputs = [x.packed.new_empty(0) for _ in range(10)]  # those that the layout lacks
     q, keys, values, logits = layout.parts(x.packed.contiguous())
     outputs[0] = rotate(q[:, :, 0], x.cos, x.sin).to(dtype)
     if layout.gates:

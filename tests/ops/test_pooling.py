@@ -9,7 +9,7 @@ import torch
 
 from nsa.ops import compress_mean, fallback_counts, reset_fallback_counts
 from nsa.ops import triton as triton_backend
-from nsa.ops.pooling import pool, pool_blocks, torch_pool, torch_pool_with_port
+from nsa.ops.pooling import pool, pool_blocks, torch_pool
 from nsa.spec import NSASpec
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
@@ -80,12 +80,14 @@ def test_sums_are_float32_and_results_are_rounded_once(dtype: torch.dtype) -> No
 def test_the_op_matches_its_declaration() -> None:
     documents = DOCUMENTS[1]
     x = [y.requires_grad_() for y in inputs(documents, 2, 6, torch.float32)]
-    arguments = (*x, *angles(documents, 6), *documents.tables())
+    port = x[0].new_empty(()).expand(x[0].shape).requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch_pool, arguments, test_utils=tests)
-    y = torch_pool(*arguments).detach()
-    given = (y, *(tensor.detach() for tensor in arguments))
-    torch.library.opcheck(torch.ops.nsa.pool_backward.default, given, test_utils=tests)
+    for one in (None, port):
+        arguments = (*x, one, *angles(documents, 6), *documents.tables())
+        torch.library.opcheck(torch_pool, arguments, test_utils=tests)
+        y = torch_pool(*arguments)[0].detach()
+        given = (y, None, *(None if a is None else a.detach() for a in arguments))
+        torch.library.opcheck(torch.ops.nsa.pool_backward.default, given, test_utils=tests)
 
 
 def test_auto_on_a_cpu_counts_a_fallback_and_a_backend_by_name_none() -> None:
@@ -140,12 +142,3 @@ def test_a_port_gets_the_gradient_of_x_and_parameters_get_both(given: tuple[bool
     found = with_two_gradients(documents, "blockwise", x, dy, dy_port)
     for a, b in zip(found, expected_two_gradients(documents, x, dy, dy_port), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_the_op_with_a_port_matches_its_declaration() -> None:
-    documents = DOCUMENTS[1]
-    x = [y.requires_grad_() for y in inputs(documents, 2, 6, torch.float32)]
-    port = x[0].new_empty(()).expand(x[0].shape).requires_grad_()
-    arguments = (*x, port, *angles(documents, 6), *documents.tables())
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch_pool_with_port, arguments, test_utils=tests)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import PoolInputs, PortedPoolInputs
+from nsa.ops.inputs import PoolInputs
 from nsa.ops.triton.common import dot, kernel, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
@@ -183,10 +183,9 @@ def add_pool_parts_kernel(
     tl.store(scale + at, total, mask=(at >= 0) & (col < WIDTH))
 
 
-def pool_forward(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, pooled, lse), the last two in float32 for the backward pass."""
-    y = x.empty_output()
-    pooled, lse = (y.new_empty(y.shape, dtype=torch.float32) for _ in range(2))
+def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
+    """(y, its port, pooled, lse), the last two in float32 for the backward pass."""
+    y, port_of_y, pooled, lse = _empty_outputs(x)
     (batch, seq_len, heads, size), (blocks, length) = x.x.shape, x.block_tokens.shape
     half, padded = _padded(x)
     config = Config(32, 0, 8 if size > 64 else 4, 1)
@@ -198,23 +197,19 @@ def pool_forward(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
         seq_len=seq_len, key_len=blocks,
         HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, ROWS=config.rows,
     )  # fmt: skip
-    return y, pooled, lse
+    return y, port_of_y, pooled, lse
 
 
-def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, position and scale."""
-    (dx,), gradients = _gradients([dy], x, pooled, lse)
-    return dx, *gradients
-
-
-def ported_pool_backward(
-    dy: Tensor | None, dy_port: Tensor | None, x: PortedPoolInputs, pooled: Tensor, lse: Tensor
+def pool_backward(
+    dy: Tensor | None, dy_port: Tensor | None, x: PoolInputs, pooled: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of x, weight, position, scale and port."""
     given = [gradient for gradient in (dy, dy_port) if gradient is not None]
-    found, gradients = _gradients(given, x.plain(), pooled, lse)
-    dx, dport = (torch.zeros_like(x.x) if g is None else found.pop(0) for g in (dy, dy_port))
-    return dx, *gradients, dport
+    found, gradients = _gradients(given, x, pooled, lse)
+    dx = torch.zeros_like(x.x) if dy is None else found.pop(0)
+    if x.port is None:
+        return dx, *gradients, x.port_of_y()
+    return dx, *gradients, torch.zeros_like(x.x) if dy_port is None else found[0]
 
 
 def _gradients(
@@ -262,28 +257,17 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _fake(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_outputs(x: PoolInputs) -> tuple[Tensor, ...]:
     y = x.empty_output()
-    return y, y.new_empty(y.shape, dtype=torch.float32), y.new_empty(y.shape, dtype=torch.float32)
-
-
-def _with_port(outputs: tuple[Tensor, ...], x: PortedPoolInputs) -> tuple[Tensor, ...]:
-    return outputs[0], x.port_of_y(), *outputs[1:]
+    pooled, lse = (y.new_empty(y.shape, dtype=torch.float32) for _ in range(2))
+    return y, x.port_of_y(), pooled, lse
 
 
 triton_pool = register(
     "nsa::triton_pool",
     PoolInputs,
     pool_forward,
-    _fake,
-    outputs=3,
-    gradient=Gradient(pool_backward, inputs=4, outputs=1, saved=slice(1, 3)),
-)
-triton_pool_with_port = register(
-    "nsa::triton_pool_with_port",
-    PortedPoolInputs,
-    lambda x: _with_port(pool_forward(x.plain()), x),
-    lambda x: _with_port(_fake(x.plain()), x),
+    _empty_outputs,
     outputs=4,
-    gradient=Gradient(ported_pool_backward, inputs=5, outputs=2, saved=slice(2, 4), zeros=False),
+    gradient=Gradient(pool_backward, inputs=5, outputs=2, saved=slice(2, 4), zeros=False),
 )

@@ -83,12 +83,13 @@ def test_the_ops_match_their_declarations() -> None:
     documents = DOCUMENTS[1]
     x = [y.to(DEVICE) for y in inputs(documents, 2, 6, torch.float32)]
     rest = [y.to(DEVICE) for y in (*angles(documents, 6), *documents.tables())]
-    forward = (*(y.clone().requires_grad_() for y in x), *rest)
-    torch.library.opcheck(triton_pool, forward, test_utils=DECLARATIONS)
-    y, pooled_blocks, lse = triton_pool(*x, *rest)
-    backward = torch.ops.nsa.triton_pool_backward.default
-    given = (y, *x, *rest, pooled_blocks, lse)
-    torch.library.opcheck(backward, given, test_utils=DECLARATIONS)
+    for port in (None, x[0].new_empty(()).expand(x[0].shape)):
+        trained = (None if y is None else y.clone().requires_grad_() for y in (*x, port))
+        torch.library.opcheck(triton_pool, (*trained, *rest), test_utils=DECLARATIONS)
+        y, _, pooled_blocks, lse = triton_pool(*x, port, *rest)
+        backward = torch.ops.nsa.triton_pool_backward.default
+        given = (y, None, *x, port, *rest, pooled_blocks, lse)
+        torch.library.opcheck(backward, given, test_utils=DECLARATIONS)
 
 
 def test_launches_are_few_and_wait_for_no_value() -> None:
@@ -96,10 +97,10 @@ def test_launches_are_few_and_wait_for_no_value() -> None:
     documents = DOCUMENTS[1]
     x = [y.to("meta") for y in inputs(documents, 2, 6, torch.float32)]
     rest = [y.to("meta") for y in (*angles(documents, 6), *documents.tables())]
-    given = PoolInputs(*x, *rest)
+    given = PoolInputs(*x, None, *rest)
     with recording() as launches:
-        y, pooled_blocks, lse = pool_forward(given)
-        pool_backward(y, given, pooled_blocks, lse)
+        y, _, pooled_blocks, lse = pool_forward(given)
+        pool_backward(y, None, given, pooled_blocks, lse)
     assert [launch.kernel.fn.__name__ for launch in launches] == [
         "pool_forward_kernel",
         "pool_backward_kernel",
