@@ -108,7 +108,7 @@ class Attention(nn.Module):
             return cached(self, x, metadata)
         if self.selector_loss is not None:
             warnings.warn(_UNUSED_LOSS, stacklevel=2)
-        packed, port = self._project(x, metadata)
+        packed, port = self.project(x, metadata)
         parts = self.rotary_pool(packed, metadata)
         kv, port = self.branch_kv(parts, metadata, port)
         self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata, port)
@@ -117,15 +117,12 @@ class Attention(nn.Module):
             o = metadata.sequence.heads_to_tokens(o)
         return self.o(o.flatten(-2))
 
-    def project(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
         """Project to q, k, v and gate logits side by side, [B, T, P]; PackedLayout has the order.
 
-        With sequence parallelism this exchanges tokens for heads.
+        Also return a port for the gradient of the selector loss's keys, if any. With sequence
+        parallelism this exchanges tokens for heads.
         """
-        return self._project(x, metadata)[0]
-
-    def _project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
-        """Return `project`, and for the selector loss a port for the gradient of its keys' rows."""
         linears = [self.q, self.k, self.v] + ([] if self.branches == ("all",) else [self.gates])
         packed, port = parallel_linear_with_port(x, linears, port_rows(self, metadata))
         if self.config.qk_norm:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from nsa.model.config import ModelConfig
 from nsa.model.rotary import Rotary
-from nsa.model.selector_loss import sample_queries
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.documents import block_starts, repeat_per_document
 from nsa.spec import NSASpec
+
+QUERIES = 32  # of the selector loss in each sequence, at least; all queries of a shorter one
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,13 @@ def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:
     block = torch.searchsorted(first, token - spec.block_len, right=True)[:, None]
     block = block + torch.arange(-(-spec.block_len // spec.block_stride), device=first.device)
     return torch.where(block < after[:, None], block, -1)
+
+
+def sample_queries(seq_len: int, offset: Tensor, count: int = QUERIES) -> Tensor:
+    """Return evenly spaced tokens [S], at least `count`; `offset`, a 0-dim integer, shifts them.
+
+    A few queries are enough for the selector loss, other ones in each step: their noise averages
+    out over steps.
+    """
+    stride = max(1, seq_len // count)
+    return torch.arange(0, seq_len - stride + 1, stride, device=offset.device) + offset % stride

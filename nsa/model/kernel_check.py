@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from nsa.model.attention import Attention
-from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.attention_metadata import AttentionMetadata, sample_queries
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.language_model import meta_model
-from nsa.model.selector_loss import sample_queries
 from nsa.ops import (
     compressed_attention,
     nsa_attention_and_blocks,

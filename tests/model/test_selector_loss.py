@@ -12,12 +12,11 @@ from torch import Tensor
 
 from nsa import NSAttention, ops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.attention_metadata import QUERIES, AttentionMetadata, sample_queries
 from nsa.model.compile import compile_blocks
 from nsa.model.compressor import cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.model.fused import are_adjacent
-from nsa.model.selector_loss import QUERIES, sample_queries
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
@@ -201,7 +200,7 @@ def test_the_selector_loss_uses_the_keys_that_the_compressed_branch_reads(
     metadata = AttentionMetadata.build(
         layer.config, 128, DOCUMENTS[name], x.device, loss_offset=offset
     )
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata)
+    parts = layer.rotary_pool(layer.project(x, metadata)[0], metadata)
     kv, _ = layer.branch_kv(parts, metadata)
     loss = layer.compute_selector_loss(x, parts.q, kv, metadata)
     assert metadata.sampled is not None

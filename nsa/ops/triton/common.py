@@ -166,6 +166,9 @@ def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr
     )
 
 
+PARTS = Config(32, 32, 4, 1)  # rows and columns that `sum_parts` adds at a time
+
+
 @triton.jit
 def sum_parts(parts, col, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Sum columns `col` [COLS] of float32 parts [rows, WIDTH], in ascending order."""
@@ -346,20 +349,10 @@ def backward_rows(
     padded = next_power_of_2(size)
     step = max(1, 4096 // padded)
     launch(
-        _backward_rows_kernel,
-        (cdiv(rows, step),),
-        Config(step, 0, 4, 1),
-        do=do,
-        o=o,
-        lse=lse.contiguous(),
-        dlse=None if dlse is None else dlse.contiguous(),
-        delta=delta,
-        lse2=lse2,
-        rows=rows,
-        SIZE=size,
-        PADDED=padded,
-        ROWS=step,
-    )
+        _backward_rows_kernel, (cdiv(rows, step),), Config(step, 0, 4, 1),
+        do=do, o=o, lse=lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(),
+        delta=delta, lse2=lse2, rows=rows, SIZE=size, PADDED=padded, ROWS=step,
+    )  # fmt: skip
     return delta, lse2
 
 
@@ -379,14 +372,10 @@ def _constants(
     constants = Constants(kv_heads, heads // kv_heads, key, value, *padded)
     if spec is not None:
         constants = constants._replace(
-            LEN=spec.block_len,
-            STRIDE=spec.block_stride,
-            SELECT=spec.select_len,
-            COUNT=spec.max_overlaps,
-            TOP=spec.select_top,
-            INIT=spec.init_blocks,
-            LOCAL=spec.local_blocks,
-        )
+            LEN=spec.block_len, STRIDE=spec.block_stride, SELECT=spec.select_len,
+            COUNT=spec.max_overlaps, TOP=spec.select_top,
+            INIT=spec.init_blocks, LOCAL=spec.local_blocks,
+        )  # fmt: skip
     return constants._replace(**fields)
 
 

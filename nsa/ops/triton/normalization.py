@@ -6,6 +6,7 @@ kernel adds these rows in ascending order. So results are the same in every run.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.triton.common import kernel, load_rows, store_rows, sum_parts
+from nsa.ops.triton.common import PARTS, kernel, load_rows, store_rows, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
 ELEMENTS = 2048  # that a program holds at a time: 16 per thread of four warps
 ROWS_PER_PART = 32  # rows that one program of the backward kernel sums over
-PARTS = Config(32, 32, 4, 1)  # rows and columns of partial sums that are added at a time
 
 
 @triton.jit
@@ -139,6 +139,7 @@ def _launch_forward(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=64)
 def _tile(width: int) -> tuple[int, int, Config]:
     """The padded width, the rows that a program holds at a time, and a config."""
     padded = next_power_of_2(width)

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import PoolInputs
-from nsa.ops.triton.common import dot, kernel, sum_parts
+from nsa.ops.triton.common import PARTS, dot, kernel, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 
 TOKENS_PER_PART = 128  # tokens of a backward program
-PARTS = Config(32, 32, 4, 1)  # rows and columns of partial sums that are added at a time
 
 
 @triton.jit

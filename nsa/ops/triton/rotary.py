@@ -327,20 +327,12 @@ def _cached_sizes(layout: PackedLayout, width: int, length: int, cover: int) -> 
     half = layout.key_dim // 2
     half_p = next_power_of_2(half)
     return Sizes(
-        WIDTH=width,
-        HEADS=layout.heads,
-        KV_HEADS=layout.kv_heads,
-        SETS=layout.kv_sets,
-        HALF=half,
-        VALUE=layout.value_dim,
-        GATES=layout.heads * layout.gates,
-        HALF_P=half_p,
-        VALUE_P=next_power_of_2(layout.value_dim),
+        WIDTH=width, HEADS=layout.heads, KV_HEADS=layout.kv_heads, SETS=layout.kv_sets,
+        HALF=half, VALUE=layout.value_dim, GATES=layout.heads * layout.gates,
+        HALF_P=half_p, VALUE_P=next_power_of_2(layout.value_dim),
         REST_P=next_power_of_2(max(1, width - sum(layout.columns[:3]))),
-        TOKENS=min(MAX_TOKENS, max(1, TILE // half_p)),
-        LEN=length,
-        COVER=cover,
-    )
+        TOKENS=min(MAX_TOKENS, max(1, TILE // half_p)), LEN=length, COVER=cover,
+    )  # fmt: skip
 
 
 triton_rotary_pool = register(
