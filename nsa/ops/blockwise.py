@@ -225,8 +225,7 @@ blockwise_select_blocks = register(
 
 def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     """One branch's attention: (o, lse)."""
-    q, k, v, block_index, cu_seqlens, branch, spec, scale = x
-    return blockwise_attention(q, k, v, block_index, cu_seqlens, branch, spec.to_ints(), scale)
+    return blockwise_attention(*x[:6], x.spec.to_ints(), x.scale)
 
 
 def select_blocks(x: SelectionInputs) -> Tensor:

@@ -12,7 +12,7 @@ from nsa.spec import NSASpec
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of one branch's attention; also the arguments of the blockwise custom op."""
+    """Inputs of one branch's attention; also the arguments of its custom ops."""
 
     q: Tensor  # [B, T, Hq, Dk]
     k: Tensor  # [B, N, Hkv, Dk]

@@ -17,6 +17,7 @@ import torch
 from nsa.bench.__main__ import main
 from nsa.bench.results import Report
 from nsa.bench.tune import discover, key_of, print_rows, tune
+from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton import configs
 from nsa.ops.triton.configs import (
     Config,
@@ -26,6 +27,7 @@ from nsa.ops.triton.configs import (
     override_choices,
     save_tuned,
 )
+from nsa.spec import NSASpec
 
 HALF = torch.float16
 LIKE = torch.empty(0, dtype=HALF)
@@ -84,7 +86,7 @@ def test_the_fastest_candidate_is_stored_and_used_by_the_next_launch() -> None:
 def test_only_the_kernel_in_question_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its candidates are compared without the noise and the time of the other kernels."""
     from nsa.ops.triton import launch
-    from nsa.ops.triton.band_op import Band, band_backward, band_forward
+    from nsa.ops.triton.band_op import band_backward, band_forward
 
     runs: Counter[str] = Counter()
 
@@ -94,7 +96,8 @@ def test_only_the_kernel_in_question_is_launched_again(monkeypatch: pytest.Monke
         time.sleep(0.02 if slow else 0)
 
     def call() -> None:
-        x = Band(*[torch.ones(1, 64, 2, 64, dtype=HALF)] * 3, None, [1, 1, 16], 0.125)
+        rest = None, None, "window", NSASpec(window=16), 0.125
+        x = AttentionInputs(*[torch.ones(1, 64, 2, 64, dtype=HALF)] * 3, *rest)
         o, lse = band_forward(x)
         band_backward(o, lse, x, o, lse)
 

@@ -87,12 +87,8 @@ def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     from nsa.ops.triton.band_op import triton_band
     from nsa.ops.triton.selected_op import triton_selected
 
-    q, k, v, block_index, cu_seqlens, branch, spec, scale = x
-    if branch == "selected":
-        return triton_selected(q, k, v, block_index, cu_seqlens, spec.to_ints(), scale)
-    compressed = [spec.block_len, spec.block_stride, 0]
-    band = compressed if branch == "compressed" else [1, 1, spec.window]
-    return triton_band(q, k, v, cu_seqlens, band, scale)
+    op = triton_selected if x.branch == "selected" else triton_band
+    return op(*x[:6], x.spec.to_ints(), x.scale)
 
 
 def select_blocks(x: SelectionInputs) -> Tensor:

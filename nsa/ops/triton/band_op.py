@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton.band import band_forward_kernel, band_keys_kernel, band_queries_kernel
 from nsa.ops.triton.common import (
     LOG2E,
@@ -29,22 +28,12 @@ MAX_SPLITS = 16
 MAX_AXIS = 65_535  # programs of a grid's second or third axis, CUDA's limit
 
 
-class Band(NamedTuple):
-    """Inputs of the op; `band` is [LEN, STRIDE, WINDOW] of band.py."""
-
-    q: Tensor  # [B, T, Hq, Dk]
-    k: Tensor  # [B, N, Hkv, Dk]
-    v: Tensor  # [B, N, Hkv, Dv]
-    cu_seqlens: Tensor | None
-    band: list[int]
-    scale: float
-
-
 # Launchers take the window, the compressed branch, or both: then of the same queries, documents and
 # scale. A missing branch is None.
+Branch = AttentionInputs | None
 
 
-def launch_forward(win: Band | None, cmp: Band | None) -> list[Tensor]:
+def launch_forward(win: Branch, cmp: Branch) -> list[Tensor]:
     """o and lse of the window, then of the compressed branch."""
     x, config = _either(win, cmp), _config("forward", win, cmp)
     outputs = [(None, None) if y is None else outputs_like(y) for y in (win, cmp)]
@@ -62,7 +51,7 @@ def launch_forward(win: Band | None, cmp: Band | None) -> list[Tensor]:
 
 
 def launch_queries(
-    win: Band | None, cmp: Band | None, *, do: Tensor, delta: Tensor, lse2: Tensor, dq: Tensor,
+    win: Branch, cmp: Branch, *, do: Tensor, delta: Tensor, lse2: Tensor, dq: Tensor,
     gates: Tensor | None = None, dgates: Tensor | None = None,
     o_cmp: Tensor | None = None, lse_cmp: Tensor | None = None,
     o_sel: Tensor | None = None, lse_sel: Tensor | None = None,
@@ -86,7 +75,7 @@ def launch_queries(
 
 
 def launch_keys(
-    win: Band | None, cmp: Band | None, *, do: Tensor,
+    win: Branch, cmp: Branch, *, do: Tensor,
     lse2_win: Tensor | None = None, delta_win: Tensor | None = None,
     lse2_cmp: Tensor | None = None, delta_cmp: Tensor | None = None,
     one_tile: tuple[int, int] | None = None, lse_cmp: Tensor | None = None,
@@ -110,7 +99,7 @@ def launch_keys(
     if cmp is not None:
         splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
         split_len, key_len = cdiv(seq_len, splits), cmp.k.shape[1]
-        cmp_tiles = max_tiles(seq_len, keys * cmp.band[1], x.cu_seqlens)
+        cmp_tiles = max_tiles(seq_len, keys * cmp.spec.block_stride, x.cu_seqlens)
         cmp_programs = cmp_tiles * splits
         dk_cmp, dv_cmp = _parts(cmp, splits)
     (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
@@ -132,13 +121,13 @@ def launch_keys(
     return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients]
 
 
-def _either(win: Band | None, cmp: Band | None) -> Band:
+def _either(win: Branch, cmp: Branch) -> AttentionInputs:
     x = cmp if win is None else win
     assert x is not None
     return x
 
 
-def _config(kernel: str, win: Band | None, cmp: Band | None, gated: bool = False) -> Config:
+def _config(kernel: str, win: Branch, cmp: Branch, gated: bool = False) -> Config:
     """The tile sizes of a kernel."""
     x, both = _either(win, cmp), win is not None and cmp is not None
     name = "gated" if gated or both else "compressed" if win is None else "window"
@@ -146,63 +135,65 @@ def _config(kernel: str, win: Band | None, cmp: Band | None, gated: bool = False
     return choose_config(f"{name}_{kernel}", sizes, x.q, x.q.shape[1])
 
 
-def _keys_values(x: Band | None) -> tuple[Tensor | None, Tensor | None]:
+def _keys_values(x: Branch) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if x is None else (x.k.contiguous(), x.v.contiguous())
 
 
-def _constants(x: Band | None, config: Config, rows: int = 0, keys: int = 0) -> Constants | None:
+def _constants(x: Branch, config: Config, rows: int = 0, keys: int = 0) -> Constants | None:
     """The constants of a branch's tiles, which have the config's rows and keys unless given."""
     if x is None:
         return None
-    rows, keys, (length, stride, window) = rows or config.rows, keys or config.keys, x.band
-    return constants_of(
-        x.q, x.k, x.v, ROWS=rows, KEYS=keys, LEN=length, STRIDE=stride, WINDOW=window
-    )
+    rows, keys, spec = rows or config.rows, keys or config.keys, x.spec
+    if x.branch == "window":
+        return constants_of(x.q, x.k, x.v, ROWS=rows, KEYS=keys, WINDOW=spec.window)
+    length, stride = spec.block_len, spec.block_stride
+    return constants_of(x.q, x.k, x.v, ROWS=rows, KEYS=keys, LEN=length, STRIDE=stride)
 
 
-def _rows_grid(x: Band, config: Config) -> tuple[int, ...]:
+def _rows_grid(x: AttentionInputs, config: Config) -> tuple[int, ...]:
     batch, seq_len, heads, _ = x.q.shape
     groups = x.k.shape[2]
     return max_tiles(seq_len * (heads // groups), config.rows, x.cu_seqlens), groups, batch
 
 
-def _parts(x: Band, splits: int) -> tuple[Tensor, Tensor]:
+def _parts(x: AttentionInputs, splits: int) -> tuple[Tensor, Tensor]:
     """Uninitialised dk and dv of a branch, [splits, B, N, Hkv, ..]."""
     # k may have more rows than the documents have compressed keys: cu_seqlens on a device is not
     # checked. No kernel writes the gradients of those rows.
-    empty = torch.zeros if x.cu_seqlens is not None and not x.band[2] else torch.empty
+    packed = x.cu_seqlens is not None and x.branch == "compressed"
+    empty = torch.zeros if packed else torch.empty
     dtype = torch.float32 if splits > 1 else x.k.dtype
     dk, dv = (empty(splits, *y.shape, dtype=dtype, device=y.device) for y in (x.k, x.v))
     return dk, dv
 
 
-def band_forward(x: Band) -> tuple[Tensor, ...]:
+def band_forward(x: AttentionInputs) -> tuple[Tensor, ...]:
     """(o, lse)."""
-    if not x.band[2]:
+    if x.branch == "compressed":
         return tuple(launch_forward(None, x))
     if is_faster(x.q, x.v):
         q, k, v = (y.contiguous() for y in (x.q, x.k, x.v))
-        return flash_forward(q, k, v, x.cu_seqlens, x.band[2], x.scale)
+        return flash_forward(q, k, v, x.cu_seqlens, x.spec.window, x.scale)
     return tuple(launch_forward(x, None))
 
 
 def band_backward(
-    do: Tensor, dlse: Tensor, x: Band, o: Tensor, lse: Tensor
+    do: Tensor, dlse: Tensor, x: AttentionInputs, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     do = do.contiguous()
     delta, lse2 = backward_rows(do, o, lse, dlse)
-    win, cmp = (x, None) if x.band[2] else (None, x)
-    launch_queries(win, cmp, do=do, delta=delta, lse2=lse2, dq=dq)
-    if x.band[2]:
+    if x.branch == "window":
+        launch_queries(x, None, do=do, delta=delta, lse2=lse2, dq=dq)
         dk, dv = launch_keys(x, None, do=do, lse2_win=lse2, delta_win=delta)
     else:
+        launch_queries(None, x, do=do, delta=delta, lse2=lse2, dq=dq)
         dk, dv = launch_keys(None, x, do=do, lse2_cmp=lse2, delta_cmp=delta)
     return dq, dk, dv
 
 
-def outputs_like(x: Any) -> tuple[Tensor, Tensor]:
+def outputs_like(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Uninitialised (o, lse) of attention."""
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), lse
@@ -210,7 +201,7 @@ def outputs_like(x: Any) -> tuple[Tensor, Tensor]:
 
 triton_band = register(
     "nsa::triton_band",
-    Band,
+    AttentionInputs,
     band_forward,
     fake=outputs_like,
     outputs=2,

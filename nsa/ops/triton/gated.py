@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import SelectionInputs
+from nsa.ops.inputs import AttentionInputs, SelectionInputs
 from nsa.ops.triton.band_op import (
-    Band,
     band_forward,
     launch_forward,
     launch_keys,
@@ -31,7 +30,7 @@ from nsa.ops.triton.band_op import (
 from nsa.ops.triton.configs import one_tile
 from nsa.ops.triton.flash_window import is_faster
 from nsa.ops.triton.select import select_forward
-from nsa.ops.triton.selected_op import Selected, selected_forward, selected_gradients
+from nsa.ops.triton.selected_op import selected_forward, selected_gradients
 from nsa.spec import NSASpec
 
 
@@ -50,25 +49,17 @@ class Gated(NamedTuple):
     spec: NSASpec
     scale: float
 
-    def compressed(self) -> Band:
-        """The compressed branch alone."""
-        band = [self.spec.block_len, self.spec.block_stride, 0]
-        return Band(self.q, self.k_cmp, self.v_cmp, self.cu_seqlens, band, self.scale)
-
-    def window(self) -> Band:
-        """The window branch alone."""
-        band = [1, 1, self.spec.window]
-        return Band(self.q, self.k_win, self.v_win, self.cu_seqlens, band, self.scale)
+    def branch(
+        self, name: str, k: Tensor, v: Tensor, block_index: Tensor | None = None
+    ) -> AttentionInputs:
+        """One branch alone."""
+        rest = self.cu_seqlens, name, self.spec, self.scale
+        return AttentionInputs(self.q, k, v, block_index, *rest)
 
     def selection(self, lse: Tensor) -> SelectionInputs:
         """Block selection from the compressed branch's lse."""
         rest = self.cu_seqlens, self.spec, self.q.shape[1], self.scale
         return SelectionInputs(self.q, self.k_cmp, lse, *rest)
-
-    def selected(self, block_index: Tensor) -> Selected:
-        """The selected branch alone."""
-        rest = block_index, self.cu_seqlens, self.spec, self.scale
-        return Selected(self.q, self.k_sel, self.v_sel, *rest)
 
     def one_tile(self) -> tuple[int, int] | None:
         """(rows, keys) of a tile with all compressed keys: their backward pass needs no o_cmp."""
@@ -80,15 +71,16 @@ class Gated(NamedTuple):
 
 def gated_forward(x: Gated) -> tuple[Tensor, ...]:
     """(o, block_index, then o and lse of the compressed, selected and window branch)."""
-    win, cmp = x.window(), x.compressed()
+    win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
     if is_faster(x.q, x.v_win):
         o_win, lse_win, o_cmp, lse_cmp = *band_forward(win), *band_forward(cmp)
     else:
         o_win, lse_win, o_cmp, lse_cmp = launch_forward(win, cmp)
     index = select_forward(x.selection(lse_cmp))
     o = torch.empty_like(o_cmp)
+    selected = x.branch("selected", x.k_sel, x.v_sel, index)
     o_sel, lse_sel = selected_forward(
-        x.selected(index), o_cmp=o_cmp, o_win=o_win, gates=x.gates.contiguous(), gated_sum=o
+        selected, o_cmp=o_cmp, o_win=o_win, gates=x.gates.contiguous(), gated_sum=o
     )
     o_cmp = o_cmp.new_empty(0) if x.one_tile() else o_cmp
     return o, index, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
@@ -100,7 +92,7 @@ def gated_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, of the three pairs of keys and values, and of the gates."""
     do, gates, one_tile = do.contiguous(), x.gates.contiguous(), x.one_tile()
-    win, cmp = x.window(), x.compressed()
+    win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     dgates = torch.empty_like(gates)
     # [3, B, T, Hq], by branch: Σ do·o, and (lse - ln gate) / ln 2.
@@ -121,12 +113,13 @@ def gated_backward(
             win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
             lse2_cmp=lse2[0], delta_cmp=delta[0],
         )  # fmt: skip
-    dk_sel, dv_sel = selected_gradients(do, x.selected(index), lse2[1], delta[1], dq, add=True)
+    selected = x.branch("selected", x.k_sel, x.v_sel, index)
+    dk_sel, dv_sel = selected_gradients(do, selected, lse2[1], delta[1], dq, add=True)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
 def _fake(x: Gated) -> tuple[Tensor, ...]:
-    (o, lse), *others = (outputs_like(x.window()) for _ in range(4))
+    (o, lse), *others = (outputs_like(x.branch("window", x.k_win, x.v_win)) for _ in range(4))
     index = x.selection(lse).empty_index()
     (o_cmp, lse_cmp), selected, window = others
     o_cmp = o.new_empty(0) if x.one_tile() else o_cmp

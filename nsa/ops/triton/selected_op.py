@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton.band_op import outputs_like
 from nsa.ops.triton.common import (
     LOG2E,
@@ -33,26 +32,15 @@ DENSE_BLOCKS = 4
 MAX_QUERIES = 32  # of a tile: a bit each
 
 
-class Selected(NamedTuple):
-    """Inputs of the op."""
-
-    q: Tensor  # [B, T, Hq, Dk]
-    k: Tensor  # [B, T, Hkv, Dk]
-    v: Tensor  # [B, T, Hkv, Dv]
-    block_index: Tensor  # int32 [B, T, Hkv, n]
-    cu_seqlens: Tensor | None
-    spec: NSASpec
-    scale: float
-
-
 def selected_forward(
-    x: Selected,
+    x: AttentionInputs,
     o_cmp: Tensor | None = None,
     o_win: Tensor | None = None,
     gates: Tensor | None = None,
     gated_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse). With gates and the other branches' o, `gated_sum` is written too."""
+    assert x.block_index is not None
     o, lse = outputs_like(x)
     C, grid, config = _query_tiles("forward", x)
     blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
@@ -69,7 +57,7 @@ def selected_forward(
 
 
 def selected_backward(
-    do: Tensor, x: Selected, o: Tensor, lse: Tensor
+    do: Tensor, x: AttentionInputs, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
@@ -79,9 +67,10 @@ def selected_backward(
 
 
 def selected_gradients(
-    do: Tensor, x: Selected, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
+    do: Tensor, x: AttentionInputs, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to."""
+    assert x.block_index is not None
     C, grid, config = _query_tiles("queries", x)
     blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
     cu, documents = document_offsets(x.cu_seqlens)
@@ -96,7 +85,7 @@ def selected_gradients(
     return _key_gradients(do, x, lse2, delta)
 
 
-def _query_tiles(name: str, x: Selected) -> tuple[Constants, tuple[int, ...], Config]:
+def _query_tiles(name: str, x: AttentionInputs) -> tuple[Constants, tuple[int, ...], Config]:
     """Tiles of queries: large ones where they share most blocks, else small ones; and a grid."""
     (batch, seq_len, groups, _), spec = x.k.shape, x.spec
     constants = constants_of(x.q, x.k, x.v)
@@ -112,10 +101,13 @@ def _query_tiles(name: str, x: Selected) -> tuple[Constants, tuple[int, ...], Co
     return constants, (max_tiles(seq_len, queries, x.cu_seqlens), groups, batch), config
 
 
-def _key_gradients(do: Tensor, x: Selected, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def _key_gradients(
+    do: Tensor, x: AttentionInputs, lse2: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor]:
     (batch, seq_len, groups, _), spec = x.k.shape, x.spec
     config = choose_config("selected_keys", constants_of(x.q, x.k, x.v).padded, x.k, seq_len)
     keys = _block_keys(config, spec)
+    assert x.block_index is not None
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
     # Most queries select the first blocks, so those of all heads start first. Beyond SHORT tokens
@@ -161,7 +153,7 @@ def _block_keys(config: Config, spec: NSASpec) -> int:
 
 triton_selected = register(
     "nsa::triton_selected",
-    Selected,
+    AttentionInputs,
     selected_forward,
     fake=outputs_like,
     outputs=2,

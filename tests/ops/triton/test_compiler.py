@@ -44,11 +44,14 @@ def forward_calls(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     lse = x.q.new_zeros(x.q.shape[:3])
     window = (by_head(y) for y in (x.q, x.k_win, x.v_win))
     return {
-        "compressed": (band_op.triton_band, (x.q, x.k_cmp, x.v_cmp, cu, [4, 2, 0], scale)),
-        "window": (band_op.triton_band, (*window, cu, [1, 1, 5], scale)),
+        "compressed": (
+            band_op.triton_band,
+            (x.q, x.k_cmp, x.v_cmp, None, cu, "compressed", PATTERN, scale),
+        ),
+        "window": (band_op.triton_band, (*window, None, cu, "window", PATTERN, scale)),
         "selected": (
             selected_op.triton_selected,
-            (x.q, x.k_sel, x.v_sel, index, cu, PATTERN, scale),
+            (x.q, x.k_sel, x.v_sel, index, cu, "selected", PATTERN, scale),
         ),
         "gated": (gated.triton_gated, (*x.tensors(), cu, PATTERN, scale)),
         "select": (select.triton_select, (x.q, x.k_cmp, lse, cu, PATTERN, case.seq_len, scale)),

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from nsa.ops import nsa_attention, window_attention
+from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton import band_op, flash_window, gated
 from nsa.ops.triton.configs import forget_tuned, save_tuned, tuning_key
 from nsa.ops.triton.flash_window import FLASH, OPERATION, OURS, flash_forward, is_faster
@@ -119,7 +120,8 @@ def test_its_output_and_lse_equal_our_kernels_for_the_same_window(name: str, win
     case = CASES[name]
     x, cu = inputs(case), case.offsets_on(DEVICE)
     by_head = x.q.transpose(1, 2).contiguous().transpose(1, 2)
-    ours = band_op.band_forward(band_op.Band(x.q, x.k_win, x.v_win, cu, [1, 1, window], case.scale))
+    rest = cu, "window", NSASpec(window=window), case.scale
+    ours = band_op.band_forward(AttentionInputs(x.q, x.k_win, x.v_win, None, *rest))
     for q in (x.q, by_head):
         theirs = flash_forward(q, x.k_win, x.v_win, cu, window, case.scale)
         for a, b in zip(theirs, ours, strict=True):

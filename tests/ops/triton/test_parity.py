@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from nsa.ops import nsa_attention
-from nsa.ops.triton.band_op import Band, band_backward, band_forward
+from nsa.ops.inputs import AttentionInputs
+from nsa.ops.triton.band_op import band_backward, band_forward
 from nsa.ops.triton.selected_op import DENSE_BLOCKS
 from nsa.spec import NSASpec
 from tests.ops.cases import GROUPS, Case, branches, default, random_cases, with_gradients
@@ -65,11 +66,10 @@ def test_compressed_keys_beyond_the_last_document_get_zero_gradients(
     """With cu_seqlens on a device nothing counts them, so the launcher gets them here directly."""
     case, surplus = DESIGNED[2], 5
     x, cu = inputs(case), case.offsets_on(DEVICE)
-    band = [case.spec.block_len, case.spec.block_stride, 0]
     results = []
     for rows in (0, surplus):
         k, v = (F.pad(y, (0, 0, 0, 0, 0, rows), value=torch.nan) for y in (x.k_cmp, x.v_cmp))
-        call = Band(x.q, k, v, cu, band, case.scale)
+        call = AttentionInputs(x.q, k, v, None, cu, "compressed", case.spec, case.scale)
         with settings(queries_per_split=queries_per_split):
             o, lse = band_forward(call)
             results.append([o, *band_backward(o.cos(), torch.ones_like(lse), call, o, lse)])
