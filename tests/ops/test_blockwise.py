@@ -40,8 +40,8 @@ def tile_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(tiles, "HEADS", 2)
         monkeypatch.setattr(blockwise, "HEADS", 2)
         monkeypatch.setattr(tiles, "GATHERED_ROWS", 14)
-        monkeypatch.setattr(tiles, "DENSE_BLOCKS", 1)
-        monkeypatch.setattr(tiles, "DENSE_PAIRS", 0)
+        monkeypatch.setattr(tiles, "EARLY_BLOCKS", 1)
+        monkeypatch.setattr(tiles, "EARLY_PAIRS", 0)
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -88,7 +88,7 @@ def test_the_cases_cover_every_size_and_tiling() -> None:
     assert any(case.key_dim != case.value_dim for case in CASES)
     free = [c.spec.select_top - c.spec.init_blocks - c.spec.local_blocks for c in CASES]
     assert sum(blocks > 0 for blocks in free) > len(CASES) / 2
-    for cases, blocks, pairs in ((RANDOM[:21], 1, 0), (MORE_TILES_THAN_ONE, 2, tiles.DENSE_PAIRS)):
+    for cases, blocks, pairs in ((RANDOM[:21], 1, 0), (MORE_TILES_THAN_ONE, 2, tiles.EARLY_PAIRS)):
         sizes = [(max(c.lengths), c.spec.select_top, c.spec.select_len) for c in cases]
         later = [t > max(blocks * top * size, pairs // size) for t, top, size in sizes]
         assert sum(later) >= 2
