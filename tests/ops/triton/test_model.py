@@ -51,9 +51,9 @@ def counted_launches() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     launch = band_op.launch
 
-    def counting(kernel: Any, *args: Any) -> None:
+    def counting(kernel: Any, *args: Any, **arguments: Any) -> None:
         counts[kernel.fn.__name__] += 1
-        launch(kernel, *args)
+        launch(kernel, *args, **arguments)
 
     with ExitStack() as stack:
         for module in (band_op, common, select, selected_op):
