@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.rotary import Rotary, apply_rotary
-from nsa.ops.pooling import pool, pool_blocks, pool_with_port, sum_covering
+from nsa.ops.pooling import pool, pool_blocks, sum_covering
 
 
 class Compressor(nn.Module):
@@ -112,18 +112,19 @@ class BlockPool(nn.Module):
         self.scale.fill_(1)
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, metadata: AttentionMetadata, backend: str
-    ) -> Tensor:
-        """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any, to the result."""
-        parameters = self._own_heads(x, metadata)
-        return pool(x, *parameters, *_tables(rotary, metadata), backend=backend)
-
-    def with_port(
-        self, x: Tensor, port: Tensor, rotary: Rotary, metadata: AttentionMetadata, backend: str
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        metadata: AttentionMetadata,
+        backend: str,
+        port: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return `forward`, and its port; see `pool_with_port`."""
-        parameters = self._own_heads(x, metadata)
-        return pool_with_port(x, *parameters, port, *_tables(rotary, metadata), backend=backend)
+        """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any; see `pool` for ports."""
+        assert metadata.block_tokens is not None
+        assert metadata.token_blocks is not None
+        angles = None if rotary is None else (rotary.cos, rotary.sin)
+        tables = angles, metadata.block_tokens, metadata.token_blocks
+        return pool(x, *self._own_heads(x, metadata), *tables, port=port, backend=backend)
 
     def _own_heads(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parameters of the heads of x [B, T, K, D]."""
@@ -142,15 +143,6 @@ class BlockPool(nn.Module):
         return pool_blocks(blocks_BNlKD, self.weight, self.position, self.scale)
 
 
-def _tables(
-    rotary: Rotary | None, metadata: AttentionMetadata
-) -> tuple[tuple[Tensor, Tensor] | None, Tensor, Tensor]:
-    assert metadata.block_tokens is not None
-    assert metadata.token_blocks is not None
-    angles = None if rotary is None else (rotary.cos, rotary.sin)
-    return angles, metadata.block_tokens, metadata.token_blocks
-
-
 class PoolCompressor(Compressor):
     """Learned weighted means of pre-RoPE keys, then RoPE is applied, and of values."""
 
@@ -163,16 +155,15 @@ class PoolCompressor(Compressor):
         self.backend = backend
 
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        k = self.key(k, metadata.block_rotary, metadata, self.backend)
-        return k, self.value(v, None, metadata, self.backend)
+        k, _ = self.key(k, metadata.block_rotary, metadata, self.backend)
+        return k, self.value(v, None, metadata, self.backend)[0]
 
     def with_port(
         self, k: Tensor, v: Tensor, port: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return `forward`, and a port of the compressed keys; `port` [B, T, K, D] is that of k."""
-        assert metadata.block_rotary is not None
-        k, port = self.key.with_port(k, port, metadata.block_rotary, metadata, self.backend)
-        return k, self.value(v, None, metadata, self.backend), port
+        k, port = self.key(k, metadata.block_rotary, metadata, self.backend, port)
+        return k, self.value(v, None, metadata, self.backend)[0], port
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key.pool_blocks(k), block_rotary), self.value.pool_blocks(v)

@@ -222,7 +222,7 @@ def _attention(
                 rotary_at: Any = rotary_at,
             ) -> tuple[Tensor, ...]:
                 tensors = x, weight, position, scale
-                return (pool(*tensors, rotary_at, *tables, backend=backend),)
+                return pool(*tensors, rotary_at, *tables, backend=backend)[:1]
 
             yield Operation("pool", inputs, pooled)
 

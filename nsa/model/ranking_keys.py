@@ -63,7 +63,7 @@ def ranking_keys(
         return means[0]
     k = k.unflatten(-1, (layout.kv_heads, layer.key_dim))
     if isinstance(layer.compress, PoolCompressor):
-        return layer.compress.key(k, metadata.block_rotary, metadata, layer.backend)
+        return layer.compress.key(k, metadata.block_rotary, metadata, layer.backend)[0]
     if layer.compress.rotate_first:
         k = apply_rotary(k, metadata.rotary)
     return layer.compress(k, k.new_zeros(*k.shape[:3], layer.value_dim), metadata)[0]

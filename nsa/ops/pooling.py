@@ -32,46 +32,15 @@ def pool(
     block_tokens: Tensor,
     token_blocks: Tensor,
     *,
-    backend: str = "auto",
-) -> Tensor:
-    """Pool x [B, T, K, D] to [B, N, K, D]; `rotary` are cos and sin at blocks' last positions."""
-    parameters = weight, position, scale
-    return _pool(x, *parameters, None, rotary, block_tokens, token_blocks, backend)[0]
-
-
-def pool_with_port(
-    x: Tensor,
-    weight: Tensor,
-    position: Tensor,
-    scale: Tensor,
-    port: Tensor,
-    rotary: tuple[Tensor, Tensor] | None,
-    block_tokens: Tensor,
-    token_blocks: Tensor,
-    *,
+    port: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return `pool`, and a port: a tensor of its shape without values.
+    """Pool x [B, T, K, D] to y [B, N, K, D]; `rotary` are cos and sin at blocks' last positions.
 
-    A gradient that the port gets reaches the parameters as the pooled tensor's would, but `port`
-    [B, T, K, D] instead of x. One backward pass serves both.
+    With `port` [B, T, K, D] also return a port of y, a tensor of y's shape without values. Its
+    gradient reaches the parameters as y's would, but `port` instead of x. One backward pass serves
+    both. Without `port` it has no elements.
     """
-    parameters = weight, position, scale
-    return _pool(x, *parameters, port, rotary, block_tokens, token_blocks, backend)
-
-
-def _pool(
-    x: Tensor,
-    weight: Tensor,
-    position: Tensor,
-    scale: Tensor,
-    port: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None,
-    block_tokens: Tensor,
-    token_blocks: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Check the shapes, and call the op of the backend that runs."""
     (kv_heads, size), block_len = x.shape[2:], block_tokens.shape[1]
     for name, parameter, shape in (
         ("weight", weight, (kv_heads, size, size)),

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nsa.ops.pooling import pool, pool_with_port
+from nsa.ops.pooling import pool
 from tests.ops.projections import Documents
 
 Parameters = tuple[Tensor, Tensor, Tensor]  # weight, position, scale
@@ -44,7 +44,7 @@ def pooled(documents: Documents, rotates: bool, backend: str = "auto") -> Callab
         rotary = angles(documents, x.shape[3]) if rotates else None
         if rotary is not None:
             rotary = (rotary[0].to(x.device), rotary[1].to(x.device))
-        return pool(x, *parameters, rotary, *tables, backend=backend)
+        return pool(x, *parameters, rotary, *tables, backend=backend)[0]
 
     return run
 
@@ -52,12 +52,12 @@ def pooled(documents: Documents, rotates: bool, backend: str = "auto") -> Callab
 def with_two_gradients(
     documents: Documents, backend: str, x: list[Tensor], dy: Tensor | None, dy_port: Tensor | None
 ) -> list[Tensor | None]:
-    """Gradients of x, weight, position, scale and port from those of `pool_with_port`'s outputs."""
+    """Gradients of x, weight, position, scale and port from those of `pool`'s outputs."""
     given = [y.detach().requires_grad_() for y in x]
     port = x[0].new_empty(()).expand(x[0].shape).requires_grad_()
     tables = (table.to(port.device) for table in documents.tables())
     cos, sin = (table.to(port.device) for table in angles(documents, x[0].shape[3]))
-    outputs = pool_with_port(*given, port, (cos, sin), *tables, backend=backend)
+    outputs = pool(*given, (cos, sin), *tables, port=port, backend=backend)
     pairs = [(y, g) for y, g in zip(outputs, (dy, dy_port), strict=True) if g is not None]
     ys, gradients = zip(*pairs, strict=True)
     return list(torch.autograd.grad(ys, [*given, port], gradients))
