@@ -43,8 +43,8 @@ def _row_tile(cu, documents, seq_len, C: tl.constexpr):
     offset from there, its position, and whether it exists.
     """
     head = tl.program_id(1)
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)
-    document, tile, start, length = document_tile(cu, documents, slot, seq_len, C.GROUP, C.ROWS)
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    document, tile, start, length = document_tile(cu, documents, i, seq_len, C.GROUP, C.ROWS)
     first_row = tile * C.ROWS
     t0 = first_row // C.GROUP
     local, at = group_rows(first_row, C, C.ROWS % C.GROUP == 0)
@@ -304,7 +304,7 @@ def _single_tile_step(
 
 @triton.jit
 def _key_gradients(
-    q, k, v, do, lse2, delta, lse, dk, dv, gates, dgates, dq, cu, batch, head, slot, split,
+    q, k, v, do, lse2, delta, lse, dk, dv, gates, dgates, dq, cu, batch, head, grid_tile, split,
     seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of one branch's keys, from one split of the queries.
@@ -313,7 +313,7 @@ def _key_gradients(
     written, and lse is read, the natural-log lse without gates, instead of lse2 and delta.
     """
     POSITIONS: tl.constexpr = C.KEYS * C.STRIDE
-    document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, POSITIONS)
+    document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, POSITIONS)
     token = batch * seq_len + start
     count = visible(length - 1, C)
     first_key = tile * C.KEYS

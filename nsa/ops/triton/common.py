@@ -75,30 +75,30 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def locate(offsets, count, slot, MUL: tl.constexpr, TILE: tl.constexpr):
-    """Find the run of ascending `offsets` that a slot is in: (run, begin, end, tile of the run).
+def locate(offsets, count, grid_tile, MUL: tl.constexpr, TILE: tl.constexpr):
+    """Find the run of ascending `offsets` that a tile of the grid is in.
 
-    An entry is MUL rows, a tile TILE rows. Run i gets the slots from offsets[i] * MUL // TILE + i
-    on, always enough for its tiles. So a grid of total * MUL // TILE + count programs suffices,
-    and the host need not read `offsets`.
+    Returns (run, begin, end, tile of the run). An entry is MUL rows, a tile TILE rows. Run i gets
+    the grid's tiles from offsets[i] * MUL // TILE + i on, always enough. So a grid of total * MUL
+    // TILE + count programs suffices, and the host need not read `offsets`.
     """
     run = -1
     for first in range(0, count, 64):
         i = first + tl.arange(0, 64)
         begins = tl.load(offsets + i, mask=i < count, other=0)
-        run += tl.sum(((i < count) & (begins * MUL // TILE + i <= slot)).to(tl.int32), 0)
+        run += tl.sum(((i < count) & (begins * MUL // TILE + i <= grid_tile)).to(tl.int32), 0)
     begin = tl.load(offsets + run)
     end = tl.load(offsets + run + 1)
-    return run, begin, end, slot - begin * MUL // TILE - run
+    return run, begin, end, grid_tile - begin * MUL // TILE - run
 
 
 @triton.jit
-def document_tile(cu, documents, slot, seq_len, MUL: tl.constexpr, TILE: tl.constexpr):
-    """Find a slot's tile: (document, tile within it, the document's first position, its length)."""
+def document_tile(cu, documents, grid_tile, seq_len, MUL: tl.constexpr, TILE: tl.constexpr):
+    """Find a tile of the grid: (document, tile within it, document's first position and length)."""
     if cu is None:
-        return 0, slot, 0, seq_len
+        return 0, grid_tile, 0, seq_len
     else:
-        document, start, end, tile = locate(cu, documents, slot, MUL, TILE)
+        document, start, end, tile = locate(cu, documents, grid_tile, MUL, TILE)
         return document, tile, start, end - start
 
 

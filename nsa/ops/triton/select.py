@@ -113,8 +113,8 @@ def select_kernel(
     QUERIES: tl.constexpr = C.QUERIES
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)
-    document, tile, start, length = document_tile(cu, documents, slot, q_len, 1, QUERIES)
+    grid_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    document, tile, start, length = document_tile(cu, documents, grid_tile, q_len, 1, QUERIES)
     before = seq_len - q_len
     row = tl.arange(0, QUERIES)
     if tile * QUERIES < length:

@@ -31,29 +31,29 @@ from nsa.ops.triton.common import (
 def _query_tile(cu, documents, seq_len, C: tl.constexpr):
     """A program's tile of queries, those with the longest lists first.
 
-    Returns its slot, its first position and its document's length; the document's first position
-    over all batches; the tile's first row in memory; and for each row: its query in the tile, its
-    offset from the first row, and whether it exists.
+    Returns its number in the grid, its first position and its document's length; the document's
+    first position over all batches; the tile's first row in memory; and for each row: its query in
+    the tile, its offset from the first row, and whether it exists.
     """
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    grid_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    _document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, C.QUERIES)
+    _document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, C.QUERIES)
     t0 = tile * C.QUERIES
     local, at = group_rows(0, C, True)
     valid = (local < C.QUERIES) & (t0 + local < length)
     token = tl.program_id(2).to(tl.int64) * seq_len + start
     row = ((token + t0) * C.HEADS + head) * C.GROUP
-    return slot, t0, length, token, row, local, at, valid
+    return grid_tile, t0, length, token, row, local, at, valid
 
 
 @triton.jit
-def _block_list(blocks, counts, slot, t0, list_len, C: tl.constexpr):
+def _block_list(blocks, counts, grid_tile, t0, list_len, C: tl.constexpr):
     """Where a tile's list of blocks begins, and its steps of at most KEYS keys.
 
     Of the `past` steps, which come first, every query is later than all keys.
     """
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
-    list_id = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + slot
+    list_id = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + grid_tile
     list_id = list_id * tl.num_programs(1) + tl.program_id(1)
     count = tl.load(counts + list_id)
     # Lists ascend, and the at most 32 queries of a tile have no more blocks of their own.
@@ -105,9 +105,9 @@ def selected_forward_kernel(
     seq_len, documents, list_len, scale, C: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of queries; with `gates` also the gated sum of all branches."""
-    slot, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
+    grid_tile, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
     if t0 < length:
-        list_at, past, steps = _block_list(blocks, counts, slot, t0, list_len, C)
+        list_at, past, steps = _block_list(blocks, counts, grid_tile, t0, list_len, C)
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
         m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
         for phase in tl.static_range(2):
@@ -139,9 +139,9 @@ def selected_queries_kernel(
     """dq of one tile of queries."""
     ROWS: tl.constexpr = C.ROWS
     KEY_P: tl.constexpr = C.KEY_P
-    slot, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
+    grid_tile, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
     if t0 < length:
-        list_at, past, steps = _block_list(blocks, counts, slot, t0, list_len, C)
+        list_at, past, steps = _block_list(blocks, counts, grid_tile, t0, list_len, C)
         q_tile, do_tile = load_pair(q, do, row, at, 1, C, valid)  # [ROWS, ..]
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
         row_delta = tl.load(delta + row + at, mask=valid, other=0.0)

@@ -25,10 +25,10 @@ from nsa.ops.triton.common import (
 
 
 @triton.jit
-def _part_slot(begin, chunk, CHUNK: tl.constexpr):
-    """Index of the buffer slot for one part of a long list.
+def _part_number(begin, chunk, CHUNK: tl.constexpr):
+    """The number, among all parts in the buffer, of one part of a long list.
 
-    A list longer than CHUNK has at most 2 · length // CHUNK chunks, so no two lists share a slot.
+    A list longer than CHUNK has at most 2 · length // CHUNK chunks, so no two lists share a part.
     """
     return begin * 2 // CHUNK + chunk
 
@@ -112,8 +112,8 @@ def selected_keys_kernel(
         if end - begin <= C.CHUNK:
             store_pair(dk, dv, first, key_at, dk_acc, dv_acc, C, inside)
         else:
-            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK) * C.SELECT
-            store_pair(dk_part, dv_part, slot * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
+            part_row = batch * part_rows + _part_number(begin, chunk, C.CHUNK) * C.SELECT
+            store_pair(dk_part, dv_part, part_row * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
 
 @kernel
@@ -135,8 +135,8 @@ def add_parts_kernel(
         inside = (i < C.SELECT) & (n < length)
         dk_sum, dv_sum = zero_pair(C)
         for chunk in range(0, tl.cdiv(end - begin, C.CHUNK)):
-            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK) * C.SELECT
-            first = slot * C.HEADS + head
+            part_row = batch * part_rows + _part_number(begin, chunk, C.CHUNK) * C.SELECT
+            first = part_row * C.HEADS + head
             dk_part_tile, dv_part_tile = load_pair(dk_part, dv_part, first, i, C.HEADS, C, inside)
             dk_sum += dk_part_tile
             dv_sum += dv_part_tile

@@ -52,16 +52,16 @@ def union_kernel(
     QUERIES: tl.constexpr, QUERIES_P: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The union of the blocks of a tile's queries, ascending, and each one's queries as bits."""
-    slot = tl.program_id(0)
+    grid_tile = tl.program_id(0)
     heads = tl.num_programs(1)
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    _document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
+    _document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, QUERIES)
     row = tl.arange(0, QUERIES_P)
     t = tile * QUERIES + row
     valid = (row < QUERIES) & (t < length)
     index += ((batch * seq_len + start + tile * QUERIES) * heads + head) * TOP
-    list_id = (batch * tl.num_programs(0) + slot) * heads + head
+    list_id = (batch * tl.num_programs(0) + grid_tile) * heads + head
     count = 0
     if tile * QUERIES < length:
         last = (tl.minimum(tile * QUERIES + QUERIES, length) - 1) // SELECT
@@ -85,17 +85,17 @@ def members_kernel(
 
     Words of earlier queries, and of other documents, are neither written nor read.
     """
-    slot = tl.program_id(0)
+    grid_tile = tl.program_id(0)
     heads = tl.num_programs(1)
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, WORD)
+    document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, WORD)
     row = tl.arange(0, WORD)
     t = tile * WORD + row
     index += ((batch * seq_len + start + tile * WORD) * heads + head) * TOP
     members += ((batch * heads + head) * total_blocks + start // SELECT + document) * (
         tl.num_programs(0)
-    ) + slot
+    ) + grid_tile
     if tile * WORD < length:
         last = (tl.minimum(tile * WORD + WORD, length) - 1) // SELECT
         for first in range(0, last + 1, WORDS * 32):

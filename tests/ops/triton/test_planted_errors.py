@@ -265,7 +265,7 @@ PLANTS = {
         selected_keys, "selected_keys_kernel", "dk_acc *= scale_out", "dk_acc *= 1.0", SELECTED
     ),
     "parts of two lists are kept in one place": Plant(
-        selected_keys, "_part_slot", "begin * 2 // CHUNK", "begin // CHUNK", PARTS
+        selected_keys, "_part_number", "begin * 2 // CHUNK", "begin // CHUNK", PARTS
     ),
     "the last part of a list is left out": Plant(
         selected_keys, "add_parts_kernel",
