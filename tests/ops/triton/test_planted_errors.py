@@ -241,7 +241,8 @@ PLANTS = {
         selected, "_scores", "own[None, :], s", "own[None, :] | True, s", SELECTED
     ),
     "a block of the past counts for every query in the gradient": Plant(
-        selected, "selected_queries_kernel", "rows is None", "True", SELECTED
+        selected, "selected_queries_kernel", 'tl.where(rows, row_lse, float("inf"))', "row_lse",
+        SELECTED,
     ),
     "a block named twice counts twice": Plant(
         selected_lists, "_members", "words |= tl.where", "words += tl.where",
@@ -420,7 +421,7 @@ PLANTS = {
         token_gradients_are_those_of_pytorch,
     ),
     "the last part of the norm's weight gradient is left out": Plant(
-        normalization, "add_weight_parts_kernel", "(row < rows)", "(row < rows - 1)",
+        common, "sum_parts", "(row < rows)", "(row < rows - 1)",
         norms_are_those_of_pytorch,
     ),
     "the mean square counts a column too many": Plant(
