@@ -100,16 +100,12 @@ def _define(
     torch.library.register_fake(name, lambda *args: fake(*read(args)), lib=library)
     op = getattr(getattr(torch.ops, namespace), short).default
 
-    def run(*args: Any) -> Any:
-        known = _KNOWN.get()
-        if known is not None:
-            return known
-        with _BelowAutograd():
-            return op(*args)
-
     def forward(ctx: Any, *args: Any) -> Any:
-        results = run(*args)
-        if setup_context is not None:
+        results = _KNOWN.get()
+        if results is None:
+            with _BelowAutograd():
+                results = op(*args)
+        if ctx is not None and setup_context is not None:
             setup_context(ctx, args, results)
         return results
 
@@ -122,7 +118,7 @@ def _define(
     function: Any = type(short, (torch.autograd.Function,), methods)
 
     def differentiable(*args: Any) -> Any:
-        return function.apply(*args) if torch.is_grad_enabled() else run(*args)
+        return function.apply(*args) if torch.is_grad_enabled() else forward(None, *args)
 
     library.impl(short, differentiable, "Autograd")
     return op
