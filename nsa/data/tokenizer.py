@@ -246,10 +246,28 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _from_pretrained(path: str, offline: bool = True) -> Any:
-    from transformers import AutoTokenizer
+    if _names_no_model(Path(path)):  # AutoTokenizer would import all models, which takes seconds
+        from transformers import PreTrainedTokenizerFast as Pretrained
+    else:
+        from transformers import AutoTokenizer as Pretrained
 
     # Neither runs code from the hub nor prompts for permission.
-    return AutoTokenizer.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
+    return Pretrained.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
+
+
+def _names_no_model(folder: Path) -> bool:
+    """Return whether AutoTokenizer would take PreTrainedTokenizerFast, as for folders of ours."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    generic = "PreTrainedTokenizerFast", "TokenizersBackend"  # its names in transformers 4 and 5
+    return (
+        isinstance(settings, dict)
+        and settings.get("tokenizer_class") in generic
+        and "auto_map" not in settings
+        and not (folder / "config.json").exists()
+    )
 
 
 def _from_hub(name: str, path: str) -> Any:

@@ -14,7 +14,7 @@ from nsa.bench.recipe import recipe_config
 from nsa.engine.resolve import resolve_config
 from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY
-from tests.ranks import ROOT
+from tests.ranks import FORKING, ROOT
 
 TINY_RECIPE = """
 import sys
@@ -41,11 +41,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     text = TINY_RECIPE.format(recipes=str(ROOT / "recipes"), settings=settings)
     (folder / "tiny.py").write_text(text)
     command = ["ablations", "--variants=win,win", f"--variant={VARIANT}", "--set=data.held_out=0.1"]
-    command += ["--seeds=7", "--steps=2"]
+    command += ["--seeds=7", "--steps=2", "--jobs=1"]
     command += [f"--runs={folder / 'runs'}", f"--out={folder / 'figures.json'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "RECIPE", folder / "tiny.py")
         patch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
+        patch.setattr(ablations, "subprocess", FORKING)
         main(command)
     return folder, command
 

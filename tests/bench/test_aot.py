@@ -52,7 +52,7 @@ def test_equal_launches_are_compiled_once(results: dict[str, Any]) -> None:
     assert len(results["good"]["rows"]) == len(CHIPS)  # of two equal launches
 
 
-@pytest.mark.parametrize("chip", ["sm_86", "sm_120", "gfx942"])
+@pytest.mark.parametrize("chip", ["sm_120", "gfx942"])
 def test_a_sample_compiles_for_other_chips(results: dict[str, Any], chip: str) -> None:
     assert results["sample"]["failures"] == []
     rows = [row for row in results["sample"]["rows"] if row["chip"] == chip]
@@ -72,7 +72,7 @@ def test_float32_in_three_passes_counts_as_tensor_cores(results: dict[str, Any])
 
 def test_a_kernel_for_one_position_may_lack_products(results: dict[str, Any]) -> None:
     assert results["no key"]["failures"] == []
-    assert [row["chip"] for row in results["no key"]["rows"]] == NVIDIA
+    assert [row["chip"] for row in results["no key"]["rows"]] == ["sm_80", "sm_100"]
     for row in results["no key"]["rows"]:
         assert (row["products"], row["tensor_core"]) == (2, 0)
 
@@ -164,30 +164,17 @@ def test_the_command_fails_if_a_kernel_does(results: dict[str, Any]) -> None:
     assert results["exit code"] == 1
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["fp32", pytest.param("bf16", marks=pytest.mark.full)],  # without --full, no fp32 case exists
-)
-def test_the_command_compiles_even_if_the_interpreter_is_enabled(
-    tmp_path: Path, dtype: str
-) -> None:
+def test_the_command_counts_what_the_loops_of_m7c_are_bound_by(tmp_path: Path) -> None:
+    """Also if Triton's interpreter is enabled, which compiles nothing."""
     out = tmp_path / "aot.json"
-    command = f"-m nsa.bench aot --arch sm_80 --jobs 1 --operation select_blocks --dtype {dtype}"
+    command = "-m nsa.bench aot --loops --jobs 1 --arch sm_80 --operation select_blocks"
     process = run(*command.split(), "--out", out, cache=tmp_path / "cache", TRITON_INTERPRET="1")
     assert process.returncode == 0, process.stderr
+    assert "select_kernel" in process.stdout
     written = json.loads(out.read_text())
     assert written["failures"] == []
     assert written["triton"]
-    kernels = {row["kernel"] for row in written["rows"]}
-    assert kernels == ({"select_kernel"} if dtype == "bf16" else set())
-    assert all(row["kernel"] in process.stdout for row in written["rows"])
-
-
-def test_the_command_counts_what_the_loops_of_m7c_are_bound_by(tmp_path: Path) -> None:
-    command = "-m nsa.bench aot --loops --json --jobs 1 --arch sm_80 --operation select_blocks"
-    process = run(*command.split(), cache=tmp_path / "cache")
-    assert process.returncode == 0, process.stderr
-    (row,) = json.loads(process.stdout)["rows"]
+    (row,) = written["rows"]
     assert (row["heads"], row["packed"], row["dtype"]) == (12, False, "bf16")
     scores = [loop for loop in row["loops"] if loop["instructions"]["tensor"]]
     assert len(scores) == 3  # phases of the loop over tiles of blocks; the others keep the best

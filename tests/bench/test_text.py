@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa.bench import ablations
 from tests.bench import text
 from tests.bench.__main__ import main
 from tests.engine.runs import TINY
+from tests.ranks import FORKING
 
 LENGTH = 64
 
@@ -27,6 +29,7 @@ def source(folder: Path) -> Path:
 def test_each_model_is_trained_evaluated_and_compared_with_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(ablations, "subprocess", FORKING)
     monkeypatch.setattr(text, "LENGTH", LENGTH)
     monkeypatch.setattr(text, "PLACES", (0, 16, 32, 48, LENGTH))
     tiny = [flag for flag in TINY if "seq_len" not in flag]

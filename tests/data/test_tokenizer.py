@@ -29,6 +29,7 @@ from nsa.data.tokenizer import (
     HubTokenizer,
     Tokenizer,
     build_tokenizer,
+    load_pretrained,
     split_text,
     train_tokenizer,
 )
@@ -269,18 +270,27 @@ socket.socket.connect = socket.getaddrinfo = refuse
 from nsa.data.config import DataConfig
 from nsa.data.tokenizer import build_tokenizer
 tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{sys.argv[1]}"))
-print(len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000)
+print(len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000, "torch" in sys.modules)
 """
 
 
-@pytest.mark.full
-def test_a_fresh_process_loads_a_folder_without_network_or_warning(
+def test_a_fresh_process_loads_a_folder_without_network_warning_or_models(
     folder: Path, tmp_path: Path
 ) -> None:
+    """transformers' models and torch would take each rank and worker seconds."""
     command = [sys.executable, "-c", LOAD_OFFLINE, str(folder)]
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (run.stdout, run.stderr, run.returncode) == ("True\n", "", 0)
+    assert (run.stdout, run.stderr, run.returncode) == ("True False\n", "", 0)
+
+
+def test_a_folder_is_loaded_as_autotokenizer_loads_it(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_pretrained(f"hf:{folder}"), AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is type(theirs)
+    assert ours.init_kwargs.keys() == theirs.init_kwargs.keys() | {"local_files_only"}
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
 def test_an_unreachable_hub_is_reported_within_30_seconds(
