@@ -246,13 +246,13 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _from_pretrained(path: str, offline: bool = True) -> Any:
-    if _names_no_model(Path(path)):  # AutoTokenizer would import all models, which takes seconds
-        from transformers import PreTrainedTokenizerFast as Pretrained
-    else:
-        from transformers import AutoTokenizer as Pretrained
+    import transformers
 
+    kind: Any = transformers.PreTrainedTokenizerFast
+    if not _names_no_model(Path(path)):
+        kind = transformers.AutoTokenizer  # imports all models, which takes seconds
     # Neither runs code from the hub nor prompts for permission.
-    return Pretrained.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
+    return kind.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
 
 
 def _names_no_model(folder: Path) -> bool:

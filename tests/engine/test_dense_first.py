@@ -59,7 +59,7 @@ def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
     flags = [f"--set=train.precision={precision}"]
     expected = train(tmp_path, "run", zero, *flags)
     train(tmp_path, "cut", zero, *flags, "--until=2")
-    for until in (["--until=3"], ["--until=4"], ["--until=6"], []):
+    for until in (["--until=3"], ["--until=5"], []):
         resumed = train(tmp_path, "cut", zero, "--resume", *until)
     assert resumed == expected
     last, again = (weights(tmp_path / run, 7) for run in ("run", "cut"))

@@ -15,10 +15,11 @@ from nsa.monitor.dtypes import DtypeReport
 from tests.model.models import build, packed, tiny, tokens
 
 LENGTH = 40
-# Every mode that compiles, and every attention; packed documents below are mean and reentrant.
-CASES: list[Any] = [("mean", mode) for mode in ("none", "non_reentrant", "deepspeed")]
-CASES += [("mlp", "reentrant"), ("pool", "none"), ("dense", "none")]
-CASES += [pytest.param("mean", "reentrant", marks=pytest.mark.full)]
+# Every mode that compiles, and every attention, with one block where a second one shows nothing
+# more; packed documents below are mean and reentrant.
+CASES: list[Any] = [("mean", "none", 2), ("mean", "non_reentrant", 1), ("mean", "deepspeed", 2)]
+CASES += [("mlp", "reentrant", 1), ("pool", "none", 1), ("dense", "none", 1)]
+CASES += [pytest.param("mean", "reentrant", 2, marks=pytest.mark.full)]
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +47,12 @@ def step(model: LanguageModel, seed: int, cu_seqlens: Tensor | None = None) -> l
     return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize(("attention", "mode"), CASES)
-def test_compiled_blocks_give_the_eager_loss_and_gradients(attention: str, mode: str) -> None:
-    compiled, eager = twins("aot_eager", attention, activation_checkpointing=mode)
+@pytest.mark.parametrize(("attention", "mode", "layers"), CASES)
+def test_compiled_blocks_give_the_eager_loss_and_gradients(
+    attention: str, mode: str, layers: int
+) -> None:
+    changes = {"activation_checkpointing": mode, "layers": layers}
+    compiled, eager = twins("aot_eager", attention, **changes)
     assert list(compiled.state_dict()) == list(eager.state_dict())
     results = [step(model, 1) for model in (compiled, eager)]
     for actual, expected in zip(*results, strict=True):

@@ -117,7 +117,7 @@ def test_queries_are_a_list_of_tokens(queries: Tensor, message: str) -> None:
 def test_keys_of_another_length_are_refused() -> None:
     x = Inputs.of(PACKED)
     options = {"cu_seqlens": PACKED.cu_seqlens}
-    with pytest.raises(ValueError, match="k_sel has length 128; q requires 129"):
+    with pytest.raises(ValueError, match="k_sel has length 84; q requires 85"):
         selector_loss(x.q, x.k_cmp, x.k_sel[:, 1:], sampled(PACKED), PACKED.spec, **options)
     with pytest.raises(ValueError, match="k_cmp has length"):
         selector_loss(x.q, x.k_cmp[:, 1:], x.k_sel, sampled(PACKED), PACKED.spec, **options)

@@ -58,7 +58,7 @@ def test_any_number_of_heads_may_share_keys(group: int) -> None:
     assert_selector_parity(replace(PACKED, kv_heads=2 if group < 8 else 1, group=group))
 
 
-@pytest.mark.parametrize("queries", [[0], [127], [40, 41, 42, 127], list(range(129))], ids=str)
+@pytest.mark.parametrize("queries", [[0], [83], [40, 41, 42, 83], list(range(85))], ids=str)
 def test_any_tokens_may_be_the_sample(queries: list[int]) -> None:
     assert_selector_parity(replace(PACKED, batch=1), torch.tensor(queries))
 
