@@ -36,6 +36,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Directories whose tests start whole runs; some take half a minute.
 SLOW = ("faults", "launch", "bench", "docs", "engine", "watchdog")
+QUICK = ("doctor", "gates", "monitor")  # whose files take a second or two
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,9 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip `full` tests without --full and `gpu` tests without a CUDA device; run slow ones first.
 
-    So no worker of pytest-xdist runs a slow file at the end while the others have no work.
+    And quick ones last: no worker of pytest-xdist runs a slow file while the others have no work.
     """
-    items.sort(key=lambda item: item.path.parent.name not in SLOW)
+    folders = {item: item.path.parent.name for item in items}
+    items.sort(key=lambda item: (folders[item] in QUICK) - (folders[item] in SLOW))
     reasons = {}
     if not config.getoption("--full"):
         reasons["full"] = "part of the full matrix: run with --full"

@@ -25,11 +25,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
+    "nsa.engine.recipe",
     "nsa.engine.trainer",
     "nsa.data.builtin",
     "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by deepspeed.initialize(), 3 seconds
+    "torch.utils.serialization",
+    "tensorboard.plugins.hparams.metadata",
+    # Imported by deepspeed.initialize(), which would take 3 seconds.
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
 )
 PR_SET_PDEATHSIG = 1
 
