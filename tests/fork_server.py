@@ -216,7 +216,7 @@ def main() -> None:
     if ops := sys.modules.get("deepspeed.ops"):
         _ = ops.__compatible_ops__  # cached: computing it calls compilers
     if builtin := sys.modules.get("nsa.data.builtin"):
-        source = builtin.embedded()  # cached, and so are its files, which each rank reads thrice
+        source = builtin.embedded("deepspeed")  # cached, and so are its files, read by each rank
         source.load = functools.cache(source.load)
         for number in source.numbers:
             source.load(number)
