@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from nsa.completion import SHELLS, completion
 from nsa.constants import INTERRUPTED
@@ -100,9 +101,11 @@ def _parser() -> Parser:
     add_export_parser(verbs)
     add_import_parser(verbs)
 
-    about = "print parameters and FLOPs per token of recipes/m7c.py and of its dense twin"
+    about = "print parameters and FLOPs per token of a model and of its dense twin"
     info = verbs.add_parser("info", help=about, description=about)
-    info.add_argument("--seq-len", type=int, default=2_048, help="sequence length (default: 2048)")
+    about = "folder of a run, a checkpoint, an export or an import (default: recipes/m7c.py)"
+    info.add_argument("path", nargs="?", type=Path, help=about)
+    info.add_argument("--seq-len", type=int, help="sequence length (default: that of training)")
     info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=_info)
 
@@ -180,21 +183,30 @@ def _info(args: argparse.Namespace) -> int:
     positive_flags(args, "seq_len")
     # Importing DeepSpeed logs to stdout.
     with contextlib.redirect_stdout(io.StringIO()):
+        from nsa.engine.load_run import read_config
         from nsa.engine.plan_command import DEFAULT_RECIPE, load_profile
         from nsa.model.count import flops_per_token, parameter_count
 
-        m7c = load_profile(DEFAULT_RECIPE, "production").model
-    dense = replace(m7c, attention=replace(m7c.attention, kind="dense", selector_loss=0.0))
+        if args.path is None:
+            name, config = "M7C", load_profile(DEFAULT_RECIPE, "production")
+        else:
+            name, config = args.path.resolve().name, read_config(args.path)
+    model, seq_len = config.model, args.seq_len or config.data.seq_len
+    models = {name: model}
+    if model.attention.kind != "dense":
+        dense = replace(model.attention, kind="dense", selector_loss=0.0)
+        models["dense twin"] = replace(model, attention=dense)
     rows = [
-        (name, parameter_count(config), flops_per_token(config, args.seq_len))
-        for name, config in (("M7C", m7c), ("dense twin", dense))
+        (name, parameter_count(model), flops_per_token(model, seq_len))
+        for name, model in models.items()
     ]
     if args.json:
-        models = [dict(zip(INFO, row, strict=True)) for row in rows]
-        print(json.dumps({"seq_len": args.seq_len, "models": models}, indent=2))
+        tree = {"seq_len": seq_len, "models": [dict(zip(INFO, row, strict=True)) for row in rows]}
+        print(json.dumps(tree, indent=2))
         return 0
-    print(f"forward and backward, averaged over {args.seq_len:,} tokens")
-    print(f"{'':10}{'parameters':>14}{'MFLOP/token':>16}")
+    width = max(len("dense twin"), len(name))
+    print(f"forward and backward, averaged over {seq_len:,} tokens")
+    print(f"{'':{width}}{'parameters':>14}{'MFLOP/token':>16}")
     for name, parameters, flops in rows:
-        print(f"{name:10}{parameters:>14,}{flops / 1e6:>16,.1f}")
+        print(f"{name:{width}}{parameters:>14,}{flops / 1e6:>16,.1f}")
     return 0

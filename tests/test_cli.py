@@ -18,6 +18,7 @@ import pytest
 from nsa import cli
 from nsa.cli import main
 from nsa.engine.plan_command import load_profile
+from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.count import parameter_count
 from tests.ranks import ROOT
 
@@ -146,6 +147,25 @@ def test_info_counts_the_m7c_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4,096 tokens" in output
     m7c, dense = (float(line.split()[-1].replace(",", "")) for line in output.splitlines()[-2:])
     assert 700 < m7c < dense < 1_500  # MFLOP: about 6 per parameter, plus attention
+
+
+def test_info_describes_the_model_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "m7c_dense-production"
+    run.mkdir()
+    assert main(["info", str(run)]) == 2
+    assert "has no config.yaml" in capsys.readouterr().err
+    text = "data: {seq_len: 256}\nmodel: {layers: 2, attention: {kind: %s}}"
+    for kind in ("dense", "nsa"):
+        (run / "config.yaml").write_text(text % kind)
+        assert main(["info", str(run)]) == 0
+        first, head, model, *twin = capsys.readouterr().out.splitlines()
+        assert first.endswith(" 256 tokens")
+        assert len({len(line) for line in (head, model, *twin)}) == 1, "aligned"
+        count = parameter_count(ModelConfig(layers=2, attention=AttentionConfig(kind=kind)))
+        assert model.split()[:2] == [run.name, f"{count:,}"]
+        assert [line.split()[0] for line in twin] == ["dense"] * (kind == "nsa")
 
 
 def test_check_prints_the_resolved_deepspeed_config_and_a_summary(

@@ -84,7 +84,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     else:
         base = recipe.profiles[profile]()
         if recipe.model_of_start:
-            base = _with_model_of_start(base, resolve_config(base, flags.config, flags.set))
+            base = with_model_of_start(base, resolve_config(base, flags.config, flags.set))
     overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
     config = resolve_config(base, flags.config, overrides)
     vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
@@ -153,7 +153,7 @@ def _pinned(path: str) -> str:
     return str(full)
 
 
-def _with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:
+def with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:
     """Return the recipe's config with shape, tokenizer and length of `config.train.start_from`."""
     weights = find_initial_weights(config)
     if weights is None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nsa.engine import recipe as recipes
-from nsa.engine.command_line import DEFAULT_DS_CONFIG
+from nsa.engine.command_line import DEFAULT_DS_CONFIG, with_model_of_start
 from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, modes_of, resolve_micro_batch, zero_of
 from nsa.engine.resolve import resolve_config
@@ -27,7 +27,7 @@ def run(flags: argparse.Namespace) -> int:
     """Print the plan; return exit code 1 if nothing fits."""
     target = hardware(flags)
     recipe = flags.recipe or DEFAULT_RECIPE
-    config = resolve_config(load_profile(recipe, flags.profile), flags.config, flags.set)
+    config, assumed = _resolve(recipe, flags)
     parts = config.train.sequence_parallel
     if flags.gpus % parts:
         raise ValueError(
@@ -57,7 +57,7 @@ def run(flags: argparse.Namespace) -> int:
         step = forecast(model, zero, batch, target, flags.gpus)
         candidates = [Candidate(source.stem, batch, step)]
     fitting = [fits(candidate.forecast.memory, target) for candidate in candidates]
-    assumed = assumptions(flags, target, zeros)
+    assumed = assumptions(flags, target, zeros) + assumed
     if flags.json:
         plans = [
             json_row(one, steps) | {"fits": fit}
@@ -80,22 +80,39 @@ def run(flags: argparse.Namespace) -> int:
     return 0 if any(fitting) else 1
 
 
-def load_profile(recipe: Path, profile: str) -> RunConfig:
-    """Execute the recipe file with `main` replaced, and return the profile's config."""
-    if not recipe.is_file():
-        raise ValueError(f"--recipe {recipe}: no such file")
+def _resolve(file: Path, flags: argparse.Namespace) -> tuple[RunConfig, list[str]]:
+    """Return a run's config, and a note if it has not the model that a run would start from."""
+    recipe, notes = load_recipe(file, flags.profile), list[str]()
+    base = recipe.profiles[flags.profile]()
+    if recipe.model_of_start:
+        try:
+            base = with_model_of_start(base, resolve_config(base, flags.config, flags.set))
+        except ValueError as error:
+            notes = [f"the model is the recipe's own, as a run is refused: {error}"]
+    return resolve_config(base, flags.config, flags.set), notes
+
+
+def load_profile(file: Path, profile: str) -> RunConfig:
+    """Return the config of a recipe file's profile."""
+    return load_recipe(file, profile).profiles[profile]()
+
+
+def load_recipe(file: Path, profile: str) -> recipes.Recipe:
+    """Execute a recipe file with `main` replaced; return its Recipe, which has the profile."""
+    if not file.is_file():
+        raise ValueError(f"--recipe {file}: no such file")
     caught: list[recipes.Recipe] = []
     start = recipes.main
     recipes.main = lambda recipe, arguments=None: caught.append(recipe)
-    sys.path.insert(0, str(recipe.resolve().parent))
+    sys.path.insert(0, str(file.resolve().parent))
     try:
-        runpy.run_path(str(recipe), run_name="__main__")
+        runpy.run_path(str(file), run_name="__main__")
     finally:
         recipes.main = start
         del sys.path[0]
     if not caught:
-        raise ValueError(f"--recipe {recipe}: passes no Recipe to main(); see recipes/m7c.py")
+        raise ValueError(f"--recipe {file}: passes no Recipe to main(); see recipes/m7c.py")
     profiles = caught[0].profiles
     if profile not in profiles:
-        raise ValueError(f"--profile {profile}: {recipe} has {', '.join(sorted(profiles))}")
-    return profiles[profile]()
+        raise ValueError(f"--profile {profile}: {file} has {', '.join(sorted(profiles))}")
+    return caught[0]

@@ -117,15 +117,6 @@ def assumptions(
     speed = f"{REACHED} (--mfu): measured with M7C on an H100, an estimate elsewhere"
     if hardware.mfu is not None:
         speed = f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu)"
-    starts = [text.partition("=")[2] for text in flags.set if text.startswith("train.start_from=")]
-    recipe = getattr(flags.recipe, "stem", "m7c")
-    model = []
-    if (starts or recipe == "sparsify") and flags.config is None:
-        start = starts[-1] if starts else "runs/nsa-start"
-        model = [
-            f"the model is that of recipes/{recipe}.py; a run has that of train.start_from, which "
-            f"nsa plan --config {start}/config.yaml plans"
-        ]
     not_counted = f"not counted: offload of {offloading}, which saves GPU memory and costs time"
     return [
         f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"
@@ -134,7 +125,6 @@ def assumptions(
         f"{speed}; gaps between kernels included; "
         "without them, an upper bound: python -m nsa.bench traffic",
         *([not_counted] if offloading else []),
-        *model,
     ]
 
 

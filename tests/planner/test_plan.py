@@ -18,6 +18,8 @@ from nsa import cli
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.gpus import GPUS
+from nsa.model.config import ModelConfig
+from nsa.model.count import parameter_count
 from nsa.monitor.csv_files import read_metrics
 from nsa.planner.command import DEVICES
 from nsa.planner.forecast import (
@@ -358,21 +360,17 @@ def test_the_dense_recipe_can_be_planned() -> None:
     assert (code, "125,688,576" not in output) == (0, True)
 
 
-def test_the_plan_of_an_import_says_which_model_it_is_for(tmp_path: Path) -> None:
-    sparsify = ("--recipe", str(ROOT / "recipes/sparsify.py"))
-    start = f"--set=train.start_from={tmp_path}"
-    for flags, folder in ((sparsify, "runs/nsa-start"), ((*sparsify, start), tmp_path)):
-        _, output, _ = plan(*flags)
-        assert (
-            "the model is that of recipes/sparsify.py; a run has that of train.start_from, which "
-            f"nsa plan --config {folder}/config.yaml plans\n" in output
-        )
-    (tmp_path / "config.yaml").write_text(
-        f"model:\n  layers: 2\ntrain:\n  start_from: {tmp_path}\n  dense_steps: 0\n"
-    )
-    _, output, _ = plan("--config", str(tmp_path / "config.yaml"))
-    assert "125,986,560" not in output
-    assert "the model is that of" not in output + plan()[1]
+def test_the_plan_of_sparsify_is_for_the_imported_model(tmp_path: Path) -> None:
+    flags = ("--recipe", str(ROOT / "recipes/sparsify.py"), f"--set=train.start_from={tmp_path}")
+    note = f"the model is the recipe's own, as a run is refused: train.start_from = '{tmp_path}': "
+    code, output, _ = plan(*flags)
+    assert (code, "125,986,560" in output, note in output) == (0, True, True)
+    (tmp_path / "model.safetensors").touch()  # a plan reads no weights
+    (tmp_path / "config.yaml").write_text("model:\n  layers: 2\n")
+    code, output, _ = plan(*flags)
+    layers = parameter_count(ModelConfig(layers=2))
+    assert (code, f": {layers:,} parameters" in output, note in output) == (0, True, False)
+    assert "the model is" not in plan()[1]
 
 
 def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
