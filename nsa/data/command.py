@@ -107,7 +107,8 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.workers not in (None, index.parts):
         print(f"--workers {args.workers} has no effect: {out} was started with {index.parts}")
     print(f"{out} was already finished" if finished else f"{out} is finished")
-    print(*skipped(out, index), *_contents(out, index), sep="\n")
+    lines = skipped(out, index.stamp.source, index.parts)
+    print(*lines, *_contents(out, index), sep="\n")
     return 0 if all(index.of(split) for split in SPLITS) else 2
 
 

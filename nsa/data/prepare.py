@@ -93,9 +93,11 @@ def prepare(
                 raise
             shards = _written_shards(out, stamp, parts)
             if not shards:
+                notes = skipped(out, stamp.source, parts)
                 for path in (*(_state_path(out, part) for part in range(parts)), out / PLAN):
                     path.unlink()
-                raise DataError(f"data.source = {stamp.source!r} holds no documents")
+                text = f"data.source = {stamp.source!r} holds no documents"
+                raise DataError("; ".join([text, *notes]))
             write_index(out, Index(stamp, settings, parts, shards))
         return read_index(out)
 
@@ -168,12 +170,12 @@ def _state(out: Path, part: int) -> State:
     return {"shards": [], "reader": None, "text_bytes": 0, "done": False}
 
 
-def skipped(out: Path, index: Index) -> list[str]:
+def skipped(out: Path, source: str, parts: int) -> list[str]:
     """Return a line that counts what all launches skipped by data.on_error."""
     total = Skipped()
-    for part in range(index.parts):
+    for part in range(parts):
         total = total.plus(Skipped(*_state(out, part).get("skipped", ())))
-    return total.note(index.stamp.source)
+    return total.note(source)
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ class _SourceStream:
         if self.parts > 1:
             part = f"part {self.part + 1} of {self.parts} (one for each worker of each rank) "
             fix = "lower data.workers or the number of ranks, or "
-        return DataError(
+        text = (
             f"data.source = {self.source.name!r}: {part}holds no document to train on; {fix}write "
             "shards with `nsa data prepare`, or take a larger source"
         )
+        return DataError("; ".join([text, *self.skipped.note(self.source.name)]))

@@ -14,6 +14,7 @@ from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.files import open_files
 from nsa.data.formats import BUFFER_BYTES
+from nsa.data.prepare import prepare
 from nsa.data.source import DataError, State
 from nsa.data.token_store import coverage
 from nsa.engine.data import open_data
@@ -149,10 +150,16 @@ def test_memory_reports_the_count_in_the_first_lines(folder: Path) -> None:
     assert "left out 2 lines, rows or files" in coverage([store], [1.0], 16, None)[0]
 
 
-def test_nothing_but_broken_files_is_no_dataset(folder: Path) -> None:
-    config = DataConfig(source=str(folder / "c.parquet"), on_error="skip")
-    with pytest.raises(DataError, match=r"has no document .*c\.parquet: cannot be read"):
+def test_nothing_but_broken_files_is_no_dataset(folder: Path, tmp_path: Path) -> None:
+    """The error says why: that of a store, of a stream, and of `nsa data prepare`."""
+    config = configure(str(folder / "c.parquet"), on_error="skip")
+    reason = r".* left out 1 lines, rows or files; the first: .*c\.parquet: cannot be read"
+    with pytest.raises(DataError, match="has no document" + reason):
         open_store(config, "train")
+    with pytest.raises(DataError, match="holds no document to train on" + reason):
+        next(Rows(config, seed=0, part=0, parts=1, rows=1))
+    with pytest.raises(DataError, match="holds no documents" + reason):
+        prepare(config, tmp_path / "out", workers=1, progress=False)
 
 
 def test_a_stopped_run_may_go_on_with_skip(tmp_path: Path) -> None:
