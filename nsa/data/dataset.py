@@ -22,7 +22,7 @@ from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
 from nsa.data.hub import open_hub
 from nsa.data.shards import is_prepared, open_shards
-from nsa.data.source import DataError, HeldOut, Source, is_builtin, no_documents
+from nsa.data.source import DataError, HeldOut, Source, is_builtin, is_path, no_documents
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, build_tokenizer
 
@@ -51,6 +51,14 @@ class OpenedSource:
         return open_source(self.config, self.name)
 
     @property
+    def files(self) -> Files | None:
+        """Local documents; None if it is prepared, built in, or of the hub."""
+        if self.is_prepared or not is_path(self.name):
+            return None
+        assert isinstance(self.documents, Files)
+        return self.documents
+
+    @property
     def is_indexed(self) -> bool:
         """Whether it is always a token store, never streamed."""
         return self.is_prepared or is_builtin(self.name)
@@ -73,8 +81,7 @@ class Dataset:
         return [
             text.format(files.name, len(files.files), files.left_out)
             for source in self.sources
-            if not source.is_prepared and isinstance(files := source.documents, Files)
-            if files.left_out
+            if (files := source.files) is not None and files.left_out
         ]
 
     def stores(
@@ -127,9 +134,9 @@ def open_dataset(config: DataConfig) -> Dataset:
     sources = []
     for name in config.sources():
         source = OpenedSource(config, name, HeldOut(config.held_out), is_prepared(name))
-        if not source.is_prepared and isinstance(source.documents, Files):
+        if (files := source.files) is not None:
             limit = min(FEW_DOCUMENTS, math.ceil(FEW_IN_VALIDATION / config.held_out))
-            if size := source.documents.size_if_few(limit):
+            if size := files.size_if_few(limit):
                 # The end of each document is held out: a hash may hold out none.
                 fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
                 source.division = HeldOut(fraction, by_position=True)

@@ -6,6 +6,7 @@ import gzip
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -104,6 +105,15 @@ def test_a_document_is_divided_between_two_characters(characters: str, fraction:
     assert start.decode() + end.decode() == characters
     assert division.text_for(characters.encode(), "all") == characters.encode()
     assert len(end) <= len(characters.encode()) * fraction + 3
+
+
+def test_how_a_run_divided_its_documents_is_known_without_the_hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nsa eval` asks that of every run that it compares."""
+    monkeypatch.setattr("nsa.data.dataset.open_hub", Mock(side_effect=DataError("no network")))
+    config = DataConfig(source={str(folder): 0.5, "hf:some/dataset": 0.5})
+    assert [x.division.by_position for x in open_dataset(config).sources] == [True, False]
 
 
 def test_few_documents_join_a_mixture_of_either_kind(folder: Path, tmp_path: Path) -> None:
