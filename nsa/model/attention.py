@@ -217,12 +217,12 @@ class NSAttention(Attention):
         self,
         hidden_size: int,
         heads: int,
-        *,
         kv_heads: int | None = None,  # None: one per query head
+        spec: NSASpec | None = None,
+        *,
         head_dim: int | None = None,  # None: hidden_size / heads
         value_dim: int | None = None,  # None: head_dim
         rope_theta: float = 10_000.0,
-        spec: NSASpec | None = None,
         **settings: Any,  # SHARED, and the other fields of AttentionConfig
     ) -> None:
         if head_dim is None and (heads < 1 or hidden_size % heads):

@@ -20,7 +20,7 @@ NSA = [name for name in ATTENTIONS if name != "dense"]
 def layer(**settings: object) -> nsa.NSAttention:
     """A float64 layer whose gates differ from ½."""
     torch.manual_seed(0)
-    built = nsa.NSAttention(24, 4, kv_heads=2, spec=SPEC, **settings)
+    built = nsa.NSAttention(24, 4, 2, SPEC, **settings)
     return built.double()
 
 
