@@ -228,7 +228,8 @@ class NSAModel(NSAPreTrainedModel):
         states = unpack(x, real)
         if hidden is not None:
             hidden = (*hidden, states)
-        return NSAModelOutput(last_hidden_state=states, hidden_states=hidden, selector_loss=loss)
+        outputs: dict[str, Any] = {"last_hidden_state": states, "hidden_states": hidden}
+        return NSAModelOutput(**outputs, selector_loss=loss)  # transformers 5.20: FloatTensor
 
     @torch.compiler.disable
     def _states_with_cache(
