@@ -32,6 +32,7 @@ READABLE = (
     ".jsonl, .ndjson, .txt (also .gz or .zst), .parquet, .csv, .tsv, .json, and any other file of "
     "UTF-8 text"
 )
+TABLES = (".csv", ".tsv", ".json")
 DATASETS = (".jsonl", ".ndjson", ".parquet")  # other files beside these describe them
 LARGEST_TEXT = 8 << 20  # a larger file with another suffix is taken for generated
 HEAD_BYTES = 1 << 16  # of a file with another suffix: decides whether it holds text
@@ -67,9 +68,16 @@ def open_files(
         )
     file = _any_text(path, path.parent, None)
     if file is None:
+        if path.suffix.lower() in TABLES:
+            raise DataError(f"data.source = '{path}': empty, or not UTF-8; write it as UTF-8")
         raise DataError(
             f"data.source = '{path}': {path.suffix or 'no suffix'!r} is not a supported format; "
             f"supported: {READABLE}"
+        )
+    if file.plain and path.suffix.lower() == ".json":
+        raise DataError(
+            f"data.source = '{path}': not an array of objects; if each line is an object, name it "
+            ".jsonl"
         )
     return Files(str(path), [file], text_field, on_error=on_error)
 

@@ -393,6 +393,16 @@ def test_a_broken_table_or_array_is_refused_by_name(tmp_path: Path) -> None:
             texts(open_files(path, "text"))
 
 
+def test_a_json_file_without_an_array_and_a_table_of_another_encoding_are_refused(
+    tmp_path: Path,
+) -> None:
+    for content in (b'{"data": [{"text": "x"}]}', b'{"text": "x"}\n{"text": "y"}\n'):
+        with pytest.raises(DataError, match=r"a\.json': not an array of objects; .*\.jsonl$"):
+            open_files(write(tmp_path, "a.json", content), "text")
+    with pytest.raises(DataError, match=r"t\.csv': empty, or not UTF-8; write it as UTF-8$"):
+        open_files(write(tmp_path, "t.csv", "text\nx\n".encode("utf-16")), "text")
+
+
 def test_a_pattern_can_be_set_without_quotes() -> None:
     """In YAML it would start an alias."""
     config = resolve_config(RunConfig(), assignments=["data.pattern=*.md"])
