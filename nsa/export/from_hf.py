@@ -83,6 +83,11 @@ def read_model(folder: Path) -> SourceModel:
             f"{folder}: no such folder; to import a model of the Hub, download it first: "
             f"hf download {folder} --local-dir models/{folder.name}"
         )
+    if not folder.exists():
+        raise ValueError(
+            f"'{folder}': there is no such folder; name one of transformers' save_pretrained, or a "
+            "run, a checkpoint or an export"
+        )
     if not path.is_file():
         weights = find_weights(folder)
         config = read_config(weights)
