@@ -99,6 +99,12 @@ def prepare(run: Run) -> None:
 def _check_steps_left(request: RunRequest, step: int) -> None:
     # A finished run may be resumed: its last gate or report may be missing.
     finished = step == request.stop_step == request.config.train.steps
+    before, now = request.resumed_config, request.config
+    if finished and before and (before.model, before.data) != (now.model, now.data):
+        raise ValueError(
+            f"{request.run_dir}: already at its last step, {step}, so a change of model.* or data.* "
+            "does nothing; raise --steps, or resume without the change"
+        )
     if step >= request.stop_step > 0 and not finished:
         raise ValueError(
             f"{request.run_dir}: already at step {step}, not below the requested stop at "

@@ -293,6 +293,7 @@ def test_a_folder_of_imported_weights_is_not_a_run(flags: tuple[str, ...], tmp_p
         (["--set=model.layers=3"], ["model.layers = 3", "created with 2"]),
         ([ds_config("zero3")], ["ZeRO stage 1 or 2"]),
         (["--until=1"], ["already at step 1", "--until"]),
+        (["--steps=1", "--set=data.seq_len=32"], ["already at its last step, 1", "--steps"]),
         ([ds_config("zero1_bf16acc"), "--set=train.precision=fp32"], ["train.precision=bf16"]),
     ],
 )
