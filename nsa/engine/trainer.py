@@ -102,7 +102,7 @@ def _check_steps_left(request: RunRequest, step: int) -> None:
     before, now = request.resumed_config, request.config
     if finished and before and (before.model, before.data) != (now.model, now.data):
         raise ValueError(
-            f"{request.run_dir}: already at its last step, {step}, so a change of model.* or data.* "
+            f"{request.run_dir}: already at its last step, {step}, so changing model.* or data.* "
             "does nothing; raise --steps, or resume without the change"
         )
     if step >= request.stop_step > 0 and not finished:
