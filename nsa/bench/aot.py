@@ -49,7 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(report: Report) -> dict[str, Any]:
     """Compile, check and print a line per kernel, with --loops one per loop."""
     flags = report.flags
-    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
+    if os.environ.pop("TRITON_INTERPRET", None):  # interpreted kernels cannot be compiled
+        os.execv(sys.executable, sys.orig_argv)  # PyTorch has imported Triton as interpreter
     import triton
 
     from nsa.bench import compile_check
