@@ -46,7 +46,8 @@ def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loa
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "exported").symlink_to(folder / "exported")
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports/m7c-demo").symlink_to(folder / "exported")  # as on the page
     return load_run(folder / "run", device="cpu")
 
 
