@@ -56,6 +56,12 @@ def fsync_dir(folder: Path) -> None:
         os.close(descriptor)
 
 
+def check_new_folder(to: Path) -> None:
+    """Refuse a folder that holds something: before slow imports, and before it is written."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ValueError(f"--to {to}: already exists; name a new folder")
+
+
 def row_json(result: Mapping[str, Any]) -> str:
     """Return JSON with one line per entry, and one per row of an entry that is a list of rows."""
     entries = []

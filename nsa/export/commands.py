@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from nsa.atomic_io import check_new_folder
+
 
 def add_export_parser(verbs: Any) -> None:
     about = "write a run as a folder that transformers loads, with or without nsa installed"
@@ -22,6 +24,7 @@ def add_export_parser(verbs: Any) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
+    check_new_folder(args.to)
     from transformers.utils import logging
 
     from nsa.export.to_hf import export
@@ -62,6 +65,7 @@ def add_import_parser(verbs: Any) -> None:
 
 
 def _import(args: argparse.Namespace) -> int:
+    check_new_folder(args.to)
     from nsa.export.import_run import import_run
 
     return import_run(args)

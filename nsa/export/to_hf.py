@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from nsa.atomic_io import fsync_dir
+from nsa.atomic_io import check_new_folder, fsync_dir
 from nsa.checkpoint.weights import SAFETENSORS
 from nsa.data.tokenizer import ORIGIN, stop_ids
 from nsa.dtypes import DTYPES
@@ -103,8 +103,7 @@ def _json(tree: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def output_folder(to: Path) -> Iterator[Path]:
     """Yield a temporary folder; rename it to `to` at the end, or delete it after an error."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ValueError(f"--to {to}: already exists; name a new folder")
+    check_new_folder(to)
     given, to = to, Path(os.path.realpath(to))  # resolves "." and links
     if to.exists() and (to.is_mount() or to == Path.cwd()):
         raise ValueError(f"--to {given}: cannot be replaced; name a new folder inside it")
