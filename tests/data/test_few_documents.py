@@ -16,7 +16,6 @@ from nsa.cli import main
 from nsa.data.batches import open_samples
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
-from nsa.data.files import Files
 from nsa.data.loader import StreamingBatches, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.shards import open_shards
@@ -26,7 +25,16 @@ from nsa.data.validation_data import ValidationData
 from nsa.engine.data import open_data
 from nsa.engine.process_group import Ranks
 from nsa.engine.train_state import TrainState
-from tests.data.texts import HELD_OUT, documents_in, open_store, split, text, texts, write_lines
+from tests.data.texts import (
+    HELD_OUT,
+    documents_in,
+    names_of_counted,
+    open_store,
+    split,
+    text,
+    texts,
+    write_lines,
+)
 from tests.engine.small import small_request
 
 SHAPE = {"micro_batch": 2, "accumulation": 1, "seed": 1}
@@ -134,14 +142,7 @@ def test_few_documents_join_a_mixture_of_either_kind(folder: Path, tmp_path: Pat
 def test_documents_are_counted_once_for_training_and_validation(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted: list[str] = []
-    size_if_few = Files.size_if_few
-
-    def watched(files: Files, limit: int) -> int | None:
-        counted.append(files.name)
-        return size_if_few(files, limit)
-
-    monkeypatch.setattr(Files, "size_if_few", watched)
+    counted = names_of_counted(monkeypatch)
     source = write_lines(tmp_path / "a.jsonl", texts(count))
     config = small_request("--set=data.seq_len=8").config
     config.data.source, config.train.eval_samples = source, 1

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import pytest
 
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
+from nsa.data.files import Files
 from nsa.data.source import is_validation
 from nsa.data.stream import stream_rows
 from nsa.data.token_store import TokenStore
@@ -27,6 +29,19 @@ def configure(source: Any, **settings: Any) -> DataConfig:
         source=source,
         **{"held_out": HELD_OUT, "seq_len": 16, "shuffle_documents": 8, "timeout": 30} | settings,
     )
+
+
+def names_of_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of each source whose documents are counted from now on."""
+    counted: list[str] = []
+    size_if_few = Files.size_if_few
+
+    def watched(files: Files, limit: int) -> int | None:
+        counted.append(files.name)
+        return size_if_few(files, limit)
+
+    monkeypatch.setattr(Files, "size_if_few", watched)
+    return counted
 
 
 class Rows(Iterator[np.ndarray]):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa.cli import main
-from nsa.data.files import Files
-from tests.data.texts import texts, write_lines
+from tests.data.texts import names_of_counted, texts, write_lines
 from tests.evaluate.models import write_model
 
 ROW = {
@@ -46,16 +45,9 @@ def test_json_is_eval_json_alone_on_stdout_with_stable_keys(
 def test_documents_are_counted_once_for_all_runs_on_the_same_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counted: list[str] = []
-    size_if_few = Files.size_if_few
-
-    def watched(files: Files, limit: int) -> int | None:
-        counted.append(files.name)
-        return size_if_few(files, limit)
-
     source = write_lines(tmp_path / "lines.jsonl", texts(300, 200))
     runs = [write_model(tmp_path / name, f"data.source={source}") for name in ("one", "other")]
-    monkeypatch.setattr(Files, "size_if_few", watched)
+    counted = names_of_counted(monkeypatch)
     assert main(["eval", str(runs[0]), "--compare", str(runs[1]), "--tokens=192"]) == 0
     assert "split held_out" in capsys.readouterr().out
     assert counted == [source]
