@@ -9,6 +9,8 @@ Choose another ZeRO config with --deepspeed_config ds_configs/<name>.json; monit
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nsa.checkpoint import CheckpointConfig
 from nsa.data.config import DataConfig
 from nsa.engine.config import RunConfig, TrainConfig
@@ -55,7 +57,7 @@ def production() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """A small model of the same family: minutes on two CPU cores."""
+    """A small model trained in the same way: minutes on two CPU cores."""
     config = production()
     config.model = ModelConfig(
         vocab_size=320,
@@ -65,8 +67,9 @@ def demo() -> RunConfig:
         kv_heads=1,
         head_dim=64,
         mlp_width=704,
-        attention=AttentionConfig(
-            spec=NSASpec(block_len=16, block_stride=8, select_len=32, select_top=6, window=128)
+        attention=replace(
+            config.model.attention,
+            spec=NSASpec(block_len=16, block_stride=8, select_len=32, select_top=6, window=128),
         ),
         activation_checkpointing="none",
     )
@@ -75,6 +78,7 @@ def demo() -> RunConfig:
         steps=300,
         micro_batch=2,
         accumulation=1,
+        dense_steps="auto",
         learning_rate=2e-3,
         min_learning_rate=2e-4,
         warmup_steps=30,

@@ -59,7 +59,7 @@ def demo() -> RunConfig:
     config.model.rope_theta = 50_000.0
     config.data.seq_len = 1_024
     config.train.sequence_parallel = 2
-    config.train.steps, config.train.warmup_steps = 100, 10
+    config.train.steps, config.train.warmup_steps, config.train.dense_steps = 100, 10, 0
     config.train.learning_rate, config.train.min_learning_rate = 1e-3, 1e-4
     return config
 

@@ -1,9 +1,10 @@
-"""M7C with the batch and learning rate of its first runs: 4 sequences per step, 8,192 tokens.
+"""M7C as in its first runs: NSA in all steps with φ = `mean`, 4 sequences per step, 8,192 tokens.
 
     deepspeed --num_gpus 2 recipes/m7c_classic.py
 
-Those runs took minutes per step. At full speed PCIe traffic takes a third or more of so small a
-step, so m7c.py has a larger batch. The numbers: docs/guides/zero-and-pcie.md.
+With the mean as φ, and without the selector loss, selection hardly learns: README.md. Those runs
+took minutes per step. At full speed PCIe traffic takes a third or more of so small a step, so
+m7c.py has a larger batch: docs/guides/zero-and-pcie.md.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ from nsa.engine.config import RunConfig
 from nsa.engine.recipe import Recipe, main
 
 
+def sparse_throughout(config: RunConfig) -> RunConfig:
+    """Set φ = `mean`, no selector loss, and NSA from the first step."""
+    config.model.attention.compressor = "mean"
+    config.model.attention.selector_loss = 0.0
+    config.train.dense_steps = 0
+    return config
+
+
 def production() -> RunConfig:
     """50,000 steps of 4 sequences, one per micro-batch and GPU: 410 million tokens."""
-    config = m7c.production()
+    config = sparse_throughout(m7c.production())
     config.model.activation_checkpointing = "reentrant"
     config.train.micro_batch = 1
     config.train.accumulation = 2
@@ -32,7 +41,12 @@ def tuned() -> RunConfig:
     return config
 
 
-PROFILES = {"production": production, "tuned": tuned, "demo": m7c.demo}
+def demo() -> RunConfig:
+    """The demo of m7c.py with NSA in all steps."""
+    return sparse_throughout(m7c.demo())
+
+
+PROFILES = {"production": production, "tuned": tuned, "demo": demo}
 
 if __name__ == "__main__":
     main(Recipe("m7c_classic", __doc__, PROFILES))

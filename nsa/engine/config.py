@@ -15,6 +15,7 @@ from nsa.validation import above_zero, at_least, at_most, one_of
 PRECISIONS = ("bf16", "fp16", "fp32")
 AUTO = "auto"
 BATCH = ("micro_batch", "accumulation")  # with micro_batch=auto, the run sets both
+TRIAL_STEPS = 100  # a shorter run tries whether all works, so that all of it is sparse
 ON_BAD_STEP = ("abort", "skip", "rollback")
 ON_SPIKE = ("ignore", "warn", "skip", "rollback")
 
@@ -33,7 +34,9 @@ class TrainConfig:
     teacher_weight: float = 1.0  # weight of KL(teacher ‖ model) beside the loss
     selector_steps: int = 0  # first steps: dense attention, only compressed keys learn; then all
     selector_rate: float = 1e-3  # constant learning rate of those steps
-    dense_steps: int | str = 0  # first steps: dense attention, then sparse; auto: half of steps
+    # First steps: dense attention, then sparse; auto: half of steps, but 0 without the selector
+    # loss and in runs of less than 100 steps, which only try whether all works
+    dense_steps: int | str = 0
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
     warmup_steps: int = 2_000  # steps of linear warmup; step 1 already has a non-zero rate
@@ -173,11 +176,13 @@ class RunConfig:
 
     def resolved(self) -> RunConfig:
         """Return the config with train.dense_steps=auto as a number: 0 where it cannot be used."""
-        if self.train.dense_steps != AUTO:
+        train = self.train
+        if train.dense_steps != AUTO:
             return self
-        usable = self._can_start_dense() and self.train.start_from is None
-        steps = self.train.steps // 2 if usable and not self.train.selector_steps else 0
-        return replace(self, train=replace(self.train, dense_steps=steps))
+        usable = self._can_start_dense() and self.model.attention.selector_loss > 0
+        fresh = train.start_from is None and not train.selector_steps
+        steps = train.steps // 2 if usable and fresh and train.steps >= TRIAL_STEPS else 0
+        return replace(self, train=replace(train, dense_steps=steps))
 
     def selects_all_note(self) -> str | None:
         """Return a warning if sequences are so short that no block is left out."""

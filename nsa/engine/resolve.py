@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from nsa.constants import BRANCHES
 from nsa.engine.config import AUTO, BATCH, RunConfig
 from nsa.untrusted import parse_yaml, read_text, short_repr
 
@@ -71,11 +72,11 @@ def resolve_config(
 ) -> RunConfig:
     """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
     tree = asdict(recipe)
-    batch = _take_batch(tree)
+    taken = _take(tree)
     if file is not None:
         _merge(tree, _read_yaml(file), str(file))
-        _complete_batch(tree["train"], *batch)
-        batch = _take_batch(tree)
+        _complete(tree, taken)
+        taken = _take(tree)
     for assignment in assignments or []:
         path, equals, text = assignment.partition("=")
         if not equals:
@@ -85,36 +86,58 @@ def resolve_config(
         for key in reversed(path.strip().split(".")):
             changes = {key: changes}
         _merge(tree, changes, f"--set {assignment}")
-    _complete_batch(tree["train"], *batch)
+    _complete(tree, taken)
     config: RunConfig = _build(RunConfig, tree, "").resolved()
     config.validate()
     return config
 
 
-def _take_batch(tree: dict[str, Any]) -> tuple[Any, Any]:
-    """Replace the recipe's micro-batch and accumulation by NOT_GIVEN; return both."""
-    micro_batch, accumulation = (tree["train"][name] for name in BATCH)
-    tree["train"] |= dict.fromkeys(BATCH, NOT_GIVEN)
-    return micro_batch, accumulation
+def _take(tree: dict[str, Any]) -> dict[str, Any]:
+    """Replace the recipe's values that depend on others by NOT_GIVEN; return them."""
+    taken = {name: section[name] for section, name in _dependent(tree)}
+    for section, name in _dependent(tree):
+        section[name] = NOT_GIVEN
+    return taken
 
 
-def _complete_batch(train: dict[str, Any], micro_batch: Any, accumulation: Any) -> None:
-    """Take what was not given from the recipe; changing to or from `auto` keeps a step's tokens."""
-    given = train["micro_batch"], train["accumulation"]
-    if given[0] is NOT_GIVEN:
-        train["micro_batch"] = micro_batch
-    if given[1] is NOT_GIVEN:
-        train["accumulation"] = accumulation
-        after = train["micro_batch"]
-        if after == AUTO and isinstance(micro_batch, int):
-            train["accumulation"] = micro_batch * accumulation
-        elif micro_batch == AUTO and type(after) is int and after > 0:
-            train["accumulation"], rest = divmod(accumulation, after)
-            if rest or not train["accumulation"]:
-                raise ValueError(
-                    f"train.micro_batch = {after}: does not divide the recipe's {accumulation} "
-                    "sequences per rank and step; set a divisor, or train.accumulation too"
-                )
+def _dependent(tree: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    attention = [(tree["model"]["attention"], name) for name in ("compressor", "selector_loss")]
+    return [(tree["train"], name) for name in BATCH] + attention
+
+
+def _complete(tree: dict[str, Any], recipe: dict[str, Any]) -> None:
+    """Take what was not given from the recipe, as far as what was given allows it.
+
+    A step keeps its tokens when micro_batch changes to or from `auto`. Attention that was changed
+    to a kind or to branches that cannot use the recipe's φ or selector loss does without.
+    """
+    given = {name for section, name in _dependent(tree) if section[name] is not NOT_GIVEN}
+    for section, name in _dependent(tree):
+        if name not in given:
+            section[name] = recipe[name]
+    train, attention = tree["train"], tree["model"]["attention"]
+    if "accumulation" not in given:
+        train["accumulation"] = _accumulation(train["micro_batch"], recipe)
+    if "compressor" not in given and "cmp" not in str(attention["branches"]):
+        attention["compressor"] = "mean"
+    usable = attention["kind"] == "nsa" and attention["branches"] == "+".join(BRANCHES)
+    if "selector_loss" not in given and not usable:
+        attention["selector_loss"] = 0.0
+
+
+def _accumulation(micro_batch: Any, recipe: dict[str, Any]) -> Any:
+    before, accumulation = (recipe[name] for name in BATCH)
+    if micro_batch == AUTO and isinstance(before, int):
+        return before * accumulation
+    if before != AUTO or type(micro_batch) is not int or micro_batch < 1:
+        return accumulation
+    after, rest = divmod(accumulation, micro_batch)
+    if rest or not after:
+        raise ValueError(
+            f"train.micro_batch = {micro_batch}: does not divide the recipe's {accumulation} "
+            "sequences per rank and step; set a divisor, or train.accumulation too"
+        )
+    return after
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -129,9 +129,10 @@ def test_dense_steps_begin_with_new_weights() -> None:
     ("settings", "expected"),
     [
         ([], 25_000),
-        (["train.steps=9"], 4),
-        (["train.steps=1"], 0),
+        (["train.steps=101"], 50),
+        (["train.steps=99"], 0),
         (["train.dense_steps=7"], 7),
+        (["attention.selector_loss=0"], 0),
         (["attention.selector_loss=0", "attention.branches=cmp+win"], 0),
         (["attention.selector_loss=0", "attention.kind=dense"], 0),
         (["train.start_from=runs/other"], 0),

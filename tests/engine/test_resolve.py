@@ -11,7 +11,9 @@ import pytest
 
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_keys import known_keys
+from nsa.engine.plan_command import load_profile
 from nsa.engine.resolve import DEEPSPEED_KEYS, SYNONYMS, resolve_config, to_yaml, walk
+from tests.ranks import ROOT
 
 
 def test_set_overrides_the_file_and_the_file_overrides_the_recipe(tmp_path: Path) -> None:
@@ -51,6 +53,36 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
     assert resolve_config(RunConfig(), file) == config
     overridden = resolve_config(config, None, ["data.source={embedded: 1}"])
     assert overridden.data.sources() == {"embedded": 1.0}, "a mixture is overridden as a whole"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ("kind: dense", ("pool", 0.0)),
+        ("branches: cmp+win", ("pool", 0.0)),
+        ("branches: win", ("mean", 0.0)),
+        ("compressor: mlp", ("mlp", 1.0)),
+        ("selector_loss: 0.5", ("pool", 0.5)),
+    ],
+)
+def test_other_branches_do_without_what_the_recipe_has_for_all_three(
+    tmp_path: Path, changes: str, expected: tuple[str, float]
+) -> None:
+    recipe = load_profile(ROOT / "recipes/m7c.py", "demo")
+    file = tmp_path / "changes.yaml"
+    file.write_text(f"attention:\n  {changes}\n")
+    for config in (
+        resolve_config(recipe, None, [f"attention={{{changes}}}"]),
+        resolve_config(recipe, file),
+        resolve_config(recipe, file, ["train.steps=5"]),
+    ):
+        attention = config.model.attention
+        assert (attention.compressor, attention.selector_loss) == expected
+
+
+def test_a_selector_loss_that_is_given_with_dense_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"selector_loss = 1\.0: needs kind nsa"):
+        resolve_config(RunConfig(), None, ["attention.kind=dense", "attention.selector_loss=1"])
 
 
 @pytest.mark.parametrize(
