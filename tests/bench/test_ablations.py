@@ -129,7 +129,10 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(
 
 
 def test_every_variant_is_a_valid_and_distinct_config() -> None:
-    configs = {name: recipe_config("demo", changes) for name, changes in ablations.VARIANTS.items()}
+    configs = {
+        name: recipe_config("demo", (*ablations.COMMON, *changes))
+        for name, changes in ablations.VARIANTS.items()
+    }
     for config in configs.values():
         config.validate()
     models = [resolve_config(config).model for config in configs.values()]
