@@ -123,7 +123,7 @@ def test_ranks_get_the_environment_and_arguments_that_deepspeed_alone_gives_them
     assert script_code == bare_code
     # The port differs; the script changes the other variables, which no library reads.
     for facts in (*script_facts, *bare_facts):
-        for name in ("MASTER_PORT", "PATH", "PWD", "OLDPWD", "SHLVL", "_"):
+        for name in ("MASTER_PORT", "PATH", "PWD", "OLDPWD", "SHLVL", "PS1", "_"):
             facts["environment"].pop(name, None)
     assert script_facts == bare_facts
 
