@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from nsa.checkpoint import CheckpointConfig
-from nsa.constants import BRANCHES
+from nsa.constants import BRANCHES, SHORT_RUN
 from nsa.data import DataConfig
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
@@ -15,7 +15,6 @@ from nsa.validation import above_zero, at_least, at_most, one_of
 PRECISIONS = ("bf16", "fp16", "fp32")
 AUTO = "auto"
 BATCH = ("micro_batch", "accumulation")  # with micro_batch=auto, the run sets both
-TRIAL_STEPS = 100  # a shorter run tries whether all works, so that all of it is sparse
 ON_BAD_STEP = ("abort", "skip", "rollback")
 ON_SPIKE = ("ignore", "warn", "skip", "rollback")
 
@@ -181,7 +180,7 @@ class RunConfig:
             return self
         usable = self._can_start_dense() and self.model.attention.selector_loss > 0
         fresh = train.start_from is None and not train.selector_steps
-        steps = train.steps // 2 if usable and fresh and train.steps >= TRIAL_STEPS else 0
+        steps = train.steps // 2 if usable and fresh and train.steps >= SHORT_RUN else 0
         return replace(self, train=replace(train, dense_steps=steps))
 
     def selects_all_note(self) -> str | None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import fmean, median
 
-from nsa.constants import BRANCHES
+from nsa.constants import BRANCHES, SHORT_RUN
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.gates.results import SHORT_RUN, Criterion, GateResult, gate_result
+from nsa.gates.results import Criterion, GateResult, gate_result
 from nsa.gates.schedule import GATE_NAMES, PREFLIGHT, Gate
 from nsa.monitor.artifacts import Row, Table, finite_number
 from nsa.monitor.config import LadderConfig

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
+from nsa.constants import SHORT_RUN
 from nsa.gates.schedule import GATE_NAMES
 from nsa.monitor.artifacts import try_read_text
 from nsa.untrusted import matches, parse_json
@@ -21,7 +22,6 @@ _CRITERION = {
     "value": (float, int, _NONE),
 }
 _SHAPE = {"gate": str, "step": int, "go": bool, "time": str, "criteria": [_CRITERION]}
-SHORT_RUN = 100  # steps; in fewer, growth of memory and recall cannot be measured
 
 
 @dataclass(frozen=True)
