@@ -143,11 +143,17 @@ def _start_or_resume(out: Path, plan: dict[str, Any]) -> int:
     for section in ("stamp", "settings"):
         for name, value in plan[section].items():
             before = saved[section].get(name)
-            if before != value and name != "tokenizer":  # its fingerprint decides
-                raise DataError(
-                    f"{out} was started with {name} = {before!r}, not {value!r}; name another "
-                    "--out, or delete this folder"
-                )
+            if before == value or name == "tokenizer":  # its fingerprint decides
+                continue
+            now = f"not {value!r}"
+            if name == "tokenizer_fingerprint":
+                before, tokenizer = (tree["stamp"]["tokenizer"] for tree in (saved, plan))
+                now = "which has changed" if before == tokenizer else f"not {tokenizer!r}"
+                name = "tokenizer"
+            raise DataError(
+                f"{out} was started with {name} = {before!r}, {now}; name another --out, or delete "
+                "this folder"
+            )
     return saved["parts"]
 
 
