@@ -163,7 +163,8 @@ def _autograd(
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         output = output if outputs > 1 else (output,)
-        shapes = [x.new_empty(()).expand(x.shape) for x in inputs[: gradient.unread]]
+        unread = inputs[: gradient.unread]
+        shapes = [None if x is None else x.new_empty(()).expand(x.shape) for x in unread]
         ctx.save_for_backward(*shapes, *inputs[gradient.unread : tensors], *output[gradient.saved])
         ctx.constants = inputs[tensors:]
         if count < outputs:

@@ -30,10 +30,8 @@ def add_rms_norm(
         dtype = torch.promote_types(x.dtype, delta.dtype)  # they differ under autocast
         x, delta = x.to(dtype), delta.to(dtype)
     if dispatch(backend, "add_rms_norm", x, attention=False) is triton:
-        from nsa.ops.triton.normalization import rms_norm_of, triton_add_rms_norm
+        from nsa.ops.triton.normalization import triton_add_rms_norm
 
-        if delta is None:
-            return rms_norm_of(x, weight, eps)
         return triton_add_rms_norm(x, delta, weight, eps)
     total = x if delta is None else x + delta
     if torch.compiler.is_compiling():  # it plans its own backward pass

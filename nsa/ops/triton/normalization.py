@@ -1,4 +1,4 @@
-"""RMSNorm kernels with the residual add, launchers and custom ops: one kernel each way.
+"""RMSNorm kernels with the residual add, launchers and custom op: one kernel each way.
 
 The backward kernel leaves the weight's gradient in one float32 row per program; a second, small
 kernel adds these rows in ascending order. So results are the same in every run.
@@ -7,7 +7,7 @@ kernel adds these rows in ascending order. So results are the same in every run.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -48,14 +48,14 @@ def add_rms_norm_kernel(
     x, delta, weight, total, normed, rows, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The norm of x, or of x + delta, which is stored as total, times weight."""
+    """total = x, or x + delta, and its norm times weight."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     h = _load(x, row, valid, WIDTH, PADDED)  # [ROWS, PADDED]
     if delta is not None:
         h += _load(delta, row, valid, WIDTH, PADDED)
         h = h.to(total.dtype.element_ty).to(tl.float32)  # the norm of what is stored
-        store_rows(total, row, WIDTH, h, WIDTH, PADDED, valid)
+    store_rows(total, row, WIDTH, h, WIDTH, PADDED, valid)
     y = h * _inverse_rms(h, valid, eps, WIDTH) * _load_weight(weight, WIDTH, PADDED)
     store_rows(normed, row, WIDTH, y, WIDTH, PADDED, valid)
 
@@ -95,48 +95,31 @@ def add_weight_parts_kernel(
     tl.store(out + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
 
 
-class Norm(NamedTuple):
-    """Inputs of `triton_rms_norm`."""
-
-    x: Tensor  # [.., width]
-    weight: Tensor  # [width]
-    eps: float
-
-
 class AddNorm(NamedTuple):
-    """Inputs of `triton_add_rms_norm`."""
+    """Inputs of the op."""
 
     x: Tensor  # [.., width]
-    delta: Tensor  # [.., width]
+    delta: Tensor | None  # [.., width]
     weight: Tensor  # [width]
     eps: float
-
-
-def rms_norm_forward(x: Norm) -> Tensor:
-    """The norm of x times weight."""
-    normed = torch.empty_like(x.x, memory_format=torch.contiguous_format)
-    _launch_forward(x.x, None, x.weight, x.eps, None, normed)
-    return normed
 
 
 def add_rms_norm_forward(x: AddNorm) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm times weight)."""
+    """(x + delta, its norm times weight).
+
+    Without a delta, the first is a copy of x: a custom op cannot return its input, and an x outside
+    of the op would get its two gradients from another kernel.
+    """
     total, normed = (torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in range(2))
-    _launch_forward(x.x, x.delta.contiguous(), x.weight, x.eps, total, normed)
-    return total, normed
-
-
-def _launch_forward(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
-    total: Tensor | None, normed: Tensor,
-) -> None:  # fmt: skip
     rows, width = normed.numel() // normed.shape[-1], normed.shape[-1]
     padded, held, config = _tile(width)
     launch(
         add_rms_norm_kernel, (cdiv(rows, held),), config,
-        x=x.contiguous(), delta=delta, weight=weight.contiguous(), total=total, normed=normed,
-        rows=rows, eps=eps, WIDTH=width, PADDED=padded, ROWS=held,
+        x=x.x.contiguous(), delta=None if x.delta is None else x.delta.contiguous(),
+        weight=x.weight.contiguous(), total=total, normed=normed,
+        rows=rows, eps=x.eps, WIDTH=width, PADDED=padded, ROWS=held,
     )  # fmt: skip
+    return total, normed
 
 
 @lru_cache(maxsize=64)
@@ -147,34 +130,23 @@ def _tile(width: int) -> tuple[int, int, Config]:
     return padded, held, Config(held, 0, min(16, max(4, held * padded // 512)), 1)
 
 
-def rms_norm_backward(d_normed: Tensor, x: Norm) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of weight."""
-    return _backward(d_normed, None, x.x, x.weight, x.eps)
-
-
 def add_rms_norm_backward(
     d_total: Tensor | None, d_normed: Tensor | None, x: AddNorm, total: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x, which is also that of delta, and of weight."""
     if d_normed is None:
         d_normed = torch.zeros_like(total)
-    return _backward(d_normed, d_total, total, x.weight, x.eps)
-
-
-def _backward(
-    d_normed: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
     rows, width = total.numel() // total.shape[-1], total.shape[-1]
     padded, held, config = _tile(width)
     count = cdiv(rows, ROWS_PER_PART)
     parts = total.new_empty(count, width, dtype=torch.float32)
     dx = torch.empty_like(total, memory_format=torch.contiguous_format)
-    d_weight = torch.empty_like(weight)
+    d_weight = torch.empty_like(x.weight)
     launch(
         rms_norm_backward_kernel, (count,), config,
         d_normed=d_normed.contiguous(), d_total=None if d_total is None else d_total.contiguous(),
-        total=total.contiguous(), weight=weight.contiguous(), dx=dx, parts=parts,
-        rows=rows, eps=eps, WIDTH=width, PADDED=padded, ROWS=held, PER_PART=ROWS_PER_PART,
+        total=total.contiguous(), weight=x.weight.contiguous(), dx=dx, parts=parts,
+        rows=rows, eps=x.eps, WIDTH=width, PADDED=padded, ROWS=held, PER_PART=ROWS_PER_PART,
     )  # fmt: skip
     launch(
         add_weight_parts_kernel, (cdiv(width, PARTS.keys),), PARTS,
@@ -183,13 +155,6 @@ def _backward(
     return dx, d_weight
 
 
-triton_rms_norm = register(
-    "nsa::triton_rms_norm",
-    Norm,
-    rms_norm_forward,
-    fake=lambda x: x.x.new_empty(x.x.shape),
-    gradient=Gradient(rms_norm_backward, inputs=2, outputs=1, saved=slice(0)),
-)
 triton_add_rms_norm = register(
     "nsa::triton_add_rms_norm",
     AddNorm,
@@ -206,35 +171,3 @@ triton_add_rms_norm = register(
         unread=2,
     ),
 )
-
-
-def rms_norm_of(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x, its norm times weight); `add_rms_norm`'s backward kernel sums both outputs' gradients."""
-    if torch.compiler.is_compiling():  # the compiler fuses the sum of two gradients
-        return x, triton_rms_norm(x, weight, eps)
-    return _NormOf.apply(x, weight, eps)
-
-
-class _NormOf(torch.autograd.Function):
-    """x is returned too, so that autograd need not add its two gradients in another kernel.
-
-    A custom op cannot return its input.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return x.view_as(x), triton_rms_norm(x, weight, eps)
-
-    @staticmethod
-    def backward(
-        ctx: Any, d_x: Tensor | None, d_normed: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        if d_normed is None:
-            return d_x, None, None
-        x, weight = ctx.saved_tensors
-        like = x.new_empty(()).expand(x.shape)  # for x and delta, of which only shapes are read
-        arguments = d_x, d_normed, like, like, weight, ctx.eps, x
-        return *torch.ops.nsa.triton_add_rms_norm_backward(*arguments), None

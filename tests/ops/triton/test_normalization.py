@@ -150,16 +150,16 @@ def test_the_ops_match_their_declarations() -> None:
     x, delta, weight = tensors(2, 3, 6)
     ops = torch.ops.nsa
     for op, given in (
-        (normalization.triton_rms_norm, (x, weight, EPS)),
         (normalization.triton_add_rms_norm, (x, delta, weight, EPS)),
+        (normalization.triton_add_rms_norm, (x, None, weight, EPS)),
     ):
         learned = tuple(
             y.detach().clone().requires_grad_() if isinstance(y, Tensor) else y for y in given
         )
         torch.library.opcheck(op, learned, test_utils=DECLARATIONS)
     for op, given in (
-        (ops.triton_rms_norm_backward, (x, x, weight, EPS)),
         (ops.triton_add_rms_norm_backward, (x, x, x, delta, weight, EPS, x)),
+        (ops.triton_add_rms_norm_backward, (x, x, x, None, weight, EPS, x)),
         (ops.triton_add_rms_norm_backward, (None, x, x, delta, weight, EPS, x)),
     ):
         torch.library.opcheck(op.default, given, test_utils=DECLARATIONS)
