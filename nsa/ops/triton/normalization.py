@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.triton.common import PARTS, kernel, load_rows, store_rows, sum_parts
+from nsa.ops.triton.common import kernel, load_rows, store_rows, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
@@ -85,16 +85,6 @@ def rms_norm_backward_kernel(
     tl.store(parts + tl.program_id(0) * WIDTH + d, tl.sum(dw, 0), mask=d < WIDTH)
 
 
-@kernel
-def add_weight_parts_kernel(
-    parts, out, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """The weight's gradient: the sum of the programs' parts, in ascending order."""
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    total = sum_parts(parts, col, rows, WIDTH, ROWS, COLS)
-    tl.store(out + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
-
-
 class AddNorm(NamedTuple):
     """Inputs of the op."""
 
@@ -132,7 +122,7 @@ def _tile(width: int) -> tuple[int, int, Config]:
 
 def add_rms_norm_backward(
     d_total: Tensor | None, d_normed: Tensor | None, x: AddNorm, total: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The gradient of x, which is also that of delta, and of weight."""
     if d_normed is None:
         d_normed = torch.zeros_like(total)
@@ -141,18 +131,13 @@ def add_rms_norm_backward(
     count = cdiv(rows, ROWS_PER_PART)
     parts = total.new_empty(count, width, dtype=torch.float32)
     dx = torch.empty_like(total, memory_format=torch.contiguous_format)
-    d_weight = torch.empty_like(x.weight)
     launch(
         rms_norm_backward_kernel, (count,), config,
         d_normed=d_normed.contiguous(), d_total=None if d_total is None else d_total.contiguous(),
         total=total.contiguous(), weight=x.weight.contiguous(), dx=dx, parts=parts,
         rows=rows, eps=x.eps, WIDTH=width, PADDED=padded, ROWS=held, PER_PART=ROWS_PER_PART,
     )  # fmt: skip
-    launch(
-        add_weight_parts_kernel, (cdiv(width, PARTS.keys),), PARTS,
-        parts=parts, out=d_weight, rows=count, WIDTH=width, ROWS=PARTS.rows, COLS=PARTS.keys,
-    )  # fmt: skip
-    return dx, d_weight
+    return dx, *sum_parts(parts, [x.weight])
 
 
 triton_add_rms_norm = register(

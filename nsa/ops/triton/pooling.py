@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import PoolInputs
-from nsa.ops.triton.common import PARTS, dot, kernel, sum_parts
+from nsa.ops.triton.common import dot, kernel, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 
@@ -166,22 +166,6 @@ def pool_backward_kernel(
     tl.store(parts + SCALES + head * SIZE + col, d_scale, mask=inside)
 
 
-@kernel
-def add_pool_parts_kernel(
-    parts, weight, position, scale, rows,
-    WEIGHT: tl.constexpr, POSITION: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """The gradients of weight, position and scale: sums of the runs' parts."""
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    total = sum_parts(parts, col, rows, WIDTH, ROWS, COLS).to(weight.dtype.element_ty)
-    tl.store(weight + col, total, mask=col < WEIGHT)
-    at = col - WEIGHT
-    tl.store(position + at, total, mask=(at >= 0) & (at < POSITION))
-    at -= POSITION
-    tl.store(scale + at, total, mask=(at >= 0) & (col < WIDTH))
-
-
 def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
     """(y, its port, pooled, lse), the last two in float32 for the backward pass."""
     y, port_of_y, pooled, lse = _empty_outputs(x)
@@ -235,13 +219,7 @@ def _gradients(
         HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, LEN_P=padded_size(length),
         COVER=x.token_blocks.shape[1], ROWS=config.rows, TOKENS=TOKENS_PER_PART,
     )  # fmt: skip
-    weight, position, scale = (torch.empty_like(parameter) for parameter in x[1:4])
-    launch(
-        add_pool_parts_kernel, (cdiv(sum(sizes), PARTS.keys),), PARTS,
-        parts=parts, weight=weight, position=position, scale=scale, rows=len(parts),
-        WEIGHT=sizes[0], POSITION=sizes[1], WIDTH=sum(sizes), ROWS=PARTS.rows, COLS=PARTS.keys,
-    )  # fmt: skip
-    return found, [weight, position, scale]
+    return found, sum_parts(parts, x[1:4])
 
 
 def _padded(x: PoolInputs) -> tuple[int, int]:

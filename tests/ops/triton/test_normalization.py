@@ -183,5 +183,5 @@ def test_each_pass_is_one_launch_and_one_for_the_weights_gradient() -> None:
     assert [launch.kernel.fn.__name__ for launch in launches] == [
         "add_rms_norm_kernel",
         "rms_norm_backward_kernel",
-        "add_weight_parts_kernel",
+        "sum_parts_kernel",
     ]

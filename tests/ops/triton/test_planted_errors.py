@@ -421,7 +421,7 @@ PLANTS = {
         token_gradients_are_those_of_pytorch,
     ),
     "the last part of the norm's weight gradient is left out": Plant(
-        common, "sum_parts", "(row < rows)", "(row < rows - 1)",
+        common, "sum_parts_kernel", "(row < rows)", "(row < rows - 1)",
         norms_are_those_of_pytorch,
     ),
     "the mean square counts a column too many": Plant(

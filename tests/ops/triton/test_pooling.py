@@ -104,7 +104,7 @@ def test_launches_are_few_and_wait_for_no_value() -> None:
     assert [launch.kernel.fn.__name__ for launch in launches] == [
         "pool_forward_kernel",
         "pool_backward_kernel",
-        "add_pool_parts_kernel",
+        "sum_parts_kernel",
     ]
 
 
