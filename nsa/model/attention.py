@@ -1,4 +1,4 @@
-"""Attention layers: Native Sparse Attention, and dense attention for its dense twin."""
+"""Attention layers: dense causal attention, and Native Sparse Attention, which extends it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nsa.model.checks import check_hidden_states, check_spec
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.dense import causal_attention
-from nsa.model.fused import norm_columns, parallel_linear_with_port
-from nsa.model.ranking_keys import port_rows, ranking_keys
+from nsa.model.fused import norm_columns, parallel_linear
+from nsa.model.ranking_keys import port_rows, ranking_loss
 from nsa.ops import (
     PackedLayout,
     compressed_attention,
@@ -25,7 +25,6 @@ from nsa.ops import (
     rotary_pool,
     select_blocks,
     selected_attention,
-    selector_loss,
     window_attention,
 )
 from nsa.ops.checks import check_documents
@@ -44,7 +43,7 @@ _UNUSED_LOSS = (
 
 
 class Attention(nn.Module):
-    """Base class: the projections, and the steps of a forward pass.
+    """Dense causal attention: the baseline, and the steps of a forward pass that NSA shares.
 
         x -> project      q, keys and values by branch, and gate logits side by side
           -> rotary_pool  RoPE, gates and mean-pooled keys and values
@@ -53,6 +52,9 @@ class Attention(nn.Module):
 
     Dense attention has one branch, "all", and no gates.
     """
+
+    # Of the last selector loss: its queries [S], and the target [B, Hkv, S, M].
+    selector_target: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -111,7 +113,10 @@ class Attention(nn.Module):
         packed, port = self.project(x, metadata)
         parts = self.rotary_pool(packed, metadata)
         kv, port = self.branch_kv(parts, metadata, port)
-        self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata, port)
+        self.selector_loss = None
+        if metadata.sampled is not None:
+            self.selector_loss, target = ranking_loss(self, x, parts.q, kv, metadata, port)
+            self.selector_target = metadata.sampled, target
         o = self.attend(parts.q, parts.gates, kv, metadata)
         if metadata.sequence is not None:
             o = metadata.sequence.heads_to_tokens(o)
@@ -124,7 +129,7 @@ class Attention(nn.Module):
         parallelism this exchanges tokens for heads.
         """
         linears = [self.q, self.k, self.v] + ([] if self.branches == ("all",) else [self.gates])
-        packed, port = parallel_linear_with_port(x, linears, port_rows(self, metadata))
+        packed, port = parallel_linear(x, linears, port_rows(self, metadata))
         if self.config.qk_norm:
             rows = len(self.q.weight), len(self.k.weight)
             packed = norm_columns(packed, rows, (self.q_norm, self.k_norm))
@@ -165,16 +170,6 @@ class Attention(nn.Module):
         kv_sets = parts.kv_sets[:1] * len(self.branches) if shared else parts.kv_sets
         return dict(zip(self.branches, kv_sets, strict=False)), port
 
-    def compute_selector_loss(
-        self,
-        x: Tensor,
-        q: Tensor,
-        kv: BranchKV,
-        metadata: AttentionMetadata,
-        port: Tensor | None = None,
-    ) -> Tensor | None:
-        return None
-
     def take_selector_loss(self) -> Tensor | None:
         """Return the last forward pass's selector loss, and clear it.
 
@@ -188,7 +183,7 @@ class Attention(nn.Module):
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
         """Return the gated sum of the branches, [B, T, Hq, Dv]."""
-        raise NotImplementedError
+        return causal_attention(q, *kv["all"], metadata.cu_seqlens)
 
 
 class NSAttention(Attention):
@@ -208,8 +203,6 @@ class NSAttention(Attention):
     observer: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None
     compiled: bool = False  # `compile_blocks` sets it: an observer cannot be traced
     dense: bool = False  # `LanguageModel.attend_densely` sets it
-    # Of the last selector loss: its queries [S], and the target [B, Hkv, S, M].
-    selector_target: tuple[Tensor, Tensor] | None = None
     # In compiled code, what the observer receives, until `call_observer`.
     observed: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
 
@@ -299,11 +292,8 @@ class NSAttention(Attention):
             assert parts.compressed is not None
             kv["cmp"] = parts.compressed
         elif "cmp" in kv:
-            k, v = parts.compressed or parts.kv_sets[0]
-            if port is not None and isinstance(self.compress, PoolCompressor):
-                k, v, port = self.compress.with_port(k, v, port.view(k.shape), metadata)
-                return kv | {"cmp": (k, v)}, port
-            kv["cmp"] = self.compress(k, v, metadata)
+            k, v, port = self.compress(*(parts.compressed or parts.kv_sets[0]), metadata, port)
+            kv["cmp"] = k, v
         return kv, port
 
     def attend(
@@ -333,33 +323,6 @@ class NSAttention(Attention):
             self.observer(gates, block_index, metadata.cu_seqlens, loss)
         return o
 
-    def compute_selector_loss(
-        self,
-        x: Tensor,
-        q: Tensor,
-        kv: BranchKV,
-        metadata: AttentionMetadata,
-        port: Tensor | None = None,
-    ) -> Tensor | None:
-        """Return the selector loss of compressed keys, whose gradient does not reach x.
-
-        So it trains only the ranking, not the hidden states that other layers read. With `port`
-        compressed keys are not computed again.
-        """
-        if metadata.sampled is None:
-            return None
-        loss, target = selector_loss(
-            q,
-            ranking_keys(self, x, kv["cmp"][0], metadata, port),
-            kv["sel"][0],
-            metadata.sampled,
-            self.spec,
-            cu_seqlens=metadata.cu_seqlens,
-            backend=self.backend,
-        )
-        self.selector_target = metadata.sampled, target
-        return loss
-
     def call_observer(self) -> None:
         """Call the observer with what compiled code has kept in `observed`."""
         observed, self.observed = self.observed, None
@@ -385,12 +348,3 @@ class NSAttention(Attention):
             outputs["win"] = window_attention(q, *kv["win"], self.spec.window, **common)
         weights = zip(self.branches, gates.unbind(-1), strict=True)
         return torch.stack([gate[..., None] * outputs[name] for name, gate in weights]).sum(0)
-
-
-class DenseAttention(Attention):
-    """Plain causal attention over all previous tokens of the document."""
-
-    def attend(
-        self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
-    ) -> Tensor:
-        return causal_attention(q, *kv["all"], metadata.cu_seqlens)

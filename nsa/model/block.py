@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nsa.model.attention import SHARED, CachedAttention, DenseAttention, NSAttention
+from nsa.model.attention import SHARED, Attention, CachedAttention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.config import ModelConfig
 from nsa.model.fused import add_norm, parallel_linear
@@ -27,7 +27,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = parallel_linear(x, (self.gate, self.up))  # [B, T, gate | up | padding]
+        gate_up, _ = parallel_linear(x, (self.gate, self.up))  # [B, T, gate | up | padding]
         return self.down(swiglu(gate_up, self.hidden, backend=self.backend))
 
 
@@ -62,10 +62,10 @@ class Block(nn.Module):
         return (x, self.mlp(normed)) if loss is None else (x, self.mlp(normed), loss)
 
 
-def attention_layer(config: ModelConfig) -> NSAttention | DenseAttention:
+def attention_layer(config: ModelConfig) -> Attention:
     """Build a block's attention."""
     if config.attention.kind == "dense":
-        return DenseAttention(config)
+        return Attention(config)
     names = "kv_heads", "head_dim", "value_dim", "rope_theta", *SHARED
     settings = {name: getattr(config, name) for name in names}
     settings |= {k: v for k, v in vars(config.attention).items() if k != "kind"}

@@ -21,11 +21,16 @@ class Compressor(nn.Module):
 
     rotate_first = True  # pools keys after RoPE; False: the subclass applies RoPE to its result
 
-    def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """Compress keys, rotated if `rotate_first`, and values [B, T, K, D] to [B, N, K, D]."""
+    def forward(
+        self, k: Tensor, v: Tensor, metadata: AttentionMetadata, port: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compress keys, rotated if `rotate_first`, and values [B, T, K, D] to [B, N, K, D].
+
+        Also return a port, if given that of k: φ `pool` turns it into one of the compressed keys.
+        """
         blocks = cut_blocks(k, metadata), cut_blocks(v, metadata)
         assert metadata.block_rotary is not None
-        return self.compress_blocks(*blocks, metadata.block_rotary)
+        return *self.compress_blocks(*blocks, metadata.block_rotary), port
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Pool blocks [B, N, l, K, D] to [B, N, K, D].
@@ -154,16 +159,13 @@ class PoolCompressor(Compressor):
         self.value = BlockPool(block_len, kv_heads, value)
         self.backend = backend
 
-    def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        k, _ = self.key(k, metadata.block_rotary, metadata, self.backend)
-        return k, self.value(v, None, metadata, self.backend)[0]
-
-    def with_port(
-        self, k: Tensor, v: Tensor, port: Tensor, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `forward`, and a port of the compressed keys; `port` [B, T, K, D] is that of k."""
-        k, port = self.key(k, metadata.block_rotary, metadata, self.backend, port)
-        return k, self.value(v, None, metadata, self.backend)[0], port
+    def forward(
+        self, k: Tensor, v: Tensor, metadata: AttentionMetadata, port: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        of_k = None if port is None else port.view(k.shape)
+        k, of_blocks = self.key(k, metadata.block_rotary, metadata, self.backend, of_k)
+        v, _ = self.value(v, None, metadata, self.backend)
+        return k, v, None if port is None else of_blocks
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key.pool_blocks(k), block_rotary), self.value.pool_blocks(v)

@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 
 from nsa.ops import add_rms_norm, tied_embedding
 
+PAD_TO = 8  # cuBLAS is fast if rows are a multiple of 16 bytes
 PLAIN = (nn.Parameter, Tensor, type(None))  # what a plain module's parameters are
 
 
@@ -40,30 +41,25 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-def parallel_linear(x: Tensor, linears: Sequence[nn.Linear], pad_to: int = 8) -> Tensor:
-    """Return the outputs of linears on x [.., in] side by side: [.., sum of out + pad].
-
-    The width is padded to a multiple of `pad_to`, because cuBLAS is fast if rows are a multiple of
-    16 bytes. The padding's values are finite and arbitrary; its gradient must be 0. Weights that
-    are adjacent in memory, as in the flat buffers of ZeRO-1 and 2, are not copied. Others are
-    concatenated on each pass: about 0.2 GB per micro-batch of M7C, estimated from tensor sizes.
-    """
-    return parallel_linear_with_port(x, linears, None, pad_to)[0]
-
-
-def parallel_linear_with_port(
-    x: Tensor, linears: Sequence[nn.Linear], port_rows: slice | None, pad_to: int = 8
+def parallel_linear(
+    x: Tensor, linears: Sequence[nn.Linear], port_rows: slice | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `parallel_linear`, and a port for more gradient of the weights' `port_rows`.
+    """Return the outputs of linears on x [.., in] side by side: [.., sum of out + pad]; and a port.
 
-    The port [.., rows] has no values. Its gradient adds to the weights' what x.detach() @ rowsᵀ
-    would, in place and in one product, and x gets none of it. None if the fusion does not apply.
+    The width is padded to a multiple of PAD_TO. The padding's values are finite and arbitrary; its
+    gradient must be 0. Weights that are adjacent in memory, as in the flat buffers of ZeRO-1 and 2,
+    are not copied. Others are concatenated on each pass: about 0.2 GB per micro-batch of M7C,
+    estimated from tensor sizes.
+
+    The port [.., rows] is for more gradient of the weights' `port_rows`; it has no values. Its
+    gradient adds to the weights' what x.detach() @ rowsᵀ would, in place and in one product, and x
+    gets none of it. None without `port_rows`, or if the fusion does not apply.
     """
     compiling = torch.compiler.is_compiling()
     if all(is_plain(linear, nn.Linear) for linear in linears):
         weights: list[Tensor] = [linear.weight for linear in linears]
         width = sum(weight.shape[0] for weight in weights)
-        rows = width + -width % pad_to
+        rows = width + -width % PAD_TO
         bias = _biases(linears, rows)
         if not compiling and (port_rows is not None or are_adjacent(weights, rows)):
             weight, port = _SideBySide.apply(rows, port_rows, x.detach(), *weights)
@@ -72,7 +68,7 @@ def parallel_linear_with_port(
         if x.numel() // x.shape[-1] >= width // 8:
             return F.linear(x, _concatenate(weights, rows), bias), None
     outputs = torch.cat([linear(x) for linear in linears], -1)
-    return F.pad(outputs, (0, -outputs.shape[-1] % pad_to)), None
+    return F.pad(outputs, (0, -outputs.shape[-1] % PAD_TO)), None
 
 
 def _biases(linears: Sequence[nn.Linear], rows: int) -> Tensor | None:

@@ -1,9 +1,9 @@
-"""Compressed keys for the selector loss: their gradient reaches φ and the keys' projection alone.
+"""The selector loss of a layer: its gradient reaches φ and the keys' projection alone.
 
     x -> project -> compress -> k_cmp        of the compressed branch, which the loss ranks
            port  -> compress -> k_cmp's port      gets the loss's gradient: of φ and projection
 
-A port has no values, so nothing is computed again. Without one (see `parallel_linear_with_port`)
+A port has no values, so nothing is computed again. Without one (see `parallel_linear`)
 or with φ = `mlp`, keys are projected and compressed again, from detached hidden states.
 """
 
@@ -20,7 +20,7 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import BlockPool, MLPCompressor, PoolCompressor
 from nsa.model.fused import head_norm, is_plain
 from nsa.model.rotary import apply_rotary
-from nsa.ops import PackedLayout, rotary_pool
+from nsa.ops import PackedLayout, rotary_pool, selector_loss
 from nsa.ops.custom_op import known_outputs
 from nsa.ops.inputs import RotaryPoolInputs
 
@@ -39,10 +39,29 @@ def port_rows(layer: Any, metadata: AttentionMetadata) -> slice | None:
     return None if isinstance(compress, MLPCompressor) else rows
 
 
-def ranking_keys(
+def ranking_loss(
+    layer: Any,
+    x: Tensor,
+    q: Tensor,
+    kv: dict[str, tuple[Tensor, Tensor]],
+    metadata: AttentionMetadata,
+    port: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return an NSAttention layer's selector loss and target; the gradient does not reach x.
+
+    So it trains only the ranking, not the hidden states that other layers read. With `port`
+    compressed keys are not computed again.
+    """
+    assert metadata.sampled is not None
+    keys = _ranking_keys(layer, x, kv["cmp"][0], metadata, port), kv["sel"][0]
+    options = {"cu_seqlens": metadata.cu_seqlens, "backend": layer.backend}
+    return selector_loss(q, *keys, metadata.sampled, layer.spec, **options)
+
+
+def _ranking_keys(
     layer: Any, x: Tensor, k_cmp: Tensor, metadata: AttentionMetadata, port: Tensor | None
 ) -> Tensor:
-    """Return k_cmp [B, N, K, D] of an NSAttention layer with that gradient.
+    """Return k_cmp [B, N, K, D] with that gradient.
 
     `port` is that of k_cmp with φ = `pool`, that of the keys by token [B, T, K · D] with `mean`.
     """

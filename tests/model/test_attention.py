@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.model import LanguageModel
-from nsa.model.attention import DenseAttention, NSAttention
+from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from tests.model.models import ATTENTIONS, SPEC, build, tiny
 from tests.model.test_rotary import by_hand
@@ -19,9 +19,9 @@ LENGTH = 21
 NSA = [name for name in ATTENTIONS if name != "dense"]
 
 
-def first_layer(model: LanguageModel) -> tuple[NSAttention | DenseAttention, AttentionMetadata]:
+def first_layer(model: LanguageModel) -> tuple[Attention, AttentionMetadata]:
     attention = model.blocks[0].attention
-    assert isinstance(attention, NSAttention | DenseAttention)
+    assert isinstance(attention, Attention)
     return attention, AttentionMetadata.build(model.config, LENGTH, None, torch.device("cpu"))
 
 

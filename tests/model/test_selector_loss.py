@@ -17,6 +17,7 @@ from nsa.model.compile import compile_blocks
 from nsa.model.compressor import cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.model.fused import are_adjacent
+from nsa.model.ranking_keys import ranking_loss
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
@@ -202,7 +203,7 @@ def test_the_selector_loss_uses_the_keys_that_the_compressed_branch_reads(
     )
     parts = layer.rotary_pool(layer.project(x, metadata)[0], metadata)
     kv, _ = layer.branch_kv(parts, metadata)
-    loss = layer.compute_selector_loss(x, parts.q, kv, metadata)
+    loss, _ = ranking_loss(layer, x, parts.q, kv, metadata)
     assert metadata.sampled is not None
     keys = kv["cmp"][0], kv["sel"][0]
     expected, _ = ops.selector_loss(
