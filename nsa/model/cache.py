@@ -97,20 +97,17 @@ class LayerCache:
             stored, row, index = placement(buffer.shape[1], key.entries == "blocks")
             buffer[row, index] = packed[0, stored]
 
-    def append(self, content: Content, position: Tensor) -> None:
-        """Store one token per sequence, [1, B, Hkv, D], at `position` [B]."""
-        row = torch.arange(len(position), device=position.device)
-        for key, new in content.items():
-            buffer = self.buffers[key]
-            buffer[row, position % buffer.shape[1]] = new[0]
+    def append(self, content: Content, index: Tensor, valid: Tensor | None = None) -> None:
+        """Store one entry per sequence, [1, B, Hkv, D], at `index` [B] where `valid` [B] is true.
 
-    def append_blocks(self, content: Content, block: Tensor, complete: Tensor) -> None:
-        """Store the compressed block with index `block` [B] where `complete` [B] is true."""
-        row = torch.arange(len(block), device=block.device)
+        `index` is a token's position, or the number of a compressed block.
+        """
+        row = torch.arange(len(index), device=index.device)
         for key, (new,) in content.items():
             buffer = self.buffers[key]
-            index = block.clamp(0, buffer.shape[1] - 1)
-            buffer[row, index] = torch.where(complete[:, None, None], new, buffer[row, index])
+            at = index % buffer.shape[1]
+            kept = new if valid is None else new.where(valid[:, None, None], buffer[row, at])
+            buffer[row, at] = kept
 
     def last(self, kind: str, lengths: Tensor, count: int) -> Tensor:
         """The compressor's input: the last `count` keys or values in order, [B, count, Hkv, D]."""

@@ -47,10 +47,10 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "input_ids") -> No
         raise ValueError(f"{name} has dtype {tokens.dtype}; it must be int64 or int32")
     if tokens.device.type != "cpu" or torch.compiler.is_compiling() or not tokens.numel():
         return
-    known = tokens if name == "input_ids" else tokens[tokens != IGNORE_INDEX]
+    known = tokens[tokens != IGNORE_INDEX] if name == "labels" else tokens
     if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < vocab_size:
         wrong = int(known.max()) if int(known.max()) >= vocab_size else int(known.min())
-        ignored = "" if name == "input_ids" else f", or {IGNORE_INDEX}"
+        ignored = f", or {IGNORE_INDEX}" if name == "labels" else ""
         raise ValueError(
             f"{name} contains {wrong}; ids are 0 to {vocab_size - 1} with this vocabulary{ignored}"
         )

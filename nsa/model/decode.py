@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.cache import Content, KVCache, LayerCache, Placement
+from nsa.model.checks import check_tokens
 from nsa.model.language_model import LanguageModel
 from nsa.model.rotary import Rotary
 from nsa.ops.decode import decode_attention
@@ -281,7 +282,7 @@ def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotar
     content = _block_entries(cache, layer.compress.compress_blocks(k, v, rotary))
     start = lengths - length
     block = torch.div(start, stride, rounding_mode="floor")
-    cache.append_blocks(content, block, complete=(start >= 0) & (start % stride == 0))
+    cache.append(content, block, valid=(start >= 0) & (start % stride == 0))
 
 
 def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tensor:
@@ -312,16 +313,8 @@ def _check_prompts(model: LanguageModel, prompts: Prompts) -> list[Tensor]:
             raise ValueError(
                 f"prompts[{number}] is {row.dtype} {tuple(row.shape)}; it must be ids [T], T >= 1"
             )
-    _check_ids(model, torch.cat(rows), "prompts")
+    check_tokens(torch.cat(rows).cpu(), model.config.vocab_size, "prompts")
     return rows
-
-
-def _check_ids(model: LanguageModel, ids: Tensor, name: str) -> None:
-    last = model.config.vocab_size - 1
-    lowest, highest = (int(end) for end in ids.aminmax())
-    if lowest < 0 or highest > last:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"{name} has the id {wrong}; this model's ids are 0 to {last}")
 
 
 def _check_step(model: LanguageModel, cache: KVCache, tokens: Tensor) -> None:
@@ -337,5 +330,5 @@ def _check_step(model: LanguageModel, cache: KVCache, tokens: Tensor) -> None:
             f"the cache is of another model ({cache.dtype} on {cache.device}; this model is "
             f"{weight.dtype} on {weight.device}); create one with prefill"
         )
-    if tokens.device.type == "cpu" and not embedded:  # on a GPU, reading them would synchronize
-        _check_ids(model, tokens, "tokens")
+    if not embedded:
+        check_tokens(tokens, model.config.vocab_size, "tokens")

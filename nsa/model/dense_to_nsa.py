@@ -64,15 +64,13 @@ def dense_to_nsa(
             converted[f"{layer}.v.{part}"] = torch.cat(scaled[:copies])
         gates = config.heads * len(attention.branch_names)
         converted[f"{layer}.gates.weight"] = v.new_zeros(gates, config.width)
-        if attention.compressor == "mlp":
+        if attention.compressor in ("mlp", "pool"):  # starts as the mean
             sizes = {"key": config.head_dim, "value": config.value_dim or config.head_dim}
             for part, size in sizes.items():
-                for name, value in _mean_mlp(attention, size, v).items():
-                    converted[f"{layer}.compress.{part}.{name}"] = value
-        elif attention.compressor == "pool":  # starts as the mean
-            sizes = {"key": config.head_dim, "value": config.value_dim or config.head_dim}
-            for part, size in sizes.items():
-                start = BlockPool(attention.spec.block_len, config.kv_heads, size).state_dict()
+                if attention.compressor == "mlp":
+                    start = _mean_mlp(attention, size, v)
+                else:
+                    start = BlockPool(attention.spec.block_len, config.kv_heads, size).state_dict()
                 for name, value in start.items():
                     converted[f"{layer}.compress.{part}.{name}"] = value.to(v.dtype)
     return converted

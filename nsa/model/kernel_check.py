@@ -19,11 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.constants import BRANCHES
 from nsa.model.attention import Attention
 from nsa.model.attention_metadata import AttentionMetadata, sample_queries
 from nsa.model.config import AttentionConfig, ModelConfig
@@ -50,7 +53,7 @@ TIMES = 4
 ROWS = 70  # of the operations without a sequence
 VOCABULARY = 1_000  # of the loss and the embedding, at most
 
-Run = Callable[..., tuple[Tensor, ...]]  # (*inputs, backend=...) -> outputs
+Outputs = Tensor | tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Operation:
     """One operation. Inputs are exact in bf16; floating-point ones get gradients."""
 
     name: str  # as nsa.ops.backend dispatches it
-    inputs: tuple[Tensor, ...]
-    run: Run
+    inputs: tuple[Tensor | None, ...]
+    run: Callable[..., Outputs]  # (*inputs, backend=...)
     check: Callable[[], str] | None = None  # a further problem, after `run`
 
 
@@ -113,54 +116,48 @@ def _check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
 def _outputs(operation: Operation, dtype: torch.dtype, backend: str) -> list[Tensor]:
     """Run on inputs rounded to `dtype`; return outputs and gradients."""
     inputs = [
-        x.detach().clone().to(dtype).requires_grad_() if x.is_floating_point() else x
+        x.detach().clone().to(dtype).requires_grad_()
+        if x is not None and x.is_floating_point()
+        else x
         for x in operation.inputs
     ]
-    outputs = operation.run(*inputs, backend=backend)
+    results = operation.run(*inputs, backend=backend)
+    results = results if isinstance(results, tuple) else (results,)
+    outputs = [x for x in results if x is not None and x.numel()]
     draw = torch.Generator(device=outputs[0].device).manual_seed(1)
     trained = [x for x in outputs if x.requires_grad]
     seeds = [
         torch.randn(x.shape, generator=draw, device=x.device).bfloat16().to(x.dtype)
         for x in trained
     ]
-    leaves = [x for x in inputs if x.requires_grad]
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
     gradients = torch.autograd.grad(trained, leaves, seeds, allow_unused=True) if trained else ()
     return [x.detach() for x in (*outputs, *gradients) if x is not None and x.numel()]
+
+
+def _random(device: torch.device) -> Callable[..., Tensor]:
+    """Return a function that draws a tensor of a shape, exact in bf16."""
+    draw = torch.Generator(device=device).manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=draw, device=device).bfloat16().float()
 
 
 def operations(
     config: ModelConfig, device: torch.device, packed: bool, seq_len: int = 0
 ) -> Iterator[Operation]:
     """Yield the operations of the model's forward and backward pass."""
-    draw = torch.Generator(device=device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, device=device).bfloat16().float()
-
+    random = _random(device)
     width, size = config.width, min(config.vocab_size, VOCABULARY)
-    tokens = torch.randint(size, (2, ROWS), generator=draw, device=device)
+    tokens = (random(2, ROWS) * 100).long() % size  # some more than once
     if config.tied_head:
-        yield Operation("tied_embedding", (tokens, random(size, width)), _embed)
-    norm = (random(2, ROWS, width), random(2, ROWS, width), random(width))
-    eps = config.norm_eps
-
-    def normed(x: Tensor, delta: Tensor, weight: Tensor, backend: str) -> tuple[Tensor, ...]:
-        return add_rms_norm(x, delta, weight, eps, backend=backend)
-
-    def first_normed(x: Tensor, weight: Tensor, backend: str) -> tuple[Tensor, ...]:
-        return add_rms_norm(x, None, weight, eps, backend=backend)
-
-    yield Operation("add_rms_norm", norm, normed)
-    yield Operation("add_rms_norm", norm[::2], first_normed)
-    gate_up = (random(2, ROWS, 2 * config.mlp_width),)
-    yield Operation("swiglu", gate_up, lambda x, backend: (swiglu(x, backend=backend),))
+        yield Operation("tied_embedding", (tokens, random(size, width)), tied_embedding)
+    x, delta, weight = random(2, ROWS, width), random(2, ROWS, width), random(width)
+    norm = partial(add_rms_norm, eps=config.norm_eps)
+    yield Operation("add_rms_norm", (x, delta, weight), norm)
+    yield Operation("add_rms_norm", (x, None, weight), norm)
+    yield Operation("swiglu", (random(2, ROWS, 2 * config.mlp_width),), swiglu)
     labels = tokens.flatten().masked_fill(torch.arange(2 * ROWS, device=device) % 7 == 0, -100)
     yield Operation("cross_entropy", (random(2 * ROWS, size), labels), _loss)
     yield from _attention(config, device, lengths(config, packed, seq_len), random)
-
-
-def _embed(tokens: Tensor, weight: Tensor, backend: str) -> tuple[Tensor, ...]:
-    return tied_embedding(tokens, weight, backend=backend)
 
 
 def _loss(logits: Tensor, labels: Tensor, backend: str) -> tuple[Tensor, ...]:
@@ -190,67 +187,52 @@ def _attention(
     metadata = AttentionMetadata.build(config, total, cu_seqlens, device)
     layer = meta_model(config).blocks[0].get_submodule("attention")
     assert isinstance(layer, Attention)
-    layout, spec = layer.layout, config.attention.spec
     rotary = metadata.rotary.cos, metadata.rotary.sin
     tables: Any = (metadata.block_tokens, metadata.token_blocks)
 
-    def split(packed: Tensor, backend: str) -> tuple[Tensor, ...]:
-        parts = rotary_pool(packed, layout, *rotary, *tables, backend=backend)
-        pairs = [*parts.kv_sets, *([] if parts.compressed is None else [parts.compressed])]
-        tensors = [parts.q, *(x for pair in pairs for x in pair)]
-        return *tensors, *([] if parts.gates is None else [parts.gates])
+    def split(packed: Tensor, backend: str) -> tuple[Tensor | None, ...]:
+        parts = rotary_pool(packed, layer.layout, *rotary, *tables, backend=backend)
+        return parts.q, *chain(*parts.kv_sets, parts.compressed or ()), parts.gates
 
-    columns = -(-sum(layout.columns) // 8) * 8
+    columns = -(-sum(layer.layout.columns) // 8) * 8
     yield Operation("rotary_pool", (random(1, total, columns),), split)
 
     if config.attention.kind == "dense":
         return
-    heads, key, value = config.kv_heads, layer.key_dim, layer.value_dim
-    assert metadata.block_rotary is not None
-    at_blocks = metadata.block_rotary.cos, metadata.block_rotary.sin
+    spec, heads, key, value = config.attention.spec, config.kv_heads, layer.key_dim, layer.value_dim
     if config.attention.compressor == "pool":
-        for width, rotary_at in ((key, at_blocks), (value, None)):
-            learned = random(heads, width, width) / 8, random(heads, spec.block_len, width)
-            inputs = random(1, total, heads, width), *learned, random(heads * width)
+        assert metadata.block_rotary is not None
+        at_blocks = metadata.block_rotary.cos, metadata.block_rotary.sin
+        for size, angles in ((key, at_blocks), (value, None)):
+            learned = random(heads, size, size) / 8, random(heads, spec.block_len, size)
+            inputs = random(1, total, heads, size), *learned, random(heads * size)
+            by_block = {"block_tokens": tables[0], "token_blocks": tables[1]}
+            yield Operation("pool", inputs, partial(pool, rotary=angles, **by_block))
 
-            def pooled(
-                x: Tensor,
-                weight: Tensor,
-                position: Tensor,
-                scale: Tensor,
-                backend: str,
-                rotary_at: Any = rotary_at,
-            ) -> tuple[Tensor, ...]:
-                tensors = x, weight, position, scale
-                return pool(*tensors, rotary_at, *tables, backend=backend)[:1]
-
-            yield Operation("pool", inputs, pooled)
-
-    blocks, options = tables[0].shape[0], dict[str, Any](cu_seqlens=cu_seqlens)
     q, gates = random(1, total, config.heads, key), random(1, total, config.heads, 3).abs()
-    k_cmp, v_cmp = random(1, blocks, heads, key), random(1, blocks, heads, value)
+    k_cmp, v_cmp = (random(1, len(tables[0]), heads, size) for size in (key, value))
     by_token = [random(1, total, heads, size) for size in (key, value, key, value)]
-    if layer.branches == ("cmp", "sel", "win"):
+    if layer.branches == BRANCHES:
         selected: list[Tensor] = []
 
-        def attend(q: Tensor, *x: Tensor, backend: str) -> tuple[Tensor, ...]:
+        def attend(q: Tensor, *x: Any, backend: str) -> Tensor:
             """The fused operation, and the same branches with the blocks that it selected."""
+            how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": backend}
+            k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
             if backend == "triton":
                 o, index = nsa_attention_and_blocks(
-                    q, x[0], x[1], x[2], x[3], x[4], x[5], x[6], spec, backend=backend, **options
+                    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, **how
                 )
                 selected[:] = [index]
-                return (o,)
-            k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
-            more: dict[str, Any] = options | {"backend": backend}
+                return o
             outputs = (
-                compressed_attention(q, k_cmp, v_cmp, spec, **more)[0],
-                selected_attention(q, k_sel, v_sel, selected[0], spec, **more),
-                window_attention(q, k_win, v_win, spec.window, **more),
+                compressed_attention(q, k_cmp, v_cmp, spec, **how)[0],
+                selected_attention(q, k_sel, v_sel, selected[0], spec, **how),
+                window_attention(q, k_win, v_win, spec.window, **how),
             )
             weights = gates.unbind(-1)
             gated = [g[..., None] * o for g, o in zip(weights, outputs, strict=True)]
-            return (torch.stack(gated).sum(0),)
+            return torch.stack(gated).sum(0)
 
         yield Operation(
             "nsa_attention",
@@ -260,13 +242,8 @@ def _attention(
         )
     if config.attention.selector_loss:
         queries = sample_queries(total, torch.zeros((), dtype=torch.long, device=device))
-        yield Operation(
-            "selector_loss",
-            (k_cmp, q, by_token[0]),
-            lambda k, q, k_sel, backend: selector_loss(
-                q, k, k_sel, queries, spec, backend=backend, **options
-            ),
-        )
+        run = partial(selector_loss, queries=queries, spec=spec, cu_seqlens=cu_seqlens)
+        yield Operation("selector_loss", (q, k_cmp, by_token[0]), run)
 
 
 def _worse_blocks(
@@ -298,27 +275,24 @@ def decoding(config: ModelConfig, device: torch.device) -> Operation:
     """Return the attention of a new token in a long sequence, and in one shorter than a block."""
     from nsa.ops import decode  # late: training does not decode
 
-    draw = torch.Generator(device=device).manual_seed(0)
-    spec, heads = config.attention.spec, config.kv_heads
-    layer = meta_model(config).blocks[0].get_submodule("attention")
-    assert isinstance(layer, Attention)
+    random, spec = _random(device), config.attention.spec
     longest = lengths(config, False, 0)[0]
-    buffers = spec.compressed_len(longest), longest, min(spec.window, longest)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, device=device).bfloat16().float()
-
-    tensors = [random(2, config.heads, layer.key_dim), random(2, config.heads, 3).abs()]
-    tensors += [random(2, n, heads, d) for n in buffers for d in (layer.key_dim, layer.value_dim)]
+    sizes = config.head_dim, config.value_dim or config.head_dim
+    buffers = [
+        random(2, length, config.kv_heads, size)
+        for length in (spec.compressed_len(longest), longest, min(spec.window, longest))
+        for size in sizes
+    ]
+    q, gates = random(2, config.heads, sizes[0]), random(2, config.heads, 3).abs()
     at = torch.tensor([longest, spec.block_len - 1], device=device)
 
-    def attend(q: Tensor, gates: Tensor, *x: Tensor, backend: str) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, lengths = x
-            buffers = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
-            return (decode.decode_attention(q, *buffers, gates, lengths, spec, backend=backend),)
+    @torch.no_grad()
+    def attend(*inputs: Tensor, backend: str) -> Tensor:
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, at = inputs
+        pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+        return decode.decode_attention(q, *pairs, gates, at, spec, backend=backend)
 
-    return Operation("decode_attention", (*tensors, at), attend)
+    return Operation("decode_attention", (q, *buffers, gates, at), attend)
 
 
 def problems_of(results: Sequence[Sequence[KernelResult]]) -> dict[str, str]:

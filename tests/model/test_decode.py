@@ -322,11 +322,11 @@ def test_invalid_inputs_are_refused_by_name() -> None:
         (lambda: prefill(model, [ids[0], empty]), r"^prompts\[1\] is torch.int64 \(0,\); it must"),
         (
             lambda: prefill(model, ids + 60),
-            r"^prompts has the id \d+; this model's ids are 0 to 60$",
+            r"^prompts contains \d+; ids are 0 to 60 with this vocabulary$",
         ),
-        (lambda: prefill(model, ids - 99), r"^prompts has the id -\d+; this model's"),
+        (lambda: prefill(model, ids - 99), r"^prompts contains -\d+; ids are 0 to 60"),
         (lambda: prefill(model, ids.float()), r"^prompts\[0\] is torch.float32"),
-        (lambda: step(model, ids[:, 0] + 61, cache), r"^tokens has the id \d+"),
+        (lambda: step(model, ids[:, 0] + 61, cache), r"^tokens contains \d+"),
         (
             lambda: step(model, ids[0], cache),
             r"^tokens is torch.int64 \(9,\); give one id for each",
