@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.checks import check_hidden_states, check_spec
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
-from nsa.model.dense import causal_attention
 from nsa.model.fused import norm_columns, parallel_linear
 from nsa.model.ranking_keys import port_rows, ranking_loss
 from nsa.ops import (
@@ -28,6 +28,8 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.ops.checks import check_documents
+from nsa.ops.documents import document_slices
+from nsa.ops.inputs import GatedInputs
 from nsa.ops.rotary import RotaryPooled
 from nsa.spec import NSASpec
 
@@ -155,8 +157,7 @@ class Attention(nn.Module):
         return rotary_pool(
             packed,
             layout,
-            metadata.rotary.cos,
-            metadata.rotary.sin,
+            *metadata.rotary,
             metadata.block_tokens,
             metadata.token_blocks,
             backend=self.backend,
@@ -184,6 +185,20 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the gated sum of the branches, [B, T, Hq, Dv]."""
         return causal_attention(q, *kv["all"], metadata.cu_seqlens)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return attention [B, T, Hq, Dv] over all previous tokens of the document."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    outputs = [
+        F.scaled_dot_product_attention(
+            q[:, :, doc], k[:, :, doc], v[:, :, doc], is_causal=True, enable_gqa=True
+        )
+        for doc in document_slices(q.shape[2], cu_seqlens)
+        if doc.stop > doc.start
+    ]
+    o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)  # one document: no copy
+    return o.transpose(1, 2)
 
 
 class NSAttention(Attention):
@@ -306,16 +321,9 @@ class NSAttention(Attention):
             return o + sum((0.0 * x).sum() for x in kv["cmp"])
         if self.branches != BRANCHES:
             return self._attend_subset(q, gates, kv, metadata.cu_seqlens)
-        o, block_index = nsa_attention_and_blocks(
-            q,
-            *kv["cmp"],
-            *kv["sel"],
-            *kv["win"],
-            gates,
-            self.spec,
-            cu_seqlens=metadata.cu_seqlens,
-            backend=self.backend,
-        )
+        pairs = *kv["cmp"], *kv["sel"], *kv["win"]
+        rest = gates, metadata.cu_seqlens, self.spec, self.key_dim**-0.5
+        o, block_index = nsa_attention_and_blocks(GatedInputs(q, *pairs, *rest), self.backend)
         loss = None if self.selector_loss is None else self.selector_loss.detach()
         if self.compiled:
             self.observed = gates.detach(), block_index, metadata.cu_seqlens, loss

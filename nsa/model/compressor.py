@@ -127,8 +127,7 @@ class BlockPool(nn.Module):
         """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any; see `pool` for ports."""
         assert metadata.block_tokens is not None
         assert metadata.token_blocks is not None
-        angles = None if rotary is None else (rotary.cos, rotary.sin)
-        tables = angles, metadata.block_tokens, metadata.token_blocks
+        tables = rotary, metadata.block_tokens, metadata.token_blocks
         return pool(x, *self._own_heads(x, metadata), *tables, port=port, backend=backend)
 
     def _own_heads(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:

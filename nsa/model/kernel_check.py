@@ -45,6 +45,7 @@ from nsa.ops.backend import UnsupportedCall
 from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.documents import compressed_slices, document_slices
 from nsa.ops.embedding import tied_embedding
+from nsa.ops.inputs import GatedInputs
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.pooling import pool
 from nsa.ops.reference import importance
@@ -187,11 +188,10 @@ def _attention(
     metadata = AttentionMetadata.build(config, total, cu_seqlens, device)
     layer = meta_model(config).blocks[0].get_submodule("attention")
     assert isinstance(layer, Attention)
-    rotary = metadata.rotary.cos, metadata.rotary.sin
     tables: Any = (metadata.block_tokens, metadata.token_blocks)
 
     def split(packed: Tensor, backend: str) -> tuple[Tensor | None, ...]:
-        parts = rotary_pool(packed, layer.layout, *rotary, *tables, backend=backend)
+        parts = rotary_pool(packed, layer.layout, *metadata.rotary, *tables, backend=backend)
         return parts.q, *chain(*parts.kv_sets, parts.compressed or ()), parts.gates
 
     columns = -(-sum(layer.layout.columns) // 8) * 8
@@ -201,9 +201,7 @@ def _attention(
         return
     spec, heads, key, value = config.attention.spec, config.kv_heads, layer.key_dim, layer.value_dim
     if config.attention.compressor == "pool":
-        assert metadata.block_rotary is not None
-        at_blocks = metadata.block_rotary.cos, metadata.block_rotary.sin
-        for size, angles in ((key, at_blocks), (value, None)):
+        for size, angles in ((key, metadata.block_rotary), (value, None)):
             learned = random(heads, size, size) / 8, random(heads, spec.block_len, size)
             inputs = random(1, total, heads, size), *learned, random(heads * size)
             by_block = {"block_tokens": tables[0], "token_blocks": tables[1]}
@@ -220,9 +218,8 @@ def _attention(
             how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": backend}
             k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
             if backend == "triton":
-                o, index = nsa_attention_and_blocks(
-                    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, **how
-                )
+                inputs = GatedInputs._make([q, *x, cu_seqlens, spec, q.shape[-1] ** -0.5])
+                o, index = nsa_attention_and_blocks(inputs, backend)
                 selected[:] = [index]
                 return o
             outputs = (

@@ -71,13 +71,12 @@ def _ranking_keys(
     k = _project(layer, x.detach(), layout, metadata) if port is None else port
     if metadata.sequence is not None:
         layout = metadata.sequence.shard(layout)
-    rotary = metadata.rotary.cos, metadata.rotary.sin
     if layer.layout.mean:  # its gradient does not depend on the keys' values
-        tables = metadata.block_tokens, metadata.token_blocks
-        q, gates, _, *others = RotaryPoolInputs(k, *rotary, *tables, [*layout]).empty_outputs()
+        tables = *metadata.rotary, metadata.block_tokens, metadata.token_blocks
+        q, gates, _, *others = RotaryPoolInputs(k, *tables, [*layout]).empty_outputs()
         known = None if port is None else (q, gates, k_cmp, *others)
         with nullcontext() if known is None else known_outputs(known):
-            means = rotary_pool(k, layout, *rotary, *tables, backend=layer.backend).compressed
+            means = rotary_pool(k, layout, *tables, backend=layer.backend).compressed
         assert means is not None
         return means[0]
     k = k.unflatten(-1, (layout.kv_heads, layer.key_dim))

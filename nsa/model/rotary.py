@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from nsa.model.config import ModelConfig
 from nsa.ops.rotary import rotate
 
 
-@dataclass(frozen=True)
-class Rotary:
+class Rotary(NamedTuple):
     """Tables of cosines and sines, float32 [positions, 1, head_dim / 2]."""
 
     cos: Tensor
@@ -51,4 +50,4 @@ def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, flo
 
 def apply_rotary(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the two halves of each head as pairs, in at least float32."""
-    return rotate(x_BTHD, rotary.cos, rotary.sin).to(x_BTHD.dtype)
+    return rotate(x_BTHD, *rotary).to(x_BTHD.dtype)

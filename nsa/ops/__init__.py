@@ -24,7 +24,7 @@ from nsa.ops.checks import (
 )
 from nsa.ops.documents import block_starts, compressed_cu_seqlens
 from nsa.ops.embedding import tied_embedding
-from nsa.ops.inputs import AttentionInputs, PackedLayout, SelectionInputs
+from nsa.ops.inputs import AttentionInputs, GatedInputs, PackedLayout, SelectionInputs
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.rotary import rotary_pool
 from nsa.ops.selector import selector_loss
@@ -187,28 +187,14 @@ def nsa_attention(
     Gates must be 0 or more. This is not checked, as a check would synchronise with the device;
     a negative gate makes the kernels' gradients NaN.
     """
-    pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
-    return nsa_attention_and_blocks(
-        q, *pairs, gates, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
-    )[0]
+    tensors = q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
+    inputs = GatedInputs(*tensors, cu_seqlens, spec, check_scale(q, scale))
+    return nsa_attention_and_blocks(inputs, backend)[0]
 
 
-def nsa_attention_and_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    spec: NSASpec,
-    *,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+def nsa_attention_and_blocks(x: GatedInputs, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """`nsa_attention`, and the blocks that each query selected (for telemetry)."""
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, spec, scale = x
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
             f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:3], 3)}: [B, T, Hq, 3]"
@@ -222,15 +208,13 @@ def nsa_attention_and_blocks(
             )
         if name != "_cmp":
             check_length(f"k{name}", k, q.shape[1], "q")
-    scale = check_scale(q, scale)
     options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "backend": backend}
     if runs_fused(backend, q, v_cmp):
         check_documents(cu_seqlens, q)
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
         from nsa.ops.triton.gated import triton_gated
 
-        tensors = q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
-        o, block_index, *_ = triton_gated(*tensors, cu_seqlens, spec.to_ints(), scale)
+        o, block_index, *_ = triton_gated(*x[:9], spec.to_ints(), scale)
         return o, block_index
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, spec, **options)
     block_index = select_blocks(q, k_cmp, lse, spec, **options)

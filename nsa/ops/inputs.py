@@ -41,6 +41,34 @@ class SelectionInputs(NamedTuple):
         return self.q.new_empty(shape, dtype=torch.int32)
 
 
+class GatedInputs(NamedTuple):
+    """Inputs of the three branches and their gates; also the arguments of their custom op."""
+
+    q: Tensor  # [B, T, Hq, Dk]
+    k_cmp: Tensor  # [B, N, Hkv, Dk]
+    v_cmp: Tensor  # [B, N, Hkv, Dv]
+    k_sel: Tensor  # [B, T, Hkv, Dk]
+    v_sel: Tensor  # [B, T, Hkv, Dv]
+    k_win: Tensor  # [B, T, Hkv, Dk]
+    v_win: Tensor  # [B, T, Hkv, Dv]
+    gates: Tensor  # [B, T, Hq, 3], 0 or more
+    cu_seqlens: Tensor | None
+    spec: NSASpec
+    scale: float
+
+    def branch(
+        self, name: str, k: Tensor, v: Tensor, block_index: Tensor | None = None
+    ) -> AttentionInputs:
+        """One branch alone."""
+        rest = self.cu_seqlens, name, self.spec, self.scale
+        return AttentionInputs(self.q, k, v, block_index, *rest)
+
+    def selection(self, lse: Tensor) -> SelectionInputs:
+        """Block selection from the compressed branch's lse."""
+        rest = self.cu_seqlens, self.spec, self.q.shape[1], self.scale
+        return SelectionInputs(self.q, self.k_cmp, lse, *rest)
+
+
 class SelectorInputs(NamedTuple):
     """Inputs of the selector loss; also the arguments of its custom ops."""
 

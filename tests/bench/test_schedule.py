@@ -21,8 +21,9 @@ from triton.runtime import interpreter
 from nsa.bench import compile_check
 from nsa.bench.__main__ import main
 from nsa.bench.schedule import SELECTIONS, program_costs, selections, simulated_time
+from nsa.ops.inputs import GatedInputs
 from nsa.ops.triton.configs import Config, choosing_for, override_choices
-from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
+from nsa.ops.triton.gated import gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Inputs
@@ -76,7 +77,7 @@ def test_every_program_multiplies_as_often_as_counted(name: str, tile: Config) -
         override_choices(lambda *_: tile),
         counted_products(run) as counts,
     ):
-        x = Gated(*Inputs.of(case, torch.float32).tensors(), case.cu_seqlens, case.spec, 1.0)
+        x = GatedInputs(*Inputs.of(case, torch.float32).tensors(), case.cu_seqlens, case.spec, 1.0)
         o, *saved = gated_forward(x)
         gated_backward(o, x, *saved)
     offsets = np.array([0, case.seq_len] if case.offsets is None else case.offsets)
@@ -139,7 +140,7 @@ def recorded(batch: int, seq_len: int, spec: NSASpec) -> list[Launch]:
     lengths = spec.compressed_len(seq_len), seq_len, seq_len
     pairs = [empty(length, 2, 64) for length in lengths for _ in range(2)]
     with choosing_for("sm_80"), recording() as launches:
-        x = Gated(empty(seq_len, 12, 64), *pairs, empty(seq_len, 12, 3), None, spec, 1.0)
+        x = GatedInputs(empty(seq_len, 12, 64), *pairs, empty(seq_len, 12, 3), None, spec, 1.0)
         o, *saved = gated_forward(x)
         gated_backward(o, x, *saved)
     return launches

@@ -13,13 +13,11 @@ written once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import AttentionInputs, SelectionInputs
+from nsa.ops.inputs import GatedInputs
 from nsa.ops.triton.band_op import (
     band_forward,
     launch_forward,
@@ -31,45 +29,17 @@ from nsa.ops.triton.configs import one_tile
 from nsa.ops.triton.flash_window import is_faster
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import selected_forward, selected_gradients
-from nsa.spec import NSASpec
 
 
-class Gated(NamedTuple):
-    """Inputs of the op."""
-
-    q: Tensor  # [B, T, Hq, Dk]
-    k_cmp: Tensor  # [B, N, Hkv, Dk]
-    v_cmp: Tensor  # [B, N, Hkv, Dv]
-    k_sel: Tensor  # [B, T, Hkv, Dk]
-    v_sel: Tensor  # [B, T, Hkv, Dv]
-    k_win: Tensor  # [B, T, Hkv, Dk]
-    v_win: Tensor  # [B, T, Hkv, Dv]
-    gates: Tensor  # [B, T, Hq, 3], 0 or more
-    cu_seqlens: Tensor | None
-    spec: NSASpec
-    scale: float
-
-    def branch(
-        self, name: str, k: Tensor, v: Tensor, block_index: Tensor | None = None
-    ) -> AttentionInputs:
-        """One branch alone."""
-        rest = self.cu_seqlens, name, self.spec, self.scale
-        return AttentionInputs(self.q, k, v, block_index, *rest)
-
-    def selection(self, lse: Tensor) -> SelectionInputs:
-        """Block selection from the compressed branch's lse."""
-        rest = self.cu_seqlens, self.spec, self.q.shape[1], self.scale
-        return SelectionInputs(self.q, self.k_cmp, lse, *rest)
-
-    def one_tile(self) -> tuple[int, int] | None:
-        """(rows, keys) of a tile with all compressed keys: their backward pass needs no o_cmp."""
-        if self.cu_seqlens is not None:  # looking up documents as well takes too many registers
-            return None
-        head = max(self.q.shape[-1], self.v_cmp.shape[-1])
-        return one_tile(self.k_cmp.shape[1], head, self.q.dtype.itemsize)
+def _one_tile(x: GatedInputs) -> tuple[int, int] | None:
+    """(rows, keys) of a tile with all compressed keys: their backward pass needs no o_cmp."""
+    if x.cu_seqlens is not None:  # looking up documents as well takes too many registers
+        return None
+    head = max(x.q.shape[-1], x.v_cmp.shape[-1])
+    return one_tile(x.k_cmp.shape[1], head, x.q.dtype.itemsize)
 
 
-def gated_forward(x: Gated) -> tuple[Tensor, ...]:
+def gated_forward(x: GatedInputs) -> tuple[Tensor, ...]:
     """(o, block_index, then o and lse of the compressed, selected and window branch)."""
     win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
     if is_faster(x.q, x.v_win):
@@ -82,16 +52,16 @@ def gated_forward(x: Gated) -> tuple[Tensor, ...]:
     o_sel, lse_sel = selected_forward(
         selected, o_cmp=o_cmp, o_win=o_win, gates=x.gates.contiguous(), gated_sum=o
     )
-    o_cmp = o_cmp.new_empty(0) if x.one_tile() else o_cmp
+    o_cmp = o_cmp.new_empty(0) if _one_tile(x) else o_cmp
     return o, index, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
 
 def gated_backward(
-    do: Tensor, x: Gated, index: Tensor,
+    do: Tensor, x: GatedInputs, index: Tensor,
     o_cmp: Tensor, lse_cmp: Tensor, o_sel: Tensor, lse_sel: Tensor, o_win: Tensor, lse_win: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, of the three pairs of keys and values, and of the gates."""
-    do, gates, one_tile = do.contiguous(), x.gates.contiguous(), x.one_tile()
+    do, gates, tile = do.contiguous(), x.gates.contiguous(), _one_tile(x)
     win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     dgates = torch.empty_like(gates)
@@ -99,14 +69,14 @@ def gated_backward(
     delta, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
     # The selected branch adds to dq later, and so does the compressed branch if it has one tile.
     launch_queries(
-        win, None if one_tile else cmp, do=do, delta=delta, lse2=lse2, dq=dq,
+        win, None if tile else cmp, do=do, delta=delta, lse2=lse2, dq=dq,
         gates=gates, dgates=dgates, o_cmp=o_cmp, lse_cmp=lse_cmp,
         o_sel=o_sel, lse_sel=lse_sel, o_win=o_win, lse_win=lse_win,
     )  # fmt: skip
-    if one_tile:
+    if tile:
         dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
             win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
-            one_tile=one_tile, lse_cmp=lse_cmp, gates=gates, dgates=dgates, dq=dq,
+            one_tile=tile, lse_cmp=lse_cmp, gates=gates, dgates=dgates, dq=dq,
         )  # fmt: skip
     else:
         dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
@@ -118,17 +88,17 @@ def gated_backward(
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
-def _fake(x: Gated) -> tuple[Tensor, ...]:
+def _fake(x: GatedInputs) -> tuple[Tensor, ...]:
     (o, lse), *others = (outputs_like(x.branch("window", x.k_win, x.v_win)) for _ in range(4))
     index = x.selection(lse).empty_index()
     (o_cmp, lse_cmp), selected, window = others
-    o_cmp = o.new_empty(0) if x.one_tile() else o_cmp
+    o_cmp = o.new_empty(0) if _one_tile(x) else o_cmp
     return o, index, o_cmp, lse_cmp, *selected, *window
 
 
 triton_gated = register(
     "nsa::triton_gated",
-    Gated,
+    GatedInputs,
     gated_forward,
     _fake,
     outputs=8,

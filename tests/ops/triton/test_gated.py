@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.ops import nsa_attention, nsa_attention_and_blocks
+from nsa.ops.inputs import GatedInputs
 from nsa.ops.triton.configs import Config, override_choices
-from nsa.ops.triton.gated import Gated, gated_backward, gated_forward, triton_gated
+from nsa.ops.triton.gated import gated_backward, gated_forward, triton_gated
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import (
@@ -63,7 +64,7 @@ def test_the_compressed_output_is_kept_only_where_the_backward_pass_reads_it() -
     tensors = Inputs.of(CASES[0], torch.float32).tensors()
     for head in (0, 64):
         with settings(one_tile_head=head), recording():
-            x = Gated(*(y.to("meta") for y in tensors), None, SPEC, 1.0)
+            x = GatedInputs(*(y.to("meta") for y in tensors), None, SPEC, 1.0)
             outputs = gated_forward(x)
             shapes = [y.shape for y in triton_gated(*x[:-2], SPEC.to_ints(), 1.0)]
         assert [y.shape for y in outputs] == shapes
@@ -89,7 +90,8 @@ def test_the_sum_is_that_of_the_branches_called_one_by_one() -> None:
     index = selection(x, case, "triton")
     parts = [with_gradients(*branch)[0] for branch in branches(x, case, index, "triton").values()]
     expected = sum(gate[..., None] * o for gate, o in zip(x.gates.unbind(-1), parts, strict=True))
-    o, blocks = nsa_attention_and_blocks(*x.tensors(), SPEC, cu_seqlens=cu, backend="triton")
+    given = GatedInputs(*x.tensors(), cu, SPEC, x.q.shape[-1] ** -0.5)
+    o, blocks = nsa_attention_and_blocks(given, "triton")
     assert torch.equal(blocks, index)
     torch.testing.assert_close(o, expected, rtol=1e-6, atol=1e-6)
 
@@ -133,7 +135,7 @@ def test_no_launch_waits_for_a_value(lengths: tuple[int, ...]) -> None:
     tensors = (x.to("meta") for x in Inputs.of(case, torch.float32).tensors())
     cu = None if case.cu_seqlens is None else case.cu_seqlens.to("meta")
     with recording() as launches:
-        x = Gated(*tensors, cu, SPEC, 1.0)
+        x = GatedInputs(*tensors, cu, SPEC, 1.0)
         o, *saved = gated_forward(x)
         gated_backward(o, x, *saved)
     assert len({launch.kernel for launch in launches}) == 11
