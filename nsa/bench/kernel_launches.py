@@ -21,11 +21,10 @@ from nsa.ops import decode, pooling
 from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.custom_op import IMPLEMENTATIONS
 from nsa.ops.triton import pool_limit
-from nsa.ops.triton.configs import choosing_for, override_choices
+from nsa.ops.triton.configs import MAX_CANDIDATES, choosing_for, override_choices
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 
-MAX_CANDIDATES = 4  # per operation, as nsa.ops.triton.configs promises
 PAPER, DOCUMENTS = NSASpec(), 5
 
 

@@ -49,6 +49,7 @@ class Tile(Config):
 Key = tuple[str, tuple[int, int], torch.dtype, str]  # operation, padded head sizes, dtype, chip
 Option = TypeVar("Option", Config, str)
 Choice = Callable[[str, list[Any]], Any]
+MAX_CANDIDATES = 4
 SHORT = 4096  # tokens; shorter and longer sequences are tuned separately
 # Rows and keys, by the dtype's bytes, of a backward tile that holds all compressed keys: in bf16
 # those of up to 2,063 tokens.
@@ -77,11 +78,6 @@ def _cached_config(
 ) -> Config:
     key = operation, sizes, dtype, chip
     options = [c for c in candidates(*key) if c not in _too_large.get(key, ())]
-    if not options:
-        raise ValueError(
-            f"{operation}: none of its tile sizes runs on this GPU; set "
-            "model.attention.backend=blockwise"
-        )
     tuned = tuning_key(operation, sizes, dtype, 1 if short else SHORT + 1)
     tile = Tile(*_tuned_or_first(tuned, options))
     tile.key = key
@@ -92,20 +88,20 @@ def exclude(tile: Config, kernel: str, reason: str) -> bool:
     """Take the operation's next candidate from now on, because this one cannot launch here.
 
     Return False if it is not a candidate of an operation, as in tuning. Raise a ValueError if it is
-    the last.
+    the last, which stays, so that a later call says the same.
     """
     key = tile.key if isinstance(tile, Tile) else None
     if key is None:
         return False
     excluded = _too_large.setdefault(key, set())
-    excluded.add(Config(*tile))
-    left = [c for c in candidates(*key) if c not in excluded]
-    _cached_config.cache_clear()
+    left = [c for c in candidates(*key) if c != tile and c not in excluded]
     if not left:
         raise ValueError(
             f"{kernel}: none of its tile sizes runs on this GPU ({reason}); set "
             "model.attention.backend=blockwise"
         )
+    excluded.add(Config(*tile))
+    _cached_config.cache_clear()
     warnings.warn(
         f"{kernel}: tile {tile} does not run on this GPU ({reason}); taking {left[0]}", stacklevel=2
     )
@@ -282,7 +278,7 @@ def candidates(
     general = table[kind][size]
     if chip in AMD:
         general = [] if own else [(r, k, min(w, 4), min(s, 2)) for r, k, w, s in general]
-    return [Config(*numbers) for numbers in dict.fromkeys([*own, *general])][:4]
+    return [Config(*numbers) for numbers in dict.fromkeys([*own, *general])][:MAX_CANDIDATES]
 
 
 def one_tile(keys: int, head: int, itemsize: int) -> tuple[int, int] | None:

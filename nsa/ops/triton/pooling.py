@@ -10,8 +10,6 @@ half, [HALF_P, 2 · HALF_P) the second. Values, which are not rotated, have HALF
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -186,23 +184,11 @@ def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
 def pool_backward(
     dy: Tensor | None, dy_port: Tensor | None, x: PoolInputs, pooled: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, position, scale and port."""
-    given = [gradient for gradient in (dy, dy_port) if gradient is not None]
-    found, gradients = _gradients(given, x, pooled, lse)
-    dx = torch.zeros_like(x.x) if dy is None else found.pop(0)
-    if x.port is None:
-        return dx, *gradients, x.port_of_y()
-    return dx, *gradients, torch.zeros_like(x.x) if dy_port is None else found[0]
-
-
-def _gradients(
-    given: Sequence[Tensor], x: PoolInputs, pooled: Tensor, lse: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """dx of each of one or two given gradients of y; sums of the parameters' gradients."""
+    """The gradients of x, weight, position, scale and port; one launch for dy and dy_port."""
     batch, seq_len, heads, size = x.x.shape
     runs = cdiv(seq_len, TOKENS_PER_PART)
     sizes = [parameter.numel() for parameter in x[1:4]]
-    given = [gradient.contiguous() for gradient in given]
+    given = [gradient.contiguous() for gradient in (dy, dy_port) if gradient is not None]
     found = [torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in given]
     parts = x.x.new_empty(len(given) * batch * runs, sum(sizes), dtype=torch.float32)
     half, padded = _padded(x)
@@ -219,7 +205,9 @@ def _gradients(
         HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, LEN_P=padded_size(length),
         COVER=x.token_blocks.shape[1], ROWS=config.rows, TOKENS=TOKENS_PER_PART,
     )  # fmt: skip
-    return found, sum_parts(parts, x[1:4])
+    dx = torch.zeros_like(x.x) if dy is None else found[0]
+    dx_port = torch.zeros_like(x.x) if dy_port is None else found[-1]
+    return dx, *sum_parts(parts, x[1:4]), x.port_of_y() if x.port is None else dx_port
 
 
 def _padded(x: PoolInputs) -> tuple[int, int]:
