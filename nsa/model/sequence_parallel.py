@@ -64,7 +64,10 @@ class SequenceParallel:
         The gradient is multiplied by S: ZeRO averages gradients over all ranks, but those of a
         sequence's ranks must be summed.
         """
-        return _Mean.apply(total, count, self._group, self.size)
+        sums = self.sum(torch.stack((total, count.to(total.dtype))))
+        divisor = sums[1].clamp(min=1)
+        own = total * (self.size / divisor)
+        return sums[0] / divisor + (own - own.detach())  # the gradient of `own`, not its value
 
 
 _groups: dict[str, dist.ProcessGroup] = {}  # by name: custom ops take strings, not groups
@@ -93,20 +96,3 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 
 
 exchange.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, total: Tensor, count: Tensor, group: dist.ProcessGroup, size: int
-    ) -> Tensor:
-        sums = torch.stack((total, count.to(total.dtype)))
-        dist.all_reduce(sums, group=group)
-        divisor = sums[1].clamp(min=1)
-        ctx.save_for_backward(size / divisor)
-        return sums[0] / divisor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (scale,) = ctx.saved_tensors
-        return gradient * scale, None, None, None
