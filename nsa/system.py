@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -36,17 +35,6 @@ def text_or_empty(path: str | Path) -> str:
     with contextlib.suppress(OSError):
         return Path(path).read_text(errors="replace")
     return ""
-
-
-def iommu_groups() -> int:
-    """Return the number of IOMMU groups; 0 if the IOMMU is off."""
-    return len(list(Path("/sys/kernel/iommu_groups").glob("*")))
-
-
-def free_bytes(folder: str) -> int | None:
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(folder).free
-    return None
 
 
 def available_memory() -> int:

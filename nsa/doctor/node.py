@@ -15,7 +15,7 @@ from packaging.version import Version
 from nsa.doctor import gpus
 from nsa.doctor.check import FAIL, OK, WARN, Check
 from nsa.doctor.nccl import nccl_checks, p2p_disabled
-from nsa.system import free_bytes, output_of, package_version
+from nsa.system import output_of, package_version
 
 MIB, GB = 2**20, 10**9
 _BAD_VERSIONS = (  # package, versions, status, problem
@@ -44,11 +44,12 @@ def node_checks(
     listed = gpus.parse_gpus(output_of(*query))
     used = [gpu for gpu in listed if gpu.uuid in in_torch.uuids] or listed
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    shm_free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else None
     peer_access = all(in_torch.peers.values()) and not p2p_disabled(os.environ)
     checks = [
         *(version_check(package, package_version(package)) for package in _MINIMUM),
         compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
-        shm_check(free_bytes("/dev/shm"), count, peer_access),
+        shm_check(shm_free, count, peer_access),
         disk_check(run_dir, checkpoint_bytes, checkpoints),
         *gpus.gpu_checks(used, in_torch, ranks or count),
     ]

@@ -30,7 +30,6 @@ Row = dict[str, float]  # by column; cells that are empty or hold no number are 
 class Table:
     """Numbers from a CSV file: rows sorted by step, and why rows are missing."""
 
-    name: str
     rows: list[Row] = field(default_factory=list)
     problem: str = ""
 
@@ -43,7 +42,7 @@ def read_table(path: Path) -> Table:
 
     A later row replaces an earlier one of the same step (and of PARTS, if there is such a column).
     """
-    table = Table(path.name)
+    table = Table()
     try:
         text = untrusted.read_text(path, "replace")
     except (OSError, ValueError) as error:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.constants import BRANCHES
 from nsa.monitor.artifacts import Row, Table, older_part, read_table, valid_beats
 from nsa.monitor.csv_files import METRICS_FILE, SELECTION_FILE
 from nsa.monitor.observer import METRICS_COLUMNS, Observer, RunInfo, StepRecord
@@ -25,7 +24,6 @@ from nsa.untrusted import open_regular
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
 TRAINING = ("data", "forward", "backward", "step")
-SELECTION_COLUMNS = ("step", "layer", *map("gate_{}".format, BRANCHES), "recall", "recall_random")
 SELECTION_ROWS = 500  # newest rows of selection.csv to keep, a few logged steps
 
 
@@ -171,14 +169,14 @@ def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
 
 
 class RunHistory(Observer):
-    """Keeps the rows of metrics.csv, and gates and recall in the newest of selection.csv.
+    """Keeps the rows of metrics.csv and the newest of selection.csv.
 
     A resumed run reads the rows of earlier processes once, at its start. 50,000 steps logged every
     10 take about 4 MB.
     """
 
     def __init__(self) -> None:
-        self.metrics, self.selection = Table(METRICS_FILE), Table(SELECTION_FILE)
+        self.metrics, self.selection = Table(), Table()
 
     def on_start(self, info: RunInfo) -> None:
         if info.start_step:
@@ -196,12 +194,10 @@ class RunHistory(Observer):
         del self.selection.rows[:-SELECTION_ROWS]
 
     def on_step(self, record: StepRecord) -> None:
-        self.metrics.rows.append(_row(vars(record), METRICS_COLUMNS))
-        self.selection.rows += [_row(layer, SELECTION_COLUMNS) for layer in record.layers]
+        self.metrics.rows.append(_numbers({name: vars(record)[name] for name in METRICS_COLUMNS}))
+        self.selection.rows += map(_numbers, record.layers)
         del self.selection.rows[:-SELECTION_ROWS]
 
 
-def _row(cells: Mapping[str, float | None], columns: Iterable[str]) -> Row:
-    """Return the numbers among the cells of these columns."""
-    values = ((name, cells.get(name)) for name in columns)
-    return {name: float(value) for name, value in values if value is not None}
+def _numbers(cells: Mapping[str, float | None]) -> Row:
+    return {name: float(value) for name, value in cells.items() if value is not None}
