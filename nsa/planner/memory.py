@@ -33,9 +33,7 @@ class Memory:
         return sum(self.at_peak.values())
 
 
-def memory(
-    model: Model, zero: Zero, batch: BatchShape, ranks: int, *, fused: bool = True
-) -> Memory:
+def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     """Count tensors, without CUDA's context, NCCL's buffers and fragmentation."""
     count, size = model.parameters, model.weight_bytes
     shards = ranks if zero.stage else 1
@@ -56,7 +54,7 @@ def memory(
     if zero.stage >= 2:
         gradients = zero.accumulate_bytes * count // ranks
     accumulated = gradients if batch.accumulation > 1 else 0
-    acts = activations(model, batch, fused=fused)
+    acts = activations(model, batch)
     in_passes = {
         "in the loss": {
             "gradients": accumulated,
