@@ -18,8 +18,6 @@ class Activations:
     final: int  # last norm and its output
     loss: int  # logits and gradients of the head, during the loss
     in_layer: int  # gradients inside one layer's backward pass
-    in_norm: int  # gradients inside the last norm's backward pass
-    in_head: int  # the head's gradient, and its scaled copy
 
 
 def activations(model: Model, batch: BatchShape) -> Activations:
@@ -45,8 +43,6 @@ def activations(model: Model, batch: BatchShape) -> Activations:
         final=2 * stream,
         loss=_loss(model, tokens),
         in_layer=2 * hidden + 2 * stream,
-        in_norm=2 * stream,
-        in_head=2 * size * model.embedding,
     )
 
 

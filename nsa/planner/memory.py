@@ -86,8 +86,8 @@ def _backward(
     before = accumulated if gradients < model.weight_bytes * model.parameters else 0
     arrived = gradients * (model.config.layers - 1) * model.layer // model.parameters
     return [
-        ("as the backward pass begins", kept + acts.final, accumulated + acts.in_head),
-        ("in the last norm's backward pass", kept + acts.final, accumulated + acts.in_norm + head),
+        # The head's gradient, and its scaled copy.
+        ("as the backward pass begins", kept + acts.final, accumulated + 2 * head),
         (
             "in the last layer's backward pass",
             kept + acts.recomputed,
