@@ -49,7 +49,7 @@ class HealthRecorder:
     compiled by train.compile are sampled; a model that you compile as a whole is not.
     """
 
-    def __init__(self, layers: Mapping[str, Any], spec: NSASpec | None) -> None:
+    def __init__(self, layers: Mapping[str, Any], spec: NSASpec) -> None:
         self._layers = dict(layers)
         self._spec = spec
         self._samples: dict[str, _Sample] = {}
@@ -65,10 +65,7 @@ class HealthRecorder:
         self._disarm()
         samples = [self._samples[name] for name in self._layers if name in self._samples]
         self._samples.clear()
-        spec = self._spec
-        if not samples or spec is None:
-            return None
-        return self._try(lambda: _health(samples, spec))
+        return self._try(lambda: _health(samples, self._spec)) if samples else None
 
     def _disarm(self) -> None:
         for layer in self._layers.values():
@@ -84,13 +81,13 @@ class HealthRecorder:
     ) -> None:
         if torch.compiler.is_compiling() or name in self._samples:
             return
-        layer, spec = self._layers[name], self._spec
+        layer = self._layers[name]
 
         def work() -> _Sample:
             selector = None
-            if selector_loss is not None and spec is not None:
+            if selector_loss is not None:
                 queries, target = layer.selector_target
-                recall = _recall(queries, target, blocks, cu_seqlens, spec)
+                recall = _recall(queries, target, blocks, cu_seqlens, self._spec)
                 selector = torch.cat([selector_loss[None], recall])
             return _sample(gates, blocks, cu_seqlens, selector)
 

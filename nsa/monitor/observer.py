@@ -68,9 +68,9 @@ class Health:
         }
 
 
-def _metric(tag: str | None, column: bool = True, **options: Any) -> Any:
-    """Declare a metric: its tag in TensorBoard and other trackers, and a column of metrics.csv."""
-    return field(metadata={"tag": tag, "column": column}, **options)
+def _metric(tag: str | None, column: bool = True, line: str = "", **options: Any) -> Any:
+    """Declare a metric: its tag in trackers, column of metrics.csv, and text of progress lines."""
+    return field(metadata={"tag": tag, "column": column, "line": line}, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +79,17 @@ class StepRecord:
 
     step: int = _metric(None)  # optimizer steps done, including this one
     tokens: int = _metric(None)  # of all ranks since the first step of the run
-    loss: float = _metric("train/loss")
-    val_loss: float | None = _metric("eval/loss", default=None)
-    bits_per_byte: float | None = _metric("eval/bits_per_byte", default=None)  # of validation
+    loss: float = _metric("train/loss", line="loss {:.4f}")
+    val_loss: float | None = _metric("eval/loss", line="val {:.4f}", default=None)
+    bits_per_byte: float | None = _metric(  # of validation
+        "eval/bits_per_byte", line="{:.4f} bits/byte", default=None
+    )
     lr: float = _metric("train/lr")
     grad_norm: float | None = _metric("train/grad_norm")
     # All ranks together; None if only the warm-up step was timed.
-    tokens_per_s: float | None = _metric("speed/tokens_per_s")
-    mfu: float | None = _metric("speed/mfu", default=None)  # 0 to 1; None: peak unknown
+    tokens_per_s: float | None = _metric("speed/tokens_per_s", line="{:,.0f} tokens/s")
+    # 0 to 1; None: peak unknown
+    mfu: float | None = _metric("speed/mfu", line="MFU {:.1%}", default=None)
     memory_gb: float = _metric("memory/peak_gb")  # peak so far
     seconds: float = _metric("speed/step_seconds")  # mean since the previous logged step
     skipped_steps: int = _metric("train/skipped_steps", column=False, default=0)  # of the run
@@ -101,6 +104,7 @@ class StepRecord:
 
 
 METRICS_COLUMNS = tuple(x.name for x in fields(StepRecord) if x.metadata.get("column"))
+LINES = {x.name: line for x in fields(StepRecord) if (line := x.metadata.get("line"))}
 TAGS = {x.name: tag for x in fields(StepRecord) if (tag := x.metadata.get("tag"))}
 
 

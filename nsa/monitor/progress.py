@@ -9,7 +9,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from nsa.monitor.observer import Observer, RunInfo, StepRecord
+from nsa.monitor.observer import LINES, Observer, RunInfo, StepRecord
 from nsa.untrusted import printable
 
 _LINES_PER_RUN = 20  # in a fast run; a slow one prints a line every `min_seconds`
@@ -75,20 +75,9 @@ class Progress(Observer):
         seconds = (now - first_time) / done if done else record.seconds
         eta = tqdm.format_interval(max(0.0, (self._total - record.step) * seconds))
         self._last_step, self._last_time, self._unprinted = record.step, now, None
-        self._print(f"step {record.step}/{self._total}  {_describe(record)}  ETA {eta}")
+        values = {name: getattr(record, name) for name in LINES}
+        measured = (LINES[name].format(x) for name, x in values.items() if x is not None)
+        self._print("  ".join([f"step {record.step}/{self._total}", *measured, f"ETA {eta}"]))
 
     def _print(self, text: str) -> None:
         print(printable(text, keep="\n"), file=self._stream, flush=True)
-
-
-def _describe(record: StepRecord) -> str:
-    parts = [f"loss {record.loss:.4f}"]
-    if record.val_loss is not None:
-        parts.append(f"val {record.val_loss:.4f}")
-    if record.bits_per_byte is not None:
-        parts.append(f"{record.bits_per_byte:.4f} bits/byte")
-    if record.tokens_per_s is not None:
-        parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
-    if record.mfu is not None:
-        parts.append(f"MFU {record.mfu:.1%}")
-    return "  ".join(parts)

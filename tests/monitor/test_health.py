@@ -288,7 +288,7 @@ def test_only_the_first_pass_since_arming_counts() -> None:
 
 
 def test_a_recorder_without_layers_returns_none() -> None:
-    recorder = HealthRecorder({}, None)
+    recorder = HealthRecorder({}, SPEC)
     recorder.arm()
     assert recorder.read() is None
 
