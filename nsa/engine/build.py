@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nsa.checkpoint.weights import matching_names, read_weights, set_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.gradient_check import check_gradients, inspect_gradients
+from nsa.engine.gradient_check import check_gradients
 from nsa.engine.loss_guard import skip_nonfinite_steps
 from nsa.engine.zero_mode import has_muon, zero_mode
 from nsa.model import LanguageModel
@@ -124,7 +124,7 @@ def build_engine(
     model = build_model(config, device, weights)
     length = min(config.data.seq_len // config.train.sequence_parallel, CHECK_TOKENS)
     tokens = torch.randint(config.model.vocab_size, (1, length), device=device)
-    notes = check_gradients(inspect_gradients(model, tokens), zero_mode(ds_config))
+    notes = check_gradients(model, tokens, zero_mode(ds_config))
     if config.train.compile:
         compile_blocks(model)
     return initialise(model, config, ds_config), notes

@@ -20,7 +20,7 @@ from nsa.dtypes import DTYPES
 from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
-from nsa.engine.planner_inputs import resolve_checkpointing, resolve_micro_batch, resolved_zero
+from nsa.engine.planner_inputs import resolve_auto, resolved_zero
 from nsa.engine.resolve import resolve_config, walk
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
@@ -209,13 +209,9 @@ def _resolve_auto(
 ) -> tuple[RunConfig, dict[str, Any], list[str]]:
     """Replace each "auto"; return config, DeepSpeed's config and lines for the log."""
     resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(source))
-    ds_config, notes = resolve(config), list[str]()
-    if config.train.micro_batch == AUTO:
-        zero = resolved_zero(ds_config, config)
-        config, notes = resolve_micro_batch(config, zero, ranks, gpu_memory)
-        ds_config = resolve(config)
-    config, mode_notes = resolve_checkpointing(config, ds_config, ranks, gpu_memory)
-    return config, ds_config, [*notes, *mode_notes]
+    zero = resolved_zero(resolve(config), config)
+    config, notes = resolve_auto(config, zero, ranks, gpu_memory)
+    return config, resolve(config), notes
 
 
 def _gpu_memory() -> float | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -45,16 +44,11 @@ FIX_REDUCTION = (
 )
 
 
-@dataclass(frozen=True)
-class GradientReport:
-    """Names of parameters, over all ranks."""
+def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> tuple[list[str], list[str]]:
+    """Run one backward pass on `input_ids` [B, T] and count the gradients of each parameter.
 
-    twice: list[str]  # gradient arrives more than once on some rank
-    missing: list[str]  # no gradient on some rank
-
-
-def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> GradientReport:
-    """Run one backward pass on `input_ids` [B, T] and count the gradients of each parameter."""
+    Return the names of those with more than one on some rank, and of those with none on some rank.
+    """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     fired: Counter[str] = Counter()
     hooks = [
@@ -72,18 +66,19 @@ def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> GradientRepo
     if dist.is_initialized():
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return GradientReport(
-        twice=[name for name, times in zip(parameters, most.tolist(), strict=True) if times > 1],
-        missing=[name for name, times in zip(parameters, least.tolist(), strict=True) if times < 1],
+    return (
+        [name for name, times in zip(parameters, most.tolist(), strict=True) if times > 1],
+        [name for name, times in zip(parameters, least.tolist(), strict=True) if times < 1],
     )
 
 
-def check_gradients(report: GradientReport, mode: ZeroMode) -> list[str]:
+def check_gradients(model: nn.Module, input_ids: torch.Tensor, mode: ZeroMode) -> list[str]:
     """Raise a ValueError for irregular gradients that are not tolerated; return notes on others."""
+    twice, missing = inspect_gradients(model, input_ids)
     notes = []
     for names, tolerated, problem, fix in (
-        (report.twice, mode.tolerates_twice, TWICE, FIX_TWICE),
-        (report.missing, mode.tolerates_missing, MISSING, FIX_MISSING),
+        (twice, mode.tolerates_twice, TWICE, FIX_TWICE),
+        (missing, mode.tolerates_missing, MISSING, FIX_MISSING),
     ):
         if names:
             others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from nsa.checkpoint import SaveFailed
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, on_device
-from nsa.engine.config import learning_rate
+from nsa.engine.config import RunConfig, learning_rate
 from nsa.engine.cpu_collectives import AllRanksError, RunAborted
-from nsa.engine.dense_first import set_phase
 from nsa.engine.recovery import recover
 from nsa.engine.run import Run
 from nsa.engine.shutdown import Interrupted
@@ -204,6 +203,28 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     state.tokens += run.config.tokens_per_step(run.ranks.world_size)
     state.skipped += not engine.was_step_applied()
     return total / config.accumulation
+
+
+def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
+    """Prepare step `step`, counted from 0; return whether only the selector learns in it.
+
+        train.selector_steps   of a converted model: attention is dense, only compressed keys learn
+        train.dense_steps      of a new model: attention is dense, all weights learn
+
+    In the dense steps the selected branch attends to all tokens, and the values of the others are
+    0. So each checkpoint is an NSA model, which equals the dense one if it selects all blocks, and
+    the switch changes no weight. Nothing but the step decides the phase, so a run can be resumed in
+    either.
+    """
+    train, model = config.train, engine.module
+    if not (train.switch_step or train.selector_steps):
+        return False
+    selector_only = train.in_selector_steps(step)
+    model.attend_densely(step < train.switch_step)
+    model.attend_to_all(config.data.seq_len if selector_only else None)
+    for group in engine.optimizer.param_groups:  # decay changes weights without a gradient
+        group["weight_decay"] = 0.0 if selector_only else group["decay"]
+    return selector_only
 
 
 @torch.no_grad()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from nsa.engine import recipe as recipes
 from nsa.engine.command_line import DEFAULT_DS_CONFIG, with_model_of_start
-from nsa.engine.config import AUTO, RunConfig
-from nsa.engine.planner_inputs import batch_of, model_of, modes_of, resolve_micro_batch, zero_of
+from nsa.engine.config import RunConfig
+from nsa.engine.planner_inputs import batch_of, model_of, resolve_auto, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, json_row, table
-from nsa.planner.forecast import Candidate, compare, fits, forecast, search, select_checkpointing
+from nsa.planner.forecast import Candidate, compare, fits, forecast, search
 from nsa.planner.inputs import Zero
 from nsa.resources import resource_path
 
@@ -35,25 +35,20 @@ def run(flags: argparse.Namespace) -> int:
         )
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     zero = zero_of(source, config, flags.gpus)
-    batch_notes = list[str]()
-    if config.train.micro_batch == AUTO:
-        config, batch_notes = resolve_micro_batch(config, zero, flags.gpus, target.memory)
-    model, batch = model_of(config), batch_of(config)
-    mode, notes = select_checkpointing(
-        model, zero, batch, target.memory, flags.gpus, modes_of(config)
-    )
+    resolved, notes = resolve_auto(config, zero, flags.gpus, target.memory)
+    model, batch = model_of(resolved), batch_of(resolved)
     memory, zeros = f"{target.memory / 1e9:g} GB", dict[str, Zero]()
     if flags.search or flags.compare:
         for file in sorted(source.parent.glob("*.json")):
             try:
-                zeros[file.stem] = zero_of(file, config, flags.gpus)
+                zeros[file.stem] = zero_of(file, resolved, flags.gpus)
             except ValueError as error:
                 print(f"left out: {error}", file=sys.stderr)
         rank = search if flags.search else compare
-        candidates, notes = rank(model, zeros, batch, target, flags.gpus), []
+        given = replace(batch, checkpointing=config.model.activation_checkpointing)
+        candidates, notes = rank(model, zeros, given, target, flags.gpus), []
     else:
         zeros[source.stem] = zero
-        batch = replace(batch, checkpointing=mode)
         step = forecast(model, zero, batch, target, flags.gpus)
         candidates = [Candidate(source.stem, batch, step)]
     fitting = [fits(candidate.forecast.memory, target) for candidate in candidates]
@@ -64,7 +59,7 @@ def run(flags: argparse.Namespace) -> int:
             for one, fit in zip(candidates, fitting, strict=True)
         ]
         tree = {"parameters": model.parameters, "steps": steps, "plans": plans}
-        print(json.dumps(tree | {"assumptions": [*assumed, *batch_notes, *notes]}, indent=2))
+        print(json.dumps(tree | {"assumptions": [*assumed, *notes]}, indent=2))
     elif not candidates:
         print(f"nothing fits into {memory}")
     elif flags.search or flags.compare:
@@ -74,7 +69,7 @@ def run(flags: argparse.Namespace) -> int:
         print(*assumed, sep="\n")
     else:
         title, *lines = describe(source.stem, model, batch, step, target, steps)
-        print(title, *assumed, *lines, *batch_notes, *notes, sep="\n")
+        print(title, *assumed, *lines, *notes, sep="\n")
         if not any(fitting):
             print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
     return 0 if any(fitting) else 1

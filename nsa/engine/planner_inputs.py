@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.dtypes import DTYPES
-from nsa.engine.config import RunConfig
+from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.teacher import find_teacher
 from nsa.engine.zero_mode import zero_mode
@@ -16,35 +16,29 @@ from nsa.planner.forecast import MODES, select_checkpointing, select_micro_batch
 from nsa.planner.inputs import BatchShape, Model, Zero
 
 
-def resolve_micro_batch(
+def resolve_auto(
     config: RunConfig, zero: Zero, ranks: int, gpu_memory: float | None
 ) -> tuple[RunConfig, list[str]]:
-    """Replace train.micro_batch=auto by a number; return the config and log lines.
+    """Replace `auto` of micro_batch and activation_checkpointing; return config and log lines.
 
     `gpu_memory` is in bytes, None without a GPU. The step keeps its sequences.
     """
-    batch, notes = batch_of(config), ["micro-batch: 1 sequence (there is no GPU)"]
-    if gpu_memory is not None:
-        inputs = model_of(config), zero, batch
-        batch, notes = select_micro_batch(*inputs, gpu_memory, ranks, modes_of(config))
-    train = replace(config.train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
-    return replace(config, train=train), notes
-
-
-def resolve_checkpointing(
-    config: RunConfig, ds_config: Mapping[str, Any], ranks: int, gpu_memory: float | None
-) -> tuple[RunConfig, list[str]]:
-    """Replace model.activation_checkpointing=auto by a mode; return the config and log lines.
-
-    `gpu_memory` is in bytes, None without a GPU.
-    """
-    if config.model.activation_checkpointing != "auto":
-        return config, []
-    mode, notes = "none", ["activation checkpointing: none (there is no GPU)"]
-    if gpu_memory is not None:
-        inputs = model_of(config), resolved_zero(ds_config, config), batch_of(config)
-        mode, notes = select_checkpointing(*inputs, gpu_memory, ranks, modes_of(config))
-    return replace(config, model=replace(config.model, activation_checkpointing=mode)), notes
+    batch, notes, more = batch_of(config), list[str](), list[str]()
+    mode, measures = batch.checkpointing, config.train.micro_batch == AUTO
+    if gpu_memory is None:
+        notes += ["micro-batch: 1 sequence (there is no GPU)"] * measures
+        if mode == "auto":
+            mode, more = "none", ["activation checkpointing: none (there is no GPU)"]
+    else:
+        model, modes = model_of(config), modes_of(config)
+        if measures:
+            batch, notes = select_micro_batch(model, zero, batch, gpu_memory, ranks, modes)
+        mode, more = select_checkpointing(model, zero, batch, gpu_memory, ranks, modes)
+    train = config.train
+    if measures:
+        train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+    model_config = replace(config.model, activation_checkpointing=mode)
+    return replace(config, train=train, model=model_config), [*notes, *more]
 
 
 def modes_of(config: RunConfig) -> list[str]:

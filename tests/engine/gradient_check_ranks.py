@@ -70,8 +70,8 @@ def main() -> None:
             print(f"RuntimeError: {error}")
         return
     for name in ("sound", "shared block", "head inside", "skips on one rank"):
-        report = inspect_gradients(build(name), tokens)
-        print(json.dumps({"model": name, "twice": report.twice, "missing": report.missing}))
+        twice, missing = inspect_gradients(build(name), tokens)
+        print(json.dumps({"model": name, "twice": twice, "missing": missing}))
 
 
 if __name__ == "__main__":
