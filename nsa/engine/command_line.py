@@ -209,9 +209,12 @@ def _resolve_auto(
 ) -> tuple[RunConfig, dict[str, Any], list[str]]:
     """Replace each "auto"; return config, DeepSpeed's config and lines for the log."""
     resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(source))
-    zero = resolved_zero(resolve(config), config)
-    config, notes = resolve_auto(config, zero, ranks, gpu_memory)
-    return config, resolve(config), notes
+    ds_config, notes = resolve(config), list[str]()
+    if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
+        zero = resolved_zero(ds_config, config)
+        config, notes = resolve_auto(config, zero, ranks, gpu_memory)
+        ds_config = resolve(config)
+    return config, ds_config, notes
 
 
 def _gpu_memory() -> float | None:
