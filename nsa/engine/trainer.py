@@ -88,12 +88,6 @@ def prepare(run: Run) -> None:
     run.data = open_data(
         request.config, ranks, run.state, run.rank_state.get("feed"), request.data_changed
     )
-    try:
-        fingerprint = run.data.loader.source.tokenizer_fingerprint
-        check_tokenizer(run.stored_teacher, request.config, fingerprint)
-    except ValueError:
-        run.data.close()
-        raise
 
 
 def _check_steps_left(request: RunRequest, step: int) -> None:
@@ -126,8 +120,10 @@ def _check_node(request: RunRequest, steps_done: int) -> list[Check]:
 
 def build(run: Run) -> None:
     """Join the process group, run the checks that need all ranks, build the engine."""
-    run.device = start_ranks(run.ranks)
     config = run.config
+    fingerprint = run.data.loader.source.tokenizer_fingerprint
+    check_tokenizer(run.stored_teacher, config, fingerprint)
+    run.device = start_ranks(run.ranks)
     run.collectives = CpuCollectives(config.data.timeout * config.train.accumulation)
     path = None if run.resume_from is None else run.resume_from.checkpoint
     run_dir, run.processes = resume.agree_on_run(run.collectives, run.request.run_dir, path)
