@@ -36,6 +36,15 @@ class Batch:
     def tokens(self) -> int:
         return self.input_ids.numel()
 
+    def positions(self, first: int = 0) -> torch.Tensor:
+        """Return each token's position in its document, [tokens]; `first`: where a part begins."""
+        rows, length = self.input_ids.shape
+        token = torch.arange(first, first + length, device=self.input_ids.device)
+        if self.cu_seqlens is None:
+            return token.repeat(rows)
+        document = torch.searchsorted(self.cu_seqlens, token, right=True) - 1
+        return token - self.cu_seqlens[document]
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 

@@ -24,7 +24,7 @@ WRITTEN_BY_SETUP = "git_version_info_installed.py"  # describes the machine, so 
 
 
 @dataclass(eq=False)
-class ListSource:
+class ListSource(Source):
     """A source whose documents are loaded by number."""
 
     name: str
@@ -47,9 +47,6 @@ class ListSource:
 
     def part(self, index: int, count: int) -> Source:
         return ListSource(self.name, self.numbers[index::count], self.load, self.fingerprint)
-
-    def size(self) -> int | None:
-        return None
 
 
 @cache  # a run opens it twice: to read it, and to compare the hash

@@ -131,7 +131,7 @@ def _text_file(path: Path, root: Path) -> TextFile:
 
 
 @dataclass(eq=False)
-class Files:
+class Files(Source):
     """All documents of files, or those with numbers `index`, `index + count`, and so on.
 
     Reader state: {"files": digest of names and sizes, "file": number, "at": cursor in that file}.

@@ -61,8 +61,11 @@ def open_hub(config: DataConfig, name: str) -> Source:
     return Hub(name, os.path.expanduser(path), subset, config)
 
 
-class Hub:
-    """The documents of a dataset, or of one of its parts."""
+class Hub(Source):
+    """The documents of a dataset, or of one of its parts.
+
+    Their size is unknown: the sizes that a hub lists include all columns.
+    """
 
     def __init__(self, name: str, path: str, subset: str | None, config: DataConfig) -> None:
         self.name, self._field = name, config.text_field
@@ -181,10 +184,6 @@ class Hub:
         part = copy.copy(self)
         part._index, part._count = index, count
         return part
-
-    def size(self) -> int | None:
-        """Return None: the sizes that a hub lists include all columns."""
-        return None
 
     def _documents(self, stream: Any, state: State) -> Iterator[tuple[Document, State]]:
         """Read rows in blocks; the server can be probed between blocks.

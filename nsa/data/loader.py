@@ -246,7 +246,7 @@ class Prefetcher(Generic[T]):
             self._ready.put(wrapped)
 
 
-class BatchLoader:
+class BatchLoader(Prefetcher[tuple[Batch, State | None]]):
     """One rank's batches in order, up to `data.prefetch` of them ready in advance."""
 
     def __init__(
@@ -263,14 +263,7 @@ class BatchLoader:
         self._timeout, self._rank = config.timeout, rank
         self._state = state
         self._first: tuple[Batch, State | None] | None = None
-        self._prefetcher: Prefetcher[tuple[Batch, State | None]] = Prefetcher(
-            source, config.prefetch, source.close
-        )
-
-    @property
-    def first_batch_seconds(self) -> float | None:
-        """Return the time from opening until the first batch was ready; None before that."""
-        return self._prefetcher.first_seconds
+        super().__init__(source, config.prefetch, source.close)
 
     def wait_until_ready(self) -> None:
         """Wait for the first batch; raise the error that `next_batch` would raise."""
@@ -284,7 +277,7 @@ class BatchLoader:
 
     def _next(self) -> tuple[Batch, State | None]:
         try:
-            return self._prefetcher.next(self._timeout)
+            return self.next(self._timeout)
         except Empty:
             source, progress = self.source.progress()
             raise DataError(
@@ -296,10 +289,6 @@ class BatchLoader:
     def state(self) -> State | None:
         """Return the state that resumes after the last batch; None for indexed batches."""
         return self._state
-
-    def close(self) -> None:
-        """Stop the thread and the worker processes."""
-        self._prefetcher.close()
 
 
 def open_loader(

@@ -87,17 +87,15 @@ def prepare(
             job = _Job(source, tokenizer, stamp, out, shard_tokens, parts)
             try:
                 _run_parts(job, progress)
+                shards = _written_shards(out, stamp, parts)
+                if not shards:
+                    text = f"data.source = {stamp.source!r} holds no documents"
+                    raise DataError("; ".join([text, *skipped(out, stamp.source, parts)]))
             except DataError:
-                if not any(out.glob("part-*.json")):  # nothing written: the settings may change
-                    (out / PLAN).unlink()
+                if not any(out.glob("*.bin")):  # nothing written: the settings may change
+                    for path in (*out.glob("part-*.json"), out / PLAN):
+                        path.unlink()
                 raise
-            shards = _written_shards(out, stamp, parts)
-            if not shards:
-                notes = skipped(out, stamp.source, parts)
-                for path in (*(_state_path(out, part) for part in range(parts)), out / PLAN):
-                    path.unlink()
-                text = f"data.source = {stamp.source!r} holds no documents"
-                raise DataError("; ".join([text, *notes]))
             write_index(out, Index(stamp, settings, parts, shards))
         return read_index(out)
 

@@ -1,4 +1,4 @@
-"""Document sources: the `Source` protocol, its resumable `Reader`, and the validation split.
+"""Document sources: the base class `Source`, its resumable `Reader`, and the validation split.
 
 source.part(i, n).read(state)  ->  Document, Document, ...  each once, in a fixed order
 reader.state()                 ->  JSON that resumes the pass in another process
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nsa.data.config import DataConfig
 
@@ -78,22 +78,22 @@ class Reader(Iterator[Document]):
         return self._state
 
 
-class Source(Protocol):
+class Source:
     """Documents in a fixed order."""
 
     name: str  # in messages
 
     def read(self, state: State | None = None) -> Reader:
         """Start a pass, or resume one at a reader's state."""
-        ...
+        raise NotImplementedError
 
     def part(self, index: int, count: int) -> Source:
         """Return one of `count` disjoint parts that together hold all documents."""
-        ...
+        raise NotImplementedError
 
     def size(self) -> int | None:
         """Return the bytes of text, for a progress bar; None if only reading can tell."""
-        ...
+        return None
 
 
 def is_validation(text: bytes, fraction: float) -> bool:

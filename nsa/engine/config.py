@@ -89,17 +89,13 @@ class TrainConfig:
         """`dense_steps` as a number: 0 until `RunConfig.resolved` replaces `auto`."""
         return self.dense_steps if isinstance(self.dense_steps, int) else 0
 
-    def in_selector_steps(self, step: int) -> bool:
-        """Return whether step `step`, counted from 0, trains the selector alone."""
-        return step < self.selector_steps
-
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the rate of step `step`, counted from 0: linear warmup, then cosine, never 0.
 
     The steps of `selector_steps` come before and have a rate of their own.
     """
-    if train.in_selector_steps(step):
+    if step < train.selector_steps:
         return train.selector_rate
     step, steps = step - train.selector_steps, train.steps - train.selector_steps
     if step < train.warmup_steps:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +26,8 @@ from nsa.untrusted import parse_json, printable, read_text
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
+# With train.micro_batch = auto no number in the JSON is right.
+MEASURED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
     "train_micro_batch_size_per_gpu": ("micro_batch",),
     "gradient_accumulation_steps": ("accumulation",),
@@ -38,14 +39,7 @@ OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
 }
 
 
-@dataclass(frozen=True)
-class Owned:
-    """Value of a DeepSpeed key that the recipe sets."""
-
-    value: Any
-    origin: str  # for errors: "train.clip = 1.0"
-    settings: str  # for errors: "train.clip"
-    measured: bool = False  # by train.micro_batch = auto, so no number in the JSON is right
+Owned = dict[str, tuple[Any, str]]  # DeepSpeed key: the recipe's value; what sets it, and the fix
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
@@ -139,29 +133,31 @@ def summary_line(resolved: dict[str, Any], world_size: int) -> str:
     return f"ok: {', '.join(parts)}, {batch} sequences per step on {world_size} {ranks}"
 
 
-def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
+def owned_values(config: RunConfig, world_size: int) -> Owned:
     """Return the keys that the recipe sets; in the JSON they are "auto", equal or absent."""
     train, measured = config.train, config.train.micro_batch == AUTO
     batch = train.rows * train.accumulation * world_size
-    factors = f"{train.micro_batch} × {train.accumulation} × {world_size}"
-    product = f"train.micro_batch × train.accumulation × ranks = {factors} = {batch}"
+    names, factors = "train.micro_batch × train.accumulation", f"{train.micro_batch} × "
     if measured:
-        product = f"train.accumulation × ranks = {train.accumulation} × {world_size} = {batch}"
-    owned = {"train_batch_size": Owned(batch, product, "one of them")}
-    for key, names in OWNED_FIELDS.items():
-        values = [train.rows if name == "micro_batch" else getattr(train, name) for name in names]
-        value = values if len(values) > 1 else values[0]
-        if measured and names[0] in BATCH:
-            names, origin = BATCH, f"train.micro_batch = {AUTO} sets it"
-        else:
-            origin = " and ".join(f"train.{n} = {v}" for n, v in zip(names, values, strict=True))
-        settings = " and ".join(f"train.{name}" for name in names)
-        owned[key] = Owned(value, origin, settings, measured and names == BATCH)
+        names, factors = "train.accumulation", ""
+    product = f"{names} × ranks = {factors}{train.accumulation} × {world_size} = {batch}"
+    owned: Owned = {"train_batch_size": (batch, _conflict(product, "one of them"))}
+    for key, fields in OWNED_FIELDS.items():
+        values = [train.rows if name == "micro_batch" else getattr(train, name) for name in fields]
+        origin = " and ".join(f"train.{n} = {v}" for n, v in zip(fields, values, strict=True))
+        if measured and key in MEASURED:
+            fields, origin = BATCH, f"train.micro_batch = {AUTO} sets it"
+        settings = " and ".join(f"train.{name}" for name in fields)
+        owned[key] = values if len(values) > 1 else values[0], _conflict(origin, settings)
     for precision in ("bf16", "fp16"):
         enabled = train.precision == precision
         origin = f"train.precision = {train.precision!r} sets it to {_as_json(enabled)}"
-        owned[f"{precision}.enabled"] = Owned(enabled, origin, "train.precision")
+        owned[f"{precision}.enabled"] = enabled, _conflict(origin, "train.precision")
     return owned
+
+
+def _conflict(origin: str, settings: str) -> str:
+    return f', but {origin}; write "auto" in the JSON or set {settings} to match'
 
 
 def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +170,7 @@ def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problems(
-    raw: dict[str, Any], resolved: dict[str, Any], config: RunConfig, owned: dict[str, Owned]
+    raw: dict[str, Any], resolved: dict[str, Any], config: RunConfig, owned: Owned
 ) -> Iterator[tuple[str, str]]:
     """Yield the path of each key to change, and why and how; a path may come more than once."""
     keys = list(walk(raw))
@@ -219,14 +215,11 @@ def _problems(
             if value == "auto":
                 yield path, ': only what the recipe sets may be "auto"; write a value or remove it'
             continue
-        expected = owned[path].value
+        expected, conflict = owned[path]
         same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
-        if value != "auto" and (owned[path].measured or not same):
-            yield (
-                path,
-                f', but {owned[path].origin}; write "auto" in the JSON or set '
-                f"{owned[path].settings} to match",
-            )
+        measured = config.train.micro_batch == AUTO and path in MEASURED
+        if value != "auto" and (measured or not same):
+            yield path, conflict
 
 
 def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -241,13 +234,13 @@ def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _fill(raw: dict[str, Any], owned: dict[str, Owned]) -> dict[str, Any]:
+def _fill(raw: dict[str, Any], owned: Owned) -> dict[str, Any]:
     """Return `raw` with the recipe's values."""
     resolved = deepcopy(raw)
     resolved.setdefault("optimizer", deepcopy(OPTIMIZER))
-    for path, setting in owned.items():
+    for path, (value, _) in owned.items():
         block, name = _parent(resolved, path)
-        block[name] = setting.value
+        block[name] = value
     return resolved
 
 

@@ -70,7 +70,7 @@ def _train_steps(run: Run) -> str | None:
         stop_reason, batches, labels = next_batches(run)
         if stop_reason is not None:
             return stop_reason
-        waited = run.data.loader.first_batch_seconds or 0.0
+        waited = run.data.loader.first_seconds or 0.0
         if run.state.step == first_step and waited >= 0.1:  # streamed or downloaded
             run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
         if logs and run.state.step >= max(config.train.switch_step, config.train.selector_steps):
@@ -219,7 +219,7 @@ def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
     train, model = config.train, engine.module
     if not (train.switch_step or train.selector_steps):
         return False
-    selector_only = train.in_selector_steps(step)
+    selector_only = step < train.selector_steps
     model.attend_densely(step < train.switch_step)
     model.attend_to_all(config.data.seq_len if selector_only else None)
     for group in engine.optimizer.param_groups:  # decay changes weights without a gradient

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from nsa.constants import BRANCHES
-from nsa.engine.config import AUTO, BATCH, RunConfig
+from nsa.engine.config import AUTO, RunConfig, TrainConfig
 from nsa.untrusted import parse_yaml, read_text, short_repr
 
 MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
@@ -63,7 +63,6 @@ DEEPSPEED_KEYS = (
     *("zero_optimization", "offload_optimizer", "offload_param", "overlap_comm", "csv_monitor"),
     *("optimizer", "comet", "wandb"),
 )
-NOT_GIVEN = object()
 LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
 
@@ -71,12 +70,9 @@ def resolve_config(
     recipe: RunConfig, file: Path | None = None, assignments: list[str] | None = None
 ) -> RunConfig:
     """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
-    tree = asdict(recipe)
-    taken = _take(tree)
+    tree, given = asdict(recipe), set[str]()
     if file is not None:
-        _merge(tree, _read_yaml(file), str(file))
-        _complete(tree, taken)
-        taken = _take(tree)
+        _merge(tree, _read_yaml(file), str(file), given)
     for assignment in assignments or []:
         path, equals, text = assignment.partition("=")
         if not equals:
@@ -85,48 +81,31 @@ def resolve_config(
         changes: Any = text if text[:1] == "*" else _parse(text, f"--set {assignment}")
         for key in reversed(path.strip().split(".")):
             changes = {key: changes}
-        _merge(tree, changes, f"--set {assignment}")
-    _complete(tree, taken)
+        _merge(tree, changes, f"--set {assignment}", given)
+    _adapt(tree, recipe, given)
     config: RunConfig = _build(RunConfig, tree, "").resolved()
     config.validate()
     return config
 
 
-def _take(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replace the recipe's values that depend on others by NOT_GIVEN; return them."""
-    taken = {name: section[name] for section, name in _dependent(tree)}
-    for section, name in _dependent(tree):
-        section[name] = NOT_GIVEN
-    return taken
-
-
-def _dependent(tree: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    attention = [(tree["model"]["attention"], name) for name in ("compressor", "selector_loss")]
-    return [(tree["train"], name) for name in BATCH] + attention
-
-
-def _complete(tree: dict[str, Any], recipe: dict[str, Any]) -> None:
-    """Take what was not given from the recipe, as far as what was given allows it.
+def _adapt(tree: dict[str, Any], recipe: RunConfig, given: set[str]) -> None:
+    """Adapt what was not given to what was.
 
     A step keeps its tokens when micro_batch changes to or from `auto`. Attention that was changed
     to a kind or to branches that cannot use the recipe's φ or selector loss does without.
     """
-    given = {name for section, name in _dependent(tree) if section[name] is not NOT_GIVEN}
-    for section, name in _dependent(tree):
-        if name not in given:
-            section[name] = recipe[name]
     train, attention = tree["train"], tree["model"]["attention"]
-    if "accumulation" not in given:
-        train["accumulation"] = _accumulation(train["micro_batch"], recipe)
-    if "compressor" not in given and "cmp" not in str(attention["branches"]):
+    if "train.accumulation" not in given:
+        train["accumulation"] = _accumulation(train["micro_batch"], recipe.train)
+    if "model.attention.compressor" not in given and "cmp" not in str(attention["branches"]):
         attention["compressor"] = "mean"
     usable = attention["kind"] == "nsa" and attention["branches"] == "+".join(BRANCHES)
-    if "selector_loss" not in given and not usable:
+    if "model.attention.selector_loss" not in given and not usable:
         attention["selector_loss"] = 0.0
 
 
-def _accumulation(micro_batch: Any, recipe: dict[str, Any]) -> Any:
-    before, accumulation = (recipe[name] for name in BATCH)
+def _accumulation(micro_batch: Any, recipe: TrainConfig) -> int:
+    before, accumulation = recipe.micro_batch, recipe.accumulation
     if micro_batch == AUTO and isinstance(before, int):
         return before * accumulation
     if before != AUTO or type(micro_batch) is not int or micro_batch < 1:
@@ -172,22 +151,25 @@ def _parse(text: str, source: str) -> Any:
         raise ValueError(f"{source[:200]}: {error}") from None
 
 
-def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> None:
-    """Override values of `tree` in place; refuse unknown keys with the nearest known one."""
+def _merge(
+    tree: dict[str, Any], changes: Any, source: str, given: set[str], path: str = ""
+) -> None:
+    """Override values of `tree`, add their names to `given`; refuse unknown keys."""
     if not isinstance(changes, dict):
         raise ValueError(f"{source}: {path} is a section; set one of {', '.join(tree)} in it")
     for key, value in changes.items():
         name = f"{path}.{key}" if path else str(key)
         if name == "attention":
-            _merge(tree["model"]["attention"], value, source, "model.attention")
+            _merge(tree["model"]["attention"], value, source, given, "model.attention")
         elif key not in tree:
             raise ValueError(
                 f"{source}: there is no setting {name!r}; {_hint(tree, key, value, path)}"
             )
         elif isinstance(tree[key], dict) and name not in MAPPINGS:
-            _merge(tree[key], value, source, name)
+            _merge(tree[key], value, source, given, name)
         else:
             tree[key] = value
+            given.add(name)
 
 
 def _hint(tree: dict[str, Any], key: Any, value: Any, path: str) -> str:

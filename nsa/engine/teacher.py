@@ -36,22 +36,13 @@ class Teacher:
     def by_position(self, divergence: Tensor, batch: Batch) -> Tensor:
         """Sum `token_divergence` [N, 4] and the labels by position: [buckets, 5], float64."""
         inner = torch.tensor(self._edges[1:-1], device=divergence.device)
-        bucket = torch.bucketize(self._positions(batch), inner, right=True)
+        sequence = self.model.sequence
+        first = 0 if sequence is None else sequence.rank * batch.input_ids.shape[1]
+        bucket = torch.bucketize(batch.positions(first), inner, right=True)
         counted = (batch.labels.flatten() != IGNORE_INDEX)[:, None]
         rows = torch.cat([divergence.double(), counted.double()], 1)
         sums = rows.new_zeros(len(self._edges) - 1, rows.shape[1])
         return sums.index_add_(0, bucket, rows)
-
-    def _positions(self, batch: Batch) -> Tensor:
-        """Return each token's position in its document, [N]."""
-        rows, length = batch.input_ids.shape
-        sequence = self.model.sequence
-        first = 0 if sequence is None else sequence.rank * length
-        token = torch.arange(first, first + length, device=batch.input_ids.device)
-        if batch.cu_seqlens is None:
-            return token.repeat(rows)
-        document = torch.searchsorted(batch.cu_seqlens, token, right=True) - 1
-        return token - batch.cu_seqlens[document]
 
     def rows(self, sums: Tensor) -> list[dict[str, float]]:
         """Return the means of each bucket that has labels, from the sums of all ranks."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nsa.data.tokenizer import Tokenizer
     from nsa.engine.config import RunConfig
     from nsa.engine.load_run import LoadedRun, StoredRun
-    from nsa.evaluate.data import EvalData
+    from nsa.evaluate.perplexity import EvalData
     from nsa.evaluate.results import Result, Row
 
 SPLITS = {"held_out": "val", "train": "train", "all": ALL}
@@ -209,7 +209,7 @@ def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
 
 
 def _open_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
-    from nsa.evaluate.data import open_eval_data
+    from nsa.evaluate.perplexity import open_eval_data
 
     config = replace(dataset.config, tokenizer=tokenizer.name)
     config.validate()
@@ -226,8 +226,7 @@ def _open_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) 
 def _evaluate(name: str, run: LoadedRun, data: EvalData, stride: int, seq_len: int) -> Result:
     from tqdm import tqdm
 
-    from nsa.evaluate import perplexity
-    from nsa.evaluate.data import eval_batches
+    from nsa.evaluate.perplexity import eval_batches, evaluate
     from nsa.evaluate.results import Result
 
     trained = run.config.data.seq_len
@@ -245,5 +244,5 @@ def _evaluate(name: str, run: LoadedRun, data: EvalData, stride: int, seq_len: i
         seq_len=seq_len,
         stride=stride,
         data=data,
-        losses=perplexity.evaluate(run.model, progress, data.count, seq_len),
+        losses=evaluate(run.model, progress, data.count, seq_len),
     )

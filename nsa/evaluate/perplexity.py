@@ -1,18 +1,101 @@
-"""Mean loss per token of a model, overall and by position in the context."""
+"""Mean loss per token of a model, overall and by position in the context.
+
+    a sample:                 |----------------- the longest --seq-len -----------------|
+    at half of that length:   |============================|============================|
+    with --stride as well:    |============================|
+                                         ...context...     |========|
+                                                  ...context...     |========|
+
+All lengths and strides evaluate each token of the samples exactly once.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nsa.constants import IGNORE_INDEX
-from nsa.evaluate.data import EvalBatch
+from nsa.data.batches import Batch, Samples, first_samples, to_batch
+from nsa.data.dataset import Dataset
+from nsa.data.source import ALL, DataError
+from nsa.data.tokenizer import TokenArray, Tokenizer
+from nsa.data.validation_data import VALIDATION_SEED
 from nsa.model import LanguageModel
 from nsa.model.loss import bucket_edges, token_losses
+
+# A batch, and the sample and position of each of its labels, flattened.
+EvalBatch = tuple[Batch, Tensor, Tensor]
+Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to evaluate
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """The first samples of a dataset, in the order of validation in training."""
+
+    samples: Samples
+    count: int  # samples
+    exhausted: str | None  # name of the source that has fewer samples than requested
+
+    @property
+    def tokens(self) -> int:
+        """Tokens read; fewer are evaluated if packed, as a document's last token has no label."""
+        return self.count * self.samples.seq_len
+
+
+def open_eval_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
+    """Return the first `tokens` tokens of a dataset, in samples of `data.seq_len`.
+
+    An indexed source is cut into samples as in training; a streamed one is read in order.
+    """
+    for source in dataset.sources:
+        if split == ALL and source.is_prepared:
+            raise DataError(
+                f"--split all: data.source = {source.name!r} was split when it was prepared; "
+                "choose held_out or train"
+            )
+    count = max(1, tokens // dataset.config.seq_len)
+    samples = first_samples(dataset, split, VALIDATION_SEED, count)
+    for store in samples.stores:
+        if store.tokenizer_fingerprint != tokenizer.fingerprint:
+            raise DataError(
+                f"data.source: {store.name} was prepared with the tokenizer {store.tokenizer!r}, "
+                f"and the run uses {tokenizer.name!r}; name text that is not prepared, or prepare "
+                "it with the run's tokenizer"
+            )
+    return EvalData(samples, *samples.available(count))
+
+
+def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterator[EvalBatch]:
+    """Yield windows of `seq_len` tokens, `rows` at a time, with `stride` new labels each."""
+    windows = _windows(data, seq_len, stride)
+    while group := list(islice(windows, rows)):
+        yield _to_eval_batch(data, group)
+
+
+def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[Window]:
+    for sample in range(data.count):
+        store, start = data.samples.locate(sample)
+        for first in range(start, start + data.samples.seq_len, stride):
+            begin = max(0, first + stride - seq_len)
+            evaluated = slice(first - begin, first - begin + stride)
+            yield sample, store.read(begin, begin + seq_len + 1), evaluated
+
+
+def _to_eval_batch(data: EvalData, windows: list[Window]) -> EvalBatch:
+    samples, tokens, evaluated = zip(*windows, strict=True)
+    rows = np.stack(tokens)
+    batch = to_batch(rows, data.samples.stores[0].eos_id, data.samples.packing)
+    labels = batch.labels.view(len(windows), -1)
+    for row, kept in zip(labels, evaluated, strict=True):
+        row[: kept.start] = row[kept.stop :] = IGNORE_INDEX
+    sample = torch.tensor(samples).repeat_interleave(labels.shape[1])
+    return batch, sample, batch.positions()
 
 
 @dataclass(frozen=True)
@@ -83,14 +166,14 @@ def evaluate(
     counts = torch.zeros_like(sums)
     inner_edges = torch.tensor(edges[1:-1])
     weight = model.head_weight
-    for item in batches:
-        batch = item.batch.to(weight.device)
+    for batch, sample, position in batches:
+        batch = batch.to(weight.device)
         hidden = model.hidden(batch.input_ids, batch.cu_seqlens).flatten(0, 1)
         labels = batch.labels.flatten()
         kept = labels != IGNORE_INDEX
         losses = token_losses(hidden[kept], weight, labels[kept]).double().cpu()
-        bucket = torch.bucketize(item.position, inner_edges, right=True)
-        index = (item.sample * sums.shape[1] + bucket)[kept.cpu()]
+        bucket = torch.bucketize(position, inner_edges, right=True)
+        index = (sample * sums.shape[1] + bucket)[kept.cpu()]
         sums.view(-1).index_add_(0, index, losses)
         counts.view(-1).index_add_(0, index, torch.ones_like(losses))
     return Losses(sums, counts, edges)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.evaluate.data import EvalData
-from nsa.evaluate.perplexity import Losses, Mean, perplexity
+from nsa.evaluate.perplexity import EvalData, Losses, Mean, perplexity
 from nsa.monitor.artifacts import finite_number
 from nsa.report.plots import Panel, draw
 from nsa.text import align

@@ -56,7 +56,7 @@ def read(loader: BatchLoader, count: int) -> list[list[list[int]]]:
 def wait_for_first_batch(loader: BatchLoader) -> None:
     """So that a short timeout does not include the worker's start."""
     deadline = time.monotonic() + 30
-    while loader.first_batch_seconds is None:
+    while loader.first_seconds is None:
         assert time.monotonic() < deadline, "no batch in 30 seconds"
         time.sleep(0.05)
 
@@ -95,8 +95,8 @@ def test_streaming_batches_are_the_workers_rows_in_turn(source: str, packing: st
             if packing == "documents":
                 labels[rows[:, :-1] == EOS] = IGNORE_INDEX
             assert batch.labels.flatten().tolist() == labels.flatten().tolist()
-        assert loader.first_batch_seconds is not None
-        assert loader.first_batch_seconds > 0
+        assert loader.first_seconds is not None
+        assert loader.first_seconds > 0
 
 
 def test_ranks_and_workers_divide_a_pass_without_overlap_or_gap(source: str) -> None:

@@ -15,7 +15,7 @@ from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.engine.load_run import LoadedRun, load_run
 from nsa.evaluate import perplexity
-from nsa.evaluate.data import eval_batches, open_eval_data
+from nsa.evaluate.perplexity import eval_batches, open_eval_data
 from nsa.export.to_hf import export
 from nsa.model.loss import token_losses
 from tests.data.texts import text, write_lines

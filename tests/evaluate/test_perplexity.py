@@ -26,8 +26,14 @@ from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
 from nsa.evaluate.command import sources_overlap
-from nsa.evaluate.data import EvalData, eval_batches, open_eval_data
-from nsa.evaluate.perplexity import Losses, Mean, bucket_edges
+from nsa.evaluate.perplexity import (
+    EvalData,
+    Losses,
+    Mean,
+    bucket_edges,
+    eval_batches,
+    open_eval_data,
+)
 from nsa.model import loss
 from nsa.monitor.csv_files import read_metrics
 from tests.data.texts import split, texts, write_lines
@@ -281,14 +287,14 @@ def test_lengths_and_strides_change_the_context_but_not_the_evaluated_tokens(
     for seq_len, stride in ((64, 64), (16, 16), (64, 8), (16, 4), (8, 1)):
         seen: Counter[tuple[int, int]] = Counter()
         context = []
-        for item in eval_batches(data, seq_len, stride, rows=7):
-            labels = item.batch.labels.flatten()
+        for batch, sample, position in eval_batches(data, seq_len, stride, rows=7):
+            labels = batch.labels.flatten()
             kept = labels != IGNORE_INDEX
-            seen.update(zip(item.sample[kept].tolist(), labels[kept].tolist(), strict=True))
-            context += item.position[kept].tolist()
+            seen.update(zip(sample[kept].tolist(), labels[kept].tolist(), strict=True))
+            context += position[kept].tolist()
             if packing == "documents":
-                starts = torch.isin(torch.arange(len(labels)), item.batch.cu_seqlens[:-1])
-                assert torch.equal(item.position == 0, starts)
+                starts = torch.isin(torch.arange(len(labels)), batch.cu_seqlens[:-1])
+                assert torch.equal(position == 0, starts)
         assert max(context) < seq_len
         if packing == "concat":  # only at the start of the text is there less
             assert sum(before < seq_len - stride for before in context) < seq_len
@@ -328,7 +334,7 @@ def test_position_buckets_double() -> None:
 def test_a_buckets_loss_is_the_mean_over_its_positions() -> None:
     few, model = eval_data(160, 3), build(tiny())
     losses = perplexity.evaluate(model, eval_batches(few, 160, 160, rows=2), 3, 160)
-    (batch,) = (item.batch for item in eval_batches(few, 160, 160, rows=3))
+    ((batch, _, _),) = eval_batches(few, 160, 160, rows=3)
     logits = model(batch.input_ids).flatten(0, 1)
     each = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
     by_position = each.detach().view(3, 160)
