@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from nsa.constants import BRANCHES
-from nsa.engine.config import AUTO, RunConfig, TrainConfig
+from nsa.engine.config import AUTO, RunConfig
 from nsa.untrusted import parse_yaml, read_text, short_repr
 
 MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
@@ -70,33 +70,36 @@ def resolve_config(
     recipe: RunConfig, file: Path | None = None, assignments: list[str] | None = None
 ) -> RunConfig:
     """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
-    tree, given = asdict(recipe), set[str]()
+    tree, changes = asdict(recipe), list[tuple[dict[str, Any], str]]()
     if file is not None:
-        _merge(tree, _read_yaml(file), str(file), given)
+        _override(tree, [(_read_yaml(file), str(file))])
     for assignment in assignments or []:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write it as path.to.key=value")
         # A pattern such as *.py is no alias: aliases are refused everywhere.
-        changes: Any = text if text[:1] == "*" else _parse(text, f"--set {assignment}")
+        value: Any = text if text[:1] == "*" else _parse(text, f"--set {assignment}")
         for key in reversed(path.strip().split(".")):
-            changes = {key: changes}
-        _merge(tree, changes, f"--set {assignment}", given)
-    _adapt(tree, recipe, given)
+            value = {key: value}
+        changes.append((value, f"--set {assignment}"))
+    _override(tree, changes)
     config: RunConfig = _build(RunConfig, tree, "").resolved()
     config.validate()
     return config
 
 
-def _adapt(tree: dict[str, Any], recipe: RunConfig, given: set[str]) -> None:
-    """Adapt what was not given to what was.
+def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -> None:
+    """Override values of `tree` in place, and adapt what was not given to what was.
 
     A step keeps its tokens when micro_batch changes to or from `auto`. Attention that was changed
-    to a kind or to branches that cannot use the recipe's φ or selector loss does without.
+    to a kind or to branches that cannot use the tree's φ or selector loss does without.
     """
-    train, attention = tree["train"], tree["model"]["attention"]
+    train, attention, given = tree["train"], tree["model"]["attention"], set[str]()
+    before = train["micro_batch"]
+    for change, source in changes:
+        _merge(tree, change, source, given)
     if "train.accumulation" not in given:
-        train["accumulation"] = _accumulation(train["micro_batch"], recipe.train)
+        train["accumulation"] = _accumulation(before, train["micro_batch"], train["accumulation"])
     if "model.attention.compressor" not in given and "cmp" not in str(attention["branches"]):
         attention["compressor"] = "mean"
     usable = attention["kind"] == "nsa" and attention["branches"] == "+".join(BRANCHES)
@@ -104,19 +107,19 @@ def _adapt(tree: dict[str, Any], recipe: RunConfig, given: set[str]) -> None:
         attention["selector_loss"] = 0.0
 
 
-def _accumulation(micro_batch: Any, recipe: TrainConfig) -> int:
-    before, accumulation = recipe.micro_batch, recipe.accumulation
-    if micro_batch == AUTO and isinstance(before, int):
+def _accumulation(before: Any, after: Any, accumulation: int) -> int:
+    """Return the accumulation that keeps a step's tokens."""
+    if after == AUTO and isinstance(before, int):
         return before * accumulation
-    if before != AUTO or type(micro_batch) is not int or micro_batch < 1:
+    if before != AUTO or type(after) is not int or after < 1:
         return accumulation
-    after, rest = divmod(accumulation, micro_batch)
-    if rest or not after:
+    accumulation, rest = divmod(sequences := accumulation, after)
+    if rest or not accumulation:
         raise ValueError(
-            f"train.micro_batch = {micro_batch}: does not divide the recipe's {accumulation} "
-            "sequences per rank and step; set a divisor, or train.accumulation too"
+            f"train.micro_batch = {after}: does not divide the recipe's {sequences} sequences per "
+            "rank and step; set a divisor, or train.accumulation too"
         )
-    return after
+    return accumulation
 
 
 def to_yaml(config: RunConfig) -> str:
