@@ -132,15 +132,21 @@ def commit(folder: Path, step: int, parts: list[dict[str, Any]], fields: dict[st
     }
     for rank in range(len(parts)):
         _part(draft, rank).unlink()
-    atomic_write_text(draft / MANIFEST, manifest_text(manifest))
-    fsync_dir(draft)
-    if checkpoint.exists():  # damaged, or from before a rollback
-        remove(checkpoint)
-    draft.rename(checkpoint)
-    fsync_dir(folder)
+    publish(draft, checkpoint, manifest)
     atomic_write_text(folder / LATEST, checkpoint.name)
     fsync_dir(folder)
     return checkpoint
+
+
+def publish(draft: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a draft whose files are synced, and give the draft its name."""
+    atomic_write_text(draft / MANIFEST, manifest_text(manifest))
+    for folder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
+        fsync_dir(folder)
+    if checkpoint.exists():  # damaged, or from before a rollback
+        remove(checkpoint)
+    draft.rename(checkpoint)
+    fsync_dir(checkpoint.parent)
 
 
 def prune(folder: Path, keep: int, keep_hours: float, now: float) -> None:

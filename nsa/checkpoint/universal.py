@@ -14,16 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from nsa.atomic_io import atomic_write_text, fsync_dir
-from nsa.checkpoint.commit import PARTIAL, write_errors
-from nsa.checkpoint.manifest import (
-    MANIFEST,
-    find_problem,
-    manifest_text,
-    read_manifest,
-    rng_file,
-    sync_and_hash,
-)
+from nsa.checkpoint.commit import PARTIAL, publish, write_errors
+from nsa.checkpoint.manifest import find_problem, read_manifest, rng_file, sync_and_hash
 from nsa.checkpoint.safe_load import data_only
 from nsa.checkpoint.state_file import ANY_RANKS, STATE, SavedState, layout_of, rank_file
 
@@ -49,8 +41,8 @@ def to_universal(saved: SavedState) -> SavedState:
     source = read_manifest(checkpoint)
     if find_problem(target) is None and read_manifest(target).get("made_from") == source["files"]:
         return universal
-    folder = checkpoint.parent
-    unfinished = TemporaryDirectory(PARTIAL, f".{target.name}.", folder)  # a crash leaves a draft
+    # A crash leaves a draft.
+    unfinished = TemporaryDirectory(PARTIAL, f".{target.name}.", checkpoint.parent)
     with write_errors(target), unfinished as draft:
         converted = Path(draft) / "converted"  # the converter also writes into the folder above
         _convert(checkpoint, converted)
@@ -60,17 +52,9 @@ def to_universal(saved: SavedState) -> SavedState:
             for name in (rng_file(rank), rank_file(rank)):
                 if (checkpoint / name).exists():
                     shutil.copyfile(checkpoint / name, converted / name)
-        paths = sorted(converted.rglob("*"))
-        files = [path for path in paths if path.is_file()]
+        files = sorted(path for path in converted.rglob("*") if path.is_file())
         entries = {str(path.relative_to(converted)): sync_and_hash(path) for path in files}
-        manifest = {**source, "made_from": source["files"], "files": entries}
-        atomic_write_text(converted / MANIFEST, manifest_text(manifest))
-        for path in [converted, *(path for path in paths if path.is_dir())]:
-            fsync_dir(path)
-        if target.exists():
-            shutil.rmtree(target)
-        converted.rename(target)
-        fsync_dir(folder)
+        publish(converted, target, {**source, "made_from": source["files"], "files": entries})
     return universal
 
 
