@@ -73,16 +73,12 @@ class Model:
         return heads * key, heads * value, kv_heads * key, kv_heads * value
 
     @property
-    def kv_sets(self) -> int:
-        """Number of key/value projections: one, or one per branch."""
-        return 1 if self.config.attention.shared_kv else max(1, len(self.branches))
-
-    @property
     def attention_size(self) -> int:
         """Elements per token of attention's inputs (gates included) and output."""
         query, output, key, value = self.head_sizes
         gates = len(self.branches) * self.config.heads
-        return query + gates + self.kv_sets * (key + value) + output
+        kv_sets = 1 if self.config.attention.shared_kv else max(1, len(self.branches))
+        return query + gates + kv_sets * (key + value) + output
 
     def flops(self, kind: str) -> dict[str, float]:
         """FLOPs per token of a "step", and of the forward pass of all "layers", by attention."""
