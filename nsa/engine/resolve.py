@@ -107,8 +107,10 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
         attention["selector_loss"] = 0.0
 
 
-def _accumulation(before: Any, after: Any, accumulation: int) -> int:
-    """Return the accumulation that keeps a step's tokens."""
+def _accumulation(before: Any, after: Any, accumulation: Any) -> Any:
+    """Return the accumulation that keeps a step's tokens; of values of other types, unchanged."""
+    if type(accumulation) is not int:
+        return accumulation
     if after == AUTO and isinstance(before, int):
         return before * accumulation
     if before != AUTO or type(after) is not int or after < 1:

@@ -80,6 +80,13 @@ def test_other_branches_do_without_what_the_recipe_has_for_all_three(
         assert (attention.compressor, attention.selector_loss) == expected
 
 
+def test_a_file_with_text_as_accumulation_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "more.yaml"
+    file.write_text("train:\n  micro_batch: auto\n  accumulation: many\n")
+    with pytest.raises(ValueError, match=r"train\.accumulation = 'many': must be a whole number"):
+        resolve_config(RunConfig(), file, ["train.micro_batch=4"])
+
+
 def test_a_selector_loss_that_is_given_with_dense_attention_is_refused() -> None:
     with pytest.raises(ValueError, match=r"selector_loss = 1\.0: needs kind nsa"):
         resolve_config(RunConfig(), None, ["attention.kind=dense", "attention.selector_loss=1"])
