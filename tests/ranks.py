@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 TAIL = 4_000  # characters of a rank's stderr and stdout that a failure shows
 GRACE = 3.0  # seconds for the other ranks to end after one failed
 SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# DeepSpeed defines Muon's functions with torch.compile, whose import takes a rank 1.4 s.
+WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class RanksFailed(AssertionError):

@@ -130,10 +130,10 @@ def test_ctrl_c_ends_any_verb_quietly(
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:
-    """`nsa info | true`: output is buffered until the end."""
+    """`nsa completion bash | true`: output is buffered until the end."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "nsa", "info"]
+    command = [sys.executable, "-m", "nsa", "completion", "bash"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writer)

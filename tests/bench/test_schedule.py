@@ -38,6 +38,7 @@ CASES = {
     "packed": Case(SPEC, (3, 62, 0, 1, 21), kv_heads=2, group=3, key_dim=4, value_dim=20),
     "disjoint blocks": Case(NSASpec(7, 3, 4, 4, 2, 1, 5), (91,), kv_heads=1, group=2),
 }
+SMALL, LARGE = Config(16, 16, 4, 1), Config(64, 16, 4, 1)
 
 
 @contextmanager
@@ -65,8 +66,17 @@ def selected_masks(index: Tensor, case: Case) -> list[Any]:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter counts")
-@pytest.mark.parametrize("tile", [Config(16, 16, 4, 1), Config(64, 16, 4, 1)], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("one document", LARGE),
+        ("packed", SMALL),
+        ("disjoint blocks", SMALL),
+        pytest.param("one document", SMALL, marks=pytest.mark.full),
+        pytest.param("packed", LARGE, marks=pytest.mark.full),
+        pytest.param("disjoint blocks", LARGE, marks=pytest.mark.full),
+    ],
+)
 def test_every_program_multiplies_as_often_as_counted(name: str, tile: Config) -> None:
     case = CASES[name]
     few = {"queries_per_split": 50, "chunk": 24, "dense_blocks": tile.rows}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import FRAMEWORKS, blocks
-from tests.ranks import ROOT, launch
+from tests.engine.runs import LIMIT
+from tests.ranks import launch, spawn_ranks
 
 SCRIPTS = {}  # name: (text, what it prints)
 for _block in blocks(FRAMEWORKS):
@@ -29,12 +27,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(script: Path, *arguments: str) -> str:
     """Run a script in one process; return its stdout."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4_000:]
-    return done.stdout
+    process = spawn_ranks(script, *arguments, ranks=0, environment={"HF_HUB_OFFLINE": "1"})
+    try:
+        code = process.codes(LIMIT)
+    finally:
+        process.end()
+    assert code == [0], process.text("err")[-4_000:]
+    return process.text("out")
 
 
 def test_each_script_of_the_page_has_a_test() -> None:

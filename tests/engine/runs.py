@@ -6,6 +6,7 @@ used in tests/faults/test_launched.py.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -79,6 +80,18 @@ def succeed(result: Finished) -> str:
     """Return the stdout of a run that exited with 0; fail otherwise."""
     assert result.returncode == 0, result.stdout[-3_000:] + result.stderr[-3_000:]
     return result.stdout
+
+
+def cut_back(run_dir: Path, step: int, copy: Path) -> Path:
+    """Copy a run as it was when it saved `step`; a copy shows what is computed again."""
+    shutil.copytree(run_dir, copy)
+    for checkpoint in (copy / "checkpoints").glob("step*"):
+        if checkpoint.name > f"step{step:08d}":
+            shutil.rmtree(checkpoint)
+    (copy / "checkpoints/latest").write_text(f"step{step:08d}")
+    header, *rows = (copy / "metrics.csv").read_text().splitlines(keepends=True)
+    (copy / "metrics.csv").write_text("".join([header, *rows[:step]]))
+    return copy
 
 
 def losses(run_dir: Path) -> dict[int, float]:

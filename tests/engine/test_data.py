@@ -17,7 +17,7 @@ from nsa.data.shards import Index, write_index
 from nsa.engine.run_request import RunRequest
 from nsa.monitor.csv_files import read_metrics
 from tests.data.test_shards import STAMP
-from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
+from tests.engine.runs import TINY, cut_back, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small_request
 from tests.ranks import free_port
 
@@ -38,11 +38,12 @@ def test_a_resumed_streamed_run_repeats_the_uninterrupted_one_exactly(
     source += ["--set=data.workers=2", "--steps=6"]
     output = succeed(on_two_ranks("m7c.py", *source, "--run-dir=uninterrupted", folder=tmp_path))
     assert re.search(r"first batch ready \d+\.\d s after opening the dataset", output)
-    succeed(on_two_ranks("m7c.py", *source, "--until=3", "--run-dir=resumed", folder=tmp_path))
-    saved = tmp_path / "resumed/checkpoints/step00000003"
+    resumed = cut_back(tmp_path / "uninterrupted", 3, tmp_path / "resumed")
+    assert list(losses(resumed)) == [1, 2, 3]
+    saved = resumed / "checkpoints/step00000003"
     assert sorted(path.name for path in saved.glob("rank*.json")) == ["rank0.json", "rank1.json"]
     succeed(on_two_ranks("m7c.py", "--run-dir=resumed", "--resume", folder=tmp_path))
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")
+    assert losses(resumed) == losses(tmp_path / "uninterrupted")
     validation = [
         [row["val_loss"] for row in read_metrics(tmp_path / name / "metrics.csv")][3:]
         for name in ("uninterrupted", "resumed")

@@ -15,7 +15,7 @@ from nsa.engine.resolve import resolve_config
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.monitor.artifacts import read_table
 from nsa.spec import NSASpec
-from tests.engine.runs import TINY, losses, on_two_ranks, succeed
+from tests.engine.runs import TINY, cut_back, losses, on_two_ranks, succeed
 from tests.model.models import tiny, tokens
 from tests.ranks import ROOT
 
@@ -58,7 +58,7 @@ def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
     """Resumed before the switch, at it, and after it, the run has the same bits."""
     flags = [f"--set=train.precision={precision}"]
     expected = train(tmp_path, "run", zero, *flags)
-    train(tmp_path, "cut", zero, *flags, "--until=2")
+    cut_back(tmp_path / "run", 2, tmp_path / "cut")
     for until in (["--until=3"], ["--until=5"], []):
         resumed = train(tmp_path, "cut", zero, "--resume", *until)
     assert resumed == expected

@@ -17,7 +17,7 @@ from tests.faults.conftest import Golden
 from tests.faults.harness import EVERY, FAULTY, SETTINGS, resume, weights
 from tests.faults.outcomes import Outcomes
 from tests.faults.processes import LAUNCHER, descendants, find
-from tests.ranks import free_port, user_environment
+from tests.ranks import WITHOUT_COMPILER, free_port, user_environment
 
 # Slow enough to be hit.
 SLOW = {"action": "slow", "where": "forward", "step": 6, "ranks": [0, 1], "mark": "/nowhere"}
@@ -27,7 +27,7 @@ SLOW = {"action": "slow", "where": "forward", "step": 6, "ranks": [0, 1], "mark"
 def watched(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a slow run under a watchdog; kill what is left of it at the end."""
     launcher = [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={free_port()}"]
-    environment = {"FAULT": json.dumps(SLOW)}
+    environment = {"FAULT": json.dumps(SLOW), **WITHOUT_COMPILER}
     with (
         (folder / "output").open("wb") as output,
         subprocess.Popen(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-FULL = 100  # times the examples, with --full
+FULL = 200  # times the examples, with --full
 
 
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Call a check with values drawn from strategies: fuzz(check, 100, text=texts())."""
+    """Call a check with values drawn from strategies: fuzz(check, 50, text=texts())."""
     full = request.config.getoption("--full")
 
     def run(check: Callable[..., None], examples: int, **strategies: Any) -> None:

@@ -42,7 +42,7 @@ def test_any_index_is_read_or_refused_in_one_line(
         run("data", "check", folder)
         read_all(folder)
 
-    fuzz(check, 60, content=files(tree))
+    fuzz(check, 30, content=files(tree))
 
 
 def test_any_shard_is_read_or_refused_in_one_line(
@@ -64,7 +64,7 @@ def test_any_shard_is_read_or_refused_in_one_line(
         run("data", "check", folder)
         read_all(folder)
 
-    fuzz(check, 40, content=mutated(header).map(repack) | damaged(intact))
+    fuzz(check, 20, content=mutated(header).map(repack) | damaged(intact))
 
 
 def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_any_text_file_is_read_or_refused_by_name(
                 refusal = str(error)
         assert str(path) in refusal
 
-    fuzz(check, 30, content=damaged(intact))
+    fuzz(check, 15, content=damaged(intact))
 
 
 def _write(path: Path) -> bytes:

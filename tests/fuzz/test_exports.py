@@ -60,7 +60,7 @@ def test_any_config_json_is_imported_or_refused_in_one_line(
         import_it(folder, tmp_path / "to")
         assert not (tmp_path / "ran").exists()
 
-    fuzz(check, 30, content=files(tree))
+    fuzz(check, 15, content=files(tree))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.yaml"])
@@ -81,7 +81,7 @@ def test_any_tokenizer_or_settings_file_loads_or_is_refused_in_one_line(
         run("generate", folder, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
         assert not (tmp_path / "ran").exists()
 
-    fuzz(check, 15, content=contents)
+    fuzz(check, 10, content=contents)
 
 
 def test_any_safetensors_load_or_are_refused_in_one_line(
@@ -107,7 +107,7 @@ def test_any_safetensors_load_or_are_refused_in_one_line(
 
     fuzz(
         check,
-        60,
+        30,
         content=files(header).map(repack) | damaged(intact),
         listing=files(names),
         is_indexed=st.booleans(),

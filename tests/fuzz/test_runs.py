@@ -62,7 +62,7 @@ def test_any_heartbeat_is_read_in_time(fuzz: Callable[..., None], tmp_path: Path
             read_rank(tmp_path, 0)
 
     lists = st.lists(lines, min_size=1, max_size=3)
-    fuzz(check, 75, current=lists, older=lists)
+    fuzz(check, 38, current=lists, older=lists)
 
 
 def test_any_watchdog_limits_are_read_in_time(fuzz: Callable[..., None], tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_any_watchdog_limits_are_read_in_time(fuzz: Callable[..., None], tmp_pat
         (tmp_path / "config.yaml").write_bytes(content)
         look(tmp_path)
 
-    fuzz(check, 30, content=files(tree))
+    fuzz(check, 15, content=files(tree))
 
 
 def test_any_file_of_a_run_is_reported_as_safe_markdown(
@@ -103,7 +103,7 @@ def test_any_file_of_a_run_is_reported_as_safe_markdown(
         run("report", tmp_path)
         check_markdown((tmp_path / "report.md").read_text())
 
-    fuzz(check, 75, name=st.sampled_from(sorted(parts)), data=st.data())
+    fuzz(check, 38, name=st.sampled_from(sorted(parts)), data=st.data())
 
 
 def check_markdown(text: str) -> None:
@@ -131,8 +131,8 @@ def test_any_metrics_table_is_summarised_and_plotted_in_time(
 
     rows = st.lists(cells, min_size=11, max_size=11)
     contents = damaged(table) | st.just(table)
-    fuzz(check, 30, content=contents, row=rows, drawn=st.just(False))
-    fuzz(check, 2, content=contents, row=rows, drawn=st.just(True))
+    fuzz(check, 15, content=contents, row=rows, drawn=st.just(False))
+    fuzz(check, 10, content=contents, row=rows, drawn=st.just(True))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def make_clone(folder: Path) -> Path:
     write_wheel(clone / "wheels", "torch", "2.13.0", TORCH)
     write_wheel(clone / "wheels", "torch", "2.13.1", TORCH)
     write_wheel(clone / "wheels", "nsa_m7c", "0", NSA)
+    return clone
+
+
+def make_installed_clone(folder: Path) -> Path:
+    """Create a clone as its setup.sh would leave it, without the seconds of pip."""
+    clone = make_clone(folder)
+    (clone / "launch/setup.sh").write_text("echo 'setup: .venv is ready'\n")
+    venv.create(clone / ".venv", symlinks=True)
+    (packages,) = (clone / ".venv").glob("lib/python3*/site-packages")
+    for wheel in ("torch-2.13.0", "nsa_m7c-0"):
+        zipfile.ZipFile(clone / f"wheels/{wheel}-py3-none-any.whl").extractall(packages)
+    for name, module in (("nsa", "nsa.cli"), ("deepspeed", "deepspeed.launcher")):
+        script = clone / ".venv/bin" / name
+        script.write_text(f"#!/usr/bin/env python\nfrom {module} import main\nmain()\n")
+        script.chmod(0o755)
     return clone
 
 

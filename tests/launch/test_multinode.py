@@ -16,7 +16,14 @@ import pytest
 from tests import netns
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.launch.clone import run
-from tests.ranks import ROOT, SpawnedRanks, free_port, spawn_ranks, user_environment
+from tests.ranks import (
+    ROOT,
+    WITHOUT_COMPILER,
+    SpawnedRanks,
+    free_port,
+    spawn_ranks,
+    user_environment,
+)
 
 SECONDS = 90.0  # far below any time-out of a collective
 UNREACHABLE_SECONDS = 3  # without an answer, after which a node is lost
@@ -82,7 +89,7 @@ def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
         f'exec {second} "hostname node1; ${{@: -1}}"\n'
     )
     ssh.chmod(0o755)
-    environment = user_environment()
+    environment = user_environment() | WITHOUT_COMPILER
     environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
     script = "hostname node0; exec bash launch/multinode.sh hosts --run-dir run "
     with (folder / "log").open("w") as log:

@@ -17,6 +17,22 @@ from tests.ranks import ROOT
 READY = "setup: .venv is ready\n"
 
 
+@pytest.fixture(scope="module")
+def concurrent_setups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A clone that two concurrent calls of setup.sh installed, and the outputs of both."""
+    clone = make_clone(tmp_path_factory.mktemp("concurrent"))
+    calls = [start(clone, "setup.sh") for _ in range(2)]
+    outputs = ["".join(call.communicate(timeout=120)) for call in calls]
+    assert [call.returncode for call in calls] == [0, 0], outputs
+    return clone, outputs
+
+
+@pytest.fixture
+def installed_clone(concurrent_setups: tuple[Path, list[str]]) -> Path:
+    """A clone that setup.sh installed."""
+    return concurrent_setups[0]
+
+
 def executable(path: Path, text: str) -> Path:
     path.write_text(text)
     path.chmod(0o755)

@@ -18,8 +18,10 @@ FIRST = 300
 
 # VmHWM and not ru_maxrss: a new process starts with the ru_maxrss of the one that spawned it.
 MEASURE = """
+import os
 import sys
 import torch
+import torch._dynamo  # which the first call imports
 from nsa.ops import NSASpec, nsa_attention
 
 def peak():
@@ -36,11 +38,17 @@ def run(tensors):
 
 torch.set_num_threads(1)
 spec = NSASpec(32, 16, 32, 4, 1, 2, 128)
-run(inputs(int(sys.argv[3])))
-tensors = inputs(int(sys.argv[2]))
-before = peak()
-run(tensors)
-print(peak() - before)
+first, *seq_lens = map(int, sys.argv[2:])
+for seq_len in seq_lens:
+    if os.fork() == 0:
+        run(inputs(first))
+        tensors = inputs(seq_len)
+        before = peak()
+        run(tensors)
+        print(peak() - before, flush=True)
+        os._exit(0)
+    _, code = os.wait()
+    assert code == 0, f"{seq_len} tokens: status {code}"
 """
 
 
@@ -49,20 +57,10 @@ def peaks_kb(backend: str, *seq_lens: int) -> list[int]:
     """Peak of one call above its inputs and the first call's peak; a process for each length."""
     # Blocks above 64 KiB go back to the system when they are freed, so peaks are not blurred.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEASURE, backend, str(seq_len), str(FIRST)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seq_len in seq_lens
-    ]
-    printed = [process.communicate()[0] for process in running]
-    # Codes below zero are signals; -9 is what a machine out of memory sends.
-    codes = [process.returncode for process in running]
-    assert set(codes) == {0}, f"exit codes {codes}; their stderr stands above"
-    return [int(text) for text in printed]
+    command = [sys.executable, "-c", MEASURE, backend, *map(str, (FIRST, *seq_lens))]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, f"exit code {done.returncode}; its stderr stands above"
+    return [int(line) for line in done.stdout.split()]
 
 
 def test_peak_memory_grows_at_most_as_the_sequence_does() -> None:
