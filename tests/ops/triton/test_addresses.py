@@ -78,15 +78,19 @@ def narrow_integers(limit: int) -> Iterator[None]:
         yield
 
 
-WIDE = Case(NSASpec(4, 2, 20, 3, 1, 1, 37), (100,), batch=2, group=3, key_dim=16, value_dim=16)
-PACKED = replace(WIDE, batch=1, lengths=(30, 0, 70))
+SPEC = NSASpec(4, 2, 20, 3, 1, 1, 37)
+WIDE = Case(SPEC, (100,), batch=2, kv_heads=1, group=3, key_dim=16, value_dim=16)
+PACKED = replace(WIDE, batch=1, kv_heads=2, lengths=(30, 0, 70))
+LIMIT = 750  # for each head of keys: the stride of a row grows with them
+BATCH = replace(WIDE, kv_heads=2)
 MANY_BLOCKS = Case(NSASpec(2, 1, 1, 4, 0, 1, 7), (150,), batch=2, group=1)
 IN_PARTS = {"queries_per_split": 50, "chunk": 24, "one_tile_head": 0}
 
 
 def attends(case: Case, branch: str = "mixed", run: Run = with_gradients, **how: int) -> Check:
     def check() -> None:
-        with settings(**how), override_choices(lambda *_: Config(16, 16, 4, 1)):
+        small = override_choices(lambda *_: Config(16, 16, 4, 1))
+        with settings(**how), small, narrow_integers(LIMIT * case.kv_heads):
             computed(case, branch, "triton", inputs(case), run)
 
     return check
@@ -119,7 +123,7 @@ CHECKS: dict[str, Check] = {
     ),
     "RoPE, batch": lambda: assert_rotary_pool_parity(LAYOUTS["mlp"], Documents((51,), batch=3)),
     "φ pool": lambda: assert_pool_parity(Documents((61, 0, 31), batch=2), 2, 8, True),
-    "selector loss": lambda: [results(x, "triton", inputs(x)) for x in (WIDE, PACKED)],
+    "selector loss": lambda: [results(x, "triton", inputs(x)) for x in (BATCH, PACKED)],
     "SwiGLU": lambda: assert_swiglu_parity((150, 96), 48),
     "norm": lambda: assert_norm_parity(fused, tensors(300, 24)),
     "embedding": lambda: assert_tied_embedding_parity(torch.arange(0, 600, 2)[None], 24),
@@ -133,7 +137,7 @@ def test_offsets_that_grow_with_a_tensor_have_64_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selected_lists, "STEP", 16)
-    with narrow_integers(1500):
+    with narrow_integers(2 * LIMIT):
         CHECKS[name]()
 
 
