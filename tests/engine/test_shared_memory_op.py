@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from nsa.engine.shared_memory_op import BUILD_SECONDS, limit_build_wait
+from tests.ranks import spawn_ranks
 
 SCRIPT = """
 import os, sys
@@ -47,30 +46,38 @@ def environment(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    return {**os.environ, **ranks, **address}
+    return {**ranks, **address, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
 
 
-def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+def run(environment: dict[str, str], folder: Path, *arguments: str) -> tuple[int | None, str, str]:
+    """Run the user's script; return its exit code, stdout and stderr."""
+    (program := folder / "script.py").write_text(SCRIPT)
+    process = spawn_ranks(program, *arguments, ranks=0, environment=environment)
+    try:
+        (code,) = process.codes(120)
+    finally:
+        process.end()
+    return code, process.text("out"), process.text("err")
 
 
-def test_the_helper_skips_the_operation(environment: dict[str, str]) -> None:
-    done = run(environment, "skip")
-    assert done.returncode == 0, done.stderr
-    assert "trained" in done.stdout
-    assert "deepspeed_shm_comm" not in done.stderr
+def test_the_helper_skips_the_operation(environment: dict[str, str], tmp_path: Path) -> None:
+    code, out, err = run(environment, tmp_path, "skip")
+    assert code == 0, err
+    assert "trained" in out
+    assert "deepspeed_shm_comm" not in err
 
 
-def test_a_killed_build_is_an_error_that_names_its_lock(environment: dict[str, str]) -> None:
-    done = run(environment)
-    assert done.returncode == 1
-    lock = f"{environment['TORCH_EXTENSIONS_DIR']}/deepspeed_shm_comm/lock"
-    error = done.stderr.strip().splitlines()[-1]
+def test_a_killed_build_is_an_error_that_names_its_lock(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    code, _, err = run(environment, tmp_path)
+    assert code == 1
+    lock = tmp_path / "deepspeed_shm_comm/lock"
+    error = err.strip().splitlines()[-1]
     assert error.startswith(f"TimeoutError: {lock}: left by a build")
     assert f"rm {lock}" in error
     assert "nsa.engine.disable_shared_memory_op()" in error
-    assert "about a minute; nsa.engine.disable_shared_memory_op()" in done.stderr
+    assert "about a minute; nsa.engine.disable_shared_memory_op()" in err
 
 
 def test_a_running_build_is_waited_for(environment: dict[str, str], tmp_path: Path) -> None:
