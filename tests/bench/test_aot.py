@@ -30,8 +30,13 @@ def run(*arguments: str | Path, cache: Path, **env: str) -> subprocess.Completed
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("check")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the results, and of the kernels that they compiled."""
+    return tmp_path_factory.mktemp("check")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
     process = run("-m", "tests.bench.toy_check", folder / "results.json", cache=folder / "cache")
     assert process.returncode == 0, process.stderr
     return json.loads((folder / "results.json").read_text())
@@ -164,11 +169,13 @@ def test_the_command_fails_if_a_kernel_does(results: dict[str, Any]) -> None:
     assert results["exit code"] == 1
 
 
-def test_the_command_counts_what_the_loops_of_m7c_are_bound_by(tmp_path: Path) -> None:
+def test_the_command_counts_what_the_loops_of_m7c_are_bound_by(
+    folder: Path, results: dict[str, Any]
+) -> None:
     """Also if Triton's interpreter is enabled, which compiles nothing."""
-    out = tmp_path / "aot.json"
+    out = folder / "aot.json"
     command = "-m nsa.bench aot --loops --jobs 1 --arch sm_80 --operation select_blocks"
-    process = run(*command.split(), "--out", out, cache=tmp_path / "cache", TRITON_INTERPRET="1")
+    process = run(*command.split(), "--out", out, cache=folder / "cache", TRITON_INTERPRET="1")
     assert process.returncode == 0, process.stderr
     assert "select_kernel" in process.stdout
     written = json.loads(out.read_text())

@@ -15,7 +15,7 @@ import pytest
 from tests.bench.__main__ import main
 from tests.bench.comm import CONFIGS, Bench, CommCase
 from tests.netns import INTERFACE, PREFIX, link, link_obstacle, remove_leftovers
-from tests.ranks import ROOT
+from tests.ranks import ROOT, WITHOUT_COMPILER
 
 needs_link = pytest.mark.skipif(bool(link_obstacle()), reason=f"needs a link: {link_obstacle()}")
 MEASURED = ROOT / "docs/benchmarks/comm.json"
@@ -36,8 +36,11 @@ GBIT = 0.2
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    with link() as veth, closing(Bench(veth, [GBIT], TINY, tokens=32, compute=False)) as bench:
-        yield bench
+    with pytest.MonkeyPatch.context() as patch, link() as veth:
+        for name, value in WITHOUT_COMPILER.items():
+            patch.setenv(name, value)
+        with closing(Bench(veth, [GBIT], TINY, tokens=32, compute=False)) as bench:
+            yield bench
 
 
 def namespaces() -> set[str]:

@@ -1,7 +1,8 @@
 """Runs on two ranks: ReductionCheck on sound engines, and on ones that reduce a bucket wrongly.
 
 A bug changes what DeepSpeed's own reduction receives; the gradients of the backward pass stay as
-they are. With the path of a recipe and its flags, runs that with a dropped bucket.
+they are. The argument lists cells, each with names of bugs; with the path of a recipe and its
+flags in its place, runs that with a dropped bucket.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ def train(
 
 def main() -> None:
     start_ranks(Ranks.from_environment())
-    for cell in json.loads(sys.argv[1]):
+    for cell, bugs in json.loads(sys.argv[1]):
         refusals = {}
-        for bug in (None, *BUGS):
+        for bug in (None, *bugs):
             with planted(bug, cell[0], bucket=0 if cell[0] in ("0", "1-fp32acc") else 1):
                 refusal, taken, parameters = train(*cell, checked=True)
             if bug is None:

@@ -79,15 +79,20 @@ MORE_CELLS: list[tuple[str, str, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.full)])
+BUGS = ["dropped", "scaled", "rank 0 alone"]  # of reduction_ranks.py
+ONE_BUG = [(cell, BUGS[number % 3 :][:1]) for number, cell in enumerate(CELLS)]
+EVERY_BUG = [(cell, BUGS) for cell in CELLS + MORE_CELLS]
+
+
+@pytest.mark.parametrize("cells", [ONE_BUG, pytest.param(EVERY_BUG, marks=pytest.mark.full)])
 def test_a_wrong_bucket_is_refused_and_a_sound_reduction_changes_no_digit(
-    cells: list[tuple[str, str, int, str]],
+    cells: list[tuple[tuple[str, str, int, str], list[str]]],
 ) -> None:
     texts = launch(PROGRAM.with_name("reduction_ranks.py"), json.dumps(cells))
     rows, others = (
         [json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in texts
     )
-    assert [tuple(row["cell"]) for row in rows] == cells
+    assert [(tuple(row["cell"]), [*row["refusals"]]) for row in rows] == cells
     for row, other in zip(rows, others, strict=True):
         assert row["same"], f"{row['cell']}: the check changed the weights"
         assert row["refusals"] == other["refusals"], "one rank would stop and the other hang"

@@ -48,7 +48,7 @@ def test_loss_target_and_gradient_are_those_of_pytorch(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("name", default(4, ["packed", "batch", "large blocks", *PATTERNS]))
+@pytest.mark.parametrize("name", default(3, ["packed", "batch", "large blocks", *PATTERNS]))
 def test_tiles_of_any_size_give_the_results_of_pytorch(name: str) -> None:
     assert_selector_parity(PATTERNS[name])
 
@@ -118,7 +118,7 @@ def test_the_gradient_of_a_small_loss_survives_half_precision() -> None:
     assert float(error) < 0.005 * float(exact.abs().max())
 
 
-@pytest.mark.parametrize("name", ["packed", "batch"])
+@pytest.mark.parametrize("name", default(1, ["packed", "batch"]))
 def test_the_op_matches_its_declaration(name: str) -> None:
     case = PATTERNS[name]
     x = declared(case, inputs(case))
