@@ -64,6 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Collect garbage from here on, but skip the imported modules and tests: a million objects."""
     gc.freeze()
+    gc.set_threshold(50_000)  # interpreted kernels make and drop many objects
     gc.enable()
 
 
