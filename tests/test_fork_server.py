@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import fork_server
 from tests.fork_server import ROOT, Forked, Server
 
 KILLED_TESTS = """
@@ -96,10 +97,44 @@ def test_nothing_outlives_killed_tests(tmp_path: Path) -> None:
         pids = [int(pid) for pid in tests.stdout.readline().split()]
         assert all(alive(pid) for pid in pids)
         tests.kill()
+    wait_for_end(*pids)
+
+
+def test_workers_share_the_imports_and_not_their_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that started the shared process may end first."""
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", f"of process {os.getpid()}")
+    monkeypatch.setattr(fork_server, "PRELOADED", ("argparse",))
+    text = "import os, sys; print('argparse' in sys.modules, os.getppid())"
+    first, second = Server(preload=True), Server(preload=True)
+    forked = [
+        start(server, make(tmp_path / name), text) for server, name in ((first, "a"), (second, "b"))
+    ]
+    assert [x.wait(60) for x in forked] == [0, 0]
+    outputs = [x.text("out").split() for x in forked]
+    assert [x[0] for x in outputs] == ["True"] * 2
+    assert outputs[0][1] != outputs[1][1], "each has its own server"
+    sleeper = start(first, make(tmp_path / "c"), "import time; time.sleep(600)")
+    first.close()
+    wait_for_end(sleeper.pid)
+    assert start(second, make(tmp_path / "d"), text).wait(60) == 0
+    third = Server(preload=True)
+    assert start(third, make(tmp_path / "e"), text).wait(60) == 0
+    second.close()
+    third.close()
+
+
+def wait_for_end(*pids: int) -> None:
     deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids):
+    while any(map(alive, pids)):
         assert time.monotonic() < deadline, pids
         time.sleep(0.02)
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def alive(pid: int) -> bool:
