@@ -254,7 +254,7 @@ def test_the_remote_code_needs_only_torch_and_transformers(tmp_path: Path) -> No
 
 WITHOUT_THE_PACKAGE = """
 import importlib, os, sys
-site, root, folder, out = sys.argv[1:]
+site, root, folder, sparse, out = sys.argv[1:]
 sys.path.append(site)
 import torch
 from transformers import AutoConfig
@@ -288,6 +288,8 @@ outputs = {
     "text": model.generate(**prompts, max_new_tokens=5, do_sample=False),
 }
 model.save_pretrained(os.path.join(out, "saved"))
+sparsified = AutoModelForCausalLM.from_pretrained(sparse, trust_remote_code=True)
+outputs["sparsified"] = sparsified(torch.arange(80)[None]).logits
 package = type(model).__module__.rpartition(".")[0]
 for file in os.listdir(folder):  # kernels among them, which only a GPU would need
     if file.endswith(".py"):
@@ -302,12 +304,12 @@ torch.save(outputs, os.path.join(out, "outputs.pt"))
 """
 
 
-def test_an_export_works_without_this_package(exported: Path, tmp_path: Path) -> None:
+def test_exports_work_without_this_package(exported: Path, sparse: Path, tmp_path: Path) -> None:
     """And once the package is imported, its classes replace the remote code."""
-    elsewhere = tmp_path / "copied"
-    shutil.copytree(exported, elsewhere)
-    site = sysconfig.get_path("purelib")
-    arguments = [site, str(ROOT), str(elsewhere), str(tmp_path)]
+    elsewhere = tmp_path / "copied", tmp_path / "sparse"
+    for folder, copy in zip((exported, sparse), elsewhere, strict=True):
+        shutil.copytree(folder, copy)
+    arguments = [sysconfig.get_path("purelib"), *map(str, (ROOT, *elsewhere, tmp_path))]
     done = subprocess.run(
         # -I and -S: neither the working directory nor site-packages is on the path.
         [sys.executable, "-I", "-S", "-c", WITHOUT_THE_PACKAGE, *arguments],
@@ -324,6 +326,9 @@ def test_an_export_works_without_this_package(exported: Path, tmp_path: Path) ->
     assert torch.equal(outputs["beside"], outputs["logits"])
     assert torch.equal(outputs["from_base"], outputs["logits"])
     assert outputs["package"] == "nsa.model.hf"
+    model = AutoModelForCausalLM.from_pretrained(sparse)
+    assert torch.equal(outputs["sparsified"], model(torch.arange(80)[None]).logits)
+    model = AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
     text = model.generate(**prompts, max_new_tokens=5, do_sample=False)

@@ -1,56 +1,21 @@
-"""A Qwen3 that became sparse, in other libraries: transformers alone, Trainer, TRL and PEFT."""
+"""A Qwen3 that became sparse, in other libraries: Trainer, TRL and PEFT.
+
+test_export.py loads it with transformers alone.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nsa.export.to_hf import export
-from tests.data.texts import texts, write_lines
-from tests.engine.runs import TINY, on_one_rank, succeed
-from tests.export.llamas import SHAPE, SMALL, add_chat_tokenizer, imported
 from tests.model.test_hf_clients import SHORT_TRAINING, peft, trl
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you too"}]
-ALONE = """
-import sys
-sys.path.append(sys.argv[1])
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)
-assert not any(name == "nsa" or name.startswith("nsa.") for name in sys.modules)
-torch.save(model(torch.arange(80)[None]).logits, sys.argv[3])
-"""
-
-
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Imported, trained in both stages with a teacher, and exported."""
-    folder = tmp_path_factory.mktemp("sparsified")
-    torch.manual_seed(0)
-    shape = SHAPE | {"tie_word_embeddings": False, "initializer_range": 0.05}
-    Qwen3ForCausalLM(Qwen3Config(**shape, eos_token_id=[1, 3])).save_pretrained(folder / "qwen3")
-    (folder / "qwen3/README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    add_chat_tokenizer(folder / "qwen3")
-    imported(folder / "qwen3", folder / "start", *SMALL)
-    imported(folder / "qwen3", folder / "teacher", "--attention=dense")
-    source = write_lines(folder / "lines.jsonl", texts(40))
-    flags = ["--profile=demo", "--steps=4", "--set=train.selector_steps=2", "--run-dir=run"]
-    flags += [f"--set=train.start_from={folder / 'start'}", f"--set=data.source={source}"]
-    flags += [f"--set=train.teacher={folder / 'teacher'}", "--set=train.warmup_steps=1"]
-    flags += [flag for flag in TINY if "model." not in flag]
-    succeed(on_one_rank("sparsify.py", *flags, folder=folder))
-    return export(folder / "run", folder / "hf")
 
 
 def trainer(kind: Any, settings: Any, sparse: Path, dataset: Any, **more: Any) -> Any:
@@ -66,20 +31,6 @@ def falls(trained: Any) -> bool:
     trained.train()
     losses = [float(line["loss"]) for line in trained.state.log_history if "loss" in line]
     return len(losses) == 6 and losses[-1] < losses[0]
-
-
-def test_transformers_loads_it_without_this_package(sparse: Path, tmp_path: Path) -> None:
-    shutil.copytree(sparse, tmp_path / "copied")
-    arguments = [sysconfig.get_path("purelib"), str(tmp_path / "copied"), str(tmp_path / "logits")]
-    subprocess.run(
-        [sys.executable, "-I", "-S", "-c", ALONE, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HOME": str(tmp_path / "hub")},
-        check=True,
-        timeout=300,
-    )
-    model = AutoModelForCausalLM.from_pretrained(sparse)
-    assert torch.equal(torch.load(tmp_path / "logits"), model(torch.arange(80)[None]).logits)
 
 
 def test_it_keeps_the_sources_license_and_chat(sparse: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -44,19 +45,18 @@ def taken() -> Config:
     return choose_config("window_forward", SIZES, LIKE, 2048)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_there_are_one_to_four_distinct_candidates(
-    kernel: str, chip: str, size: int, dtype: torch.dtype
-) -> None:
-    options = candidates(kernel, (16, size), dtype, chip)
-    wide_keys = candidates(kernel, (size, 16), dtype, chip)
-    for group in (options, wide_keys):
-        assert 1 <= len(group) <= 4
-        assert len(set(group)) == len(group)
-    assert wide_keys == options or size == 256  # small values leave room for larger tiles
+def test_there_are_one_to_four_distinct_candidates(chip: str) -> None:
+    dtypes = torch.bfloat16, torch.float16, torch.float32
+    for case in product(KERNELS, [16, 32, 64, 128, 256], dtypes):
+        kernel, size, dtype = case
+        options = candidates(kernel, (16, size), dtype, chip)
+        wide_keys = candidates(kernel, (size, 16), dtype, chip)
+        for group in (options, wide_keys):
+            assert 1 <= len(group) <= 4, case
+            assert len(set(group)) == len(group), case
+        # Small values leave room for larger tiles.
+        assert wide_keys == options or size == 256, case
 
 
 def test_the_first_candidate_is_taken_where_nothing_was_measured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -78,9 +79,18 @@ def test_the_models_own_sizes_in_the_tiles_of_a_bf16_run(case: Case, branch: str
     assert_parity_with({kernel: (c.rows, c.keys) for kernel, c in sizes.items()}, case, branch)
 
 
-@cases
-@pytest.mark.parametrize("short", [0, None], ids=["heads one by one", "heads at once"])
-@pytest.mark.parametrize("chunk", default(1, [3, 8]))
+@pytest.mark.parametrize(
+    ("case", "chunk", "short"),  # short 0: heads one by one, None: at once
+    [
+        (CASE, 3, 0),
+        (PACKED, 3, None),
+        *(
+            pytest.param(*pair, marks=pytest.mark.full)
+            for pair in ((CASE, 3, None), (PACKED, 3, 0), *product([CASE, PACKED], [8], [0, None]))
+        ),
+    ],
+    ids=str,
+)
 def test_long_lists_of_queries_are_added_up_in_parts(
     case: Case, chunk: int, short: int | None
 ) -> None:
