@@ -47,7 +47,7 @@ def enabled() -> Iterator[None]:
     disable({})
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", default(1, [True, False]))
 @pytest.mark.parametrize("dtype", default(1, [torch.bfloat16, torch.float32, torch.float16]))
 def test_the_kernels_of_a_run_pass(dtype: torch.dtype, packed: bool) -> None:
     results = check_kernels(CONFIG, dtype, DEVICE, packed)
