@@ -57,10 +57,10 @@ def test_equal_launches_are_compiled_once(results: dict[str, Any]) -> None:
     assert len(results["good"]["rows"]) == len(CHIPS)  # of two equal launches
 
 
-@pytest.mark.parametrize("chip", ["sm_120", "gfx942"])
-def test_a_sample_compiles_for_other_chips(results: dict[str, Any], chip: str) -> None:
+def test_a_sample_compiles_for_amd(results: dict[str, Any]) -> None:
     assert results["sample"]["failures"] == []
-    rows = [row for row in results["sample"]["rows"] if row["chip"] == chip]
+    rows = results["sample"]["rows"]
+    assert {row["chip"] for row in rows} == {"gfx942"}
     assert len({row["kernel"] for row in rows}) > 3
     assert all(row["tensor_core"] for row in rows if row["products"])
 
