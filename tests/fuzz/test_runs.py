@@ -132,7 +132,7 @@ def test_any_metrics_table_is_summarised_and_plotted_in_time(
     rows = st.lists(cells, min_size=11, max_size=11)
     contents = damaged(table) | st.just(table)
     fuzz(check, 15, content=contents, row=rows, drawn=st.just(False))
-    fuzz(check, 10, content=contents, row=rows, drawn=st.just(True))
+    fuzz(check, 2, content=contents, row=rows, drawn=st.just(True))
 
 
 @pytest.mark.parametrize(
