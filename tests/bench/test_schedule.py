@@ -6,8 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from math import prod
 from pathlib import Path
+from pkgutil import iter_modules
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+import nsa.ops.triton
 from nsa.bench import compile_check
 from nsa.bench.__main__ import main
 from nsa.bench.schedule import SELECTIONS, program_costs, selections, simulated_time
@@ -31,6 +34,9 @@ from tests.ops.triton.conftest import interpreter as fast_interpreter
 from tests.ops.triton.parity import DEVICE, settings
 
 interpreted = fast_interpreter  # a fixture
+# The command imports kernels without the interpreter: other tests need them with it.
+for _module in iter_modules(nsa.ops.triton.__path__):
+    import_module(f"nsa.ops.triton.{_module.name}")
 
 SPEC = NSASpec(4, 2, 20, 3, 1, 1, 37)
 CASES = {
