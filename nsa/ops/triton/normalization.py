@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.triton.common import kernel, load_rows, store_rows, sum_parts
+from nsa.ops.triton.common import kernel, load_rows, store_rows
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
+from nsa.ops.triton.sum_parts import sum_parts
 
 ELEMENTS = 2048  # that a program holds at a time: 16 per thread of four warps
 ROWS_PER_PART = 32  # rows that one program of the backward kernel sums over

@@ -24,6 +24,7 @@ from nsa.ops.triton import (
     selected_keys,
     selected_lists,
     selector_loss,
+    sum_parts,
 )
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
@@ -421,7 +422,7 @@ PLANTS = {
         token_gradients_are_those_of_pytorch,
     ),
     "the last part of the norm's weight gradient is left out": Plant(
-        common, "sum_parts_kernel", "(row < rows)", "(row < rows - 1)",
+        sum_parts, "sum_parts_kernel", "(row < rows)", "(row < rows - 1)",
         norms_are_those_of_pytorch,
     ),
     "the mean square counts a column too many": Plant(
