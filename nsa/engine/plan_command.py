@@ -35,7 +35,7 @@ def run(flags: argparse.Namespace) -> int:
         )
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     zero = zero_of(source, config, flags.gpus)
-    resolved, notes = resolve_auto(config, zero, flags.gpus, target.memory)
+    resolved, notes, mode_notes = resolve_auto(config, zero, flags.gpus, target.memory)
     model, batch = model_of(resolved), batch_of(resolved)
     memory, zeros = f"{target.memory / 1e9:g} GB", dict[str, Zero]()
     if flags.search or flags.compare:
@@ -46,8 +46,9 @@ def run(flags: argparse.Namespace) -> int:
                 print(f"left out: {error}", file=sys.stderr)
         rank = search if flags.search else compare
         given = replace(batch, checkpointing=config.model.activation_checkpointing)
-        candidates, notes = rank(model, zeros, given, target, flags.gpus), []
+        candidates = rank(model, zeros, given, target, flags.gpus)  # each with a mode of its own
     else:
+        notes += mode_notes
         zeros[source.stem] = zero
         step = forecast(model, zero, batch, target, flags.gpus)
         candidates = [Candidate(source.stem, batch, step)]

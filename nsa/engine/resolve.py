@@ -100,6 +100,8 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
         _merge(tree, change, source, given)
     if "train.accumulation" not in given:
         train["accumulation"] = _accumulation(before, train["micro_batch"], train["accumulation"])
+    if not given & {"model.attention.kind", "model.attention.branches"}:
+        return
     if "model.attention.compressor" not in given and "cmp" not in str(attention["branches"]):
         attention["compressor"] = "mean"
     usable = attention["kind"] == "nsa" and attention["branches"] == "+".join(BRANCHES)

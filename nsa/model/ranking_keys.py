@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.compressor import BlockPool, MLPCompressor, PoolCompressor
+from nsa.model.compressor import BlockPool, PoolCompressor
 from nsa.model.fused import head_norm, is_plain
 from nsa.model.rotary import apply_rotary
 from nsa.ops import PackedLayout, rotary_pool, selector_loss
@@ -36,7 +36,7 @@ def port_rows(layer: Any, metadata: AttentionMetadata) -> slice | None:
     if isinstance(compress, PoolCompressor):
         plain = is_plain(compress, PoolCompressor) and is_plain(compress.key, BlockPool)
         return rows if plain else None
-    return None if isinstance(compress, MLPCompressor) else rows
+    return rows if layer.layout.mean else None
 
 
 def ranking_loss(

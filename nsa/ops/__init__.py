@@ -39,7 +39,6 @@ __all__ = [
     "compressed_cu_seqlens",
     "fallback_counts",
     "nsa_attention",
-    "nsa_attention_and_blocks",
     "reset_fallback_counts",
     "rotary_pool",
     "select_blocks",

@@ -129,7 +129,7 @@ def test_dense_steps_begin_with_new_weights() -> None:
     ("settings", "expected"),
     [
         ([], 25_000),
-        (["train.steps=101"], 50),
+        (["train.steps=100"], 50),
         (["train.steps=99"], 0),
         (["train.dense_steps=7"], 7),
         (["attention.selector_loss=0"], 0),

@@ -87,9 +87,31 @@ def test_a_file_with_text_as_accumulation_is_refused(tmp_path: Path) -> None:
         resolve_config(RunConfig(), file, ["train.micro_batch=4"])
 
 
-def test_a_selector_loss_that_is_given_with_dense_attention_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (("kind: dense", "selector_loss: 1"), r"selector_loss = 1\.0: needs kind nsa"),
+        (("branches: cmp+win", "selector_loss: 0.5"), r"selector_loss = 0\.5: needs kind nsa"),
+        (("branches: win", "compressor: pool"), r"compressor = 'pool': gets no gradient"),
+    ],
+)
+def test_what_is_given_beside_other_branches_is_refused(
+    tmp_path: Path, given: tuple[str, str], problem: str
+) -> None:
+    recipe = load_profile(ROOT / "recipes/m7c.py", "demo")
+    file = tmp_path / "changes.yaml"
+    file.write_text(f"attention:\n  {given[0]}\n  {given[1]}\n")
+    with pytest.raises(ValueError, match=problem):
+        resolve_config(recipe, file)
+    with pytest.raises(ValueError, match=problem):
+        resolve_config(recipe, None, [f"attention={{{part}}}" for part in given])
+
+
+def test_a_recipe_that_contradicts_itself_is_refused() -> None:
+    recipe = RunConfig()
+    recipe.model.attention.kind, recipe.model.attention.selector_loss = "dense", 1.0
     with pytest.raises(ValueError, match=r"selector_loss = 1\.0: needs kind nsa"):
-        resolve_config(RunConfig(), None, ["attention.kind=dense", "attention.selector_loss=1"])
+        resolve_config(recipe)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from nsa import NSAttention, ops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention_metadata import QUERIES, AttentionMetadata, sample_queries
 from nsa.model.compile import compile_blocks
-from nsa.model.compressor import cut_blocks
+from nsa.model.compressor import Compressor, cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.model.fused import are_adjacent
 from nsa.model.ranking_keys import ranking_loss
+from nsa.model.rotary import Rotary, apply_rotary
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
@@ -197,13 +198,33 @@ def test_the_selector_loss_uses_the_keys_that_the_compressed_branch_reads(
             torch.nn.init.normal_(parameter)
     if not plain:
         layer.k.register_forward_hook(lambda *_: None)
+    check_ranked_keys(layer, DOCUMENTS[name])
+
+
+class FirstToken(Compressor):
+    """Keeps the first of a block's keys and values."""
+
+    rotate_first = False
+
+    def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
+        return apply_rotary(k[:, :, 0], block_rotary), v[:, :, 0]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_selector_loss_ranks_the_keys_of_a_compressor_of_ones_own(name: str) -> None:
+    torch.manual_seed(0)
+    layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=1.0, compressor="mlp")
+    layer.compress = FirstToken()
+    check_ranked_keys(layer, DOCUMENTS[name])
+
+
+def check_ranked_keys(layer: NSAttention, cu_seqlens: Tensor | None) -> None:
     x, offset = torch.randn(1, 128, 32), torch.tensor(5)
-    metadata = AttentionMetadata.build(
-        layer.config, 128, DOCUMENTS[name], x.device, loss_offset=offset
-    )
-    parts = layer.rotary_pool(layer.project(x, metadata)[0], metadata)
-    kv, _ = layer.branch_kv(parts, metadata)
-    loss, _ = ranking_loss(layer, x, parts.q, kv, metadata)
+    metadata = AttentionMetadata.build(layer.config, 128, cu_seqlens, x.device, loss_offset=offset)
+    packed, port = layer.project(x, metadata)
+    parts = layer.rotary_pool(packed, metadata)
+    kv, port = layer.branch_kv(parts, metadata, port)
+    loss, _ = ranking_loss(layer, x, parts.q, kv, metadata, port)
     assert metadata.sampled is not None
     keys = kv["cmp"][0], kv["sel"][0]
     expected, _ = ops.selector_loss(

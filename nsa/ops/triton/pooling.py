@@ -207,8 +207,11 @@ def pool_backward(
         COVER=x.token_blocks.shape[1], ROWS=config.rows, TOKENS=TOKENS_PER_PART,
     )  # fmt: skip
     dx = torch.zeros_like(x.x) if dy is None else found[0]
-    dx_port = torch.zeros_like(x.x) if dy_port is None else found[-1]
-    return dx, *sum_parts(parts, x[1:4]), x.port_of_y() if x.port is None else dx_port
+    if x.port is None:
+        dx_port = x.port_of_y()
+    else:
+        dx_port = torch.zeros_like(x.x) if dy_port is None else found[-1]
+    return dx, *sum_parts(parts, x[1:4]), dx_port
 
 
 def _padded(x: PoolInputs) -> tuple[int, int]:
