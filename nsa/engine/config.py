@@ -33,8 +33,8 @@ class TrainConfig:
     teacher_weight: float = 1.0  # weight of KL(teacher ‖ model) beside the loss
     selector_steps: int = 0  # first steps: dense attention, only compressed keys learn; then all
     selector_rate: float = 1e-3  # constant learning rate of those steps
-    # First steps: dense attention, then sparse; auto: half of steps, but 0 without the selector
-    # loss and in runs of less than 100 steps, which only try whether all works
+    # first steps: dense attention, then sparse; auto: half of steps, but 0 without the selector
+    # loss and in runs of fewer than 100 steps, which only try whether all works
     dense_steps: int | str = 0
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
