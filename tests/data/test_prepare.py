@@ -21,7 +21,7 @@ import pytest
 from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
 from nsa.data.prepare import prepare
-from nsa.data.shards import INDEX, Index, open_shards, verify_shards
+from nsa.data.shards import INDEX, PLAN, Index, open_shards, verify_shards
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from tests.data.processes import ends_soon, workers_of
@@ -293,6 +293,11 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
     ):
         with pytest.raises(DataError, match=rf"{out} was started with {difference}.*another --out"):
             prepare(other, out, shard_tokens=shard_tokens, progress=False)
+    plan = json.loads((out / PLAN).read_text())
+    plan["stamp"]["tokenizer_fingerprint"] = "0"
+    (out / PLAN).write_text(json.dumps(plan))
+    with pytest.raises(DataError, match=r"tokenizer = 'byte', which has changed; name another"):
+        prepare(config, out, shard_tokens=10_000, progress=False)
 
 
 def test_any_tokenizer_keeps_documents_apart(trained: Path, tmp_path: Path) -> None:
