@@ -15,6 +15,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from nsa.checkpoint.weights import find_weights
+from nsa.constants import SHORT_RUN
 from nsa.data.builtin import embedded_note
 from nsa.data.source import absolute_source
 from nsa.dtypes import DTYPES
@@ -110,7 +111,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         for name, (before, after) in changes.items():
             _check_change(name, before, after, run_dir)
             notes.append(f"changed since {saved.name}: {name}: {before} -> {after}")
-    notes += _warnings(config)
+    notes += _warnings(config, auto=base.train.dense_steps == AUTO)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     _check_precision(config.train.precision)
     _check_memory(config.model)
@@ -226,8 +227,11 @@ def _gpu_memory() -> float | None:
     return min(accelerator.total_memory(i) for i in range(accelerator.device_count()))
 
 
-def _warnings(config: RunConfig) -> Iterator[str]:
-    """Yield a line for the log for each setting that is probably a mistake."""
+def _warnings(config: RunConfig, auto: bool) -> Iterator[str]:
+    """Yield a line for the log for each setting that is probably a mistake or a surprise.
+
+    `auto`: the recipe's train.dense_steps is.
+    """
     train = config.train
     if train.warmup_steps >= train.steps:
         yield (
@@ -243,6 +247,16 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"attention is dense in the first {train.switch_step:,} of {train.steps:,} steps "
             "(train.dense_steps); nothing is selected in them, so selection.csv and the gates' "
             "curves begin after them"
+        )
+        if not config.model.attention.selector_loss:
+            yield (
+                f"train.dense_steps = {train.switch_step}: without the selector loss compressed "
+                "keys learn nothing in them; set model.attention.selector_loss=1"
+            )
+    elif auto and config.model.attention.kind == "nsa":
+        yield (
+            "attention is sparse from the first step: train.dense_steps=auto needs the selector "
+            f"loss, new weights and {SHORT_RUN} steps"
         )
 
 

@@ -150,7 +150,7 @@ class RunConfig:
             if self.train.switch_step >= self.train.steps:
                 raise ValueError(
                     f"train.dense_steps = {self.train.dense_steps}: not below train.steps = "
-                    f"{self.train.steps}, so attention never becomes sparse; lower it"
+                    f"{self.train.steps}, so attention never becomes sparse; lower it, or set auto"
                 )
         ranks = self.train.sequence_parallel
         for name, value in (

@@ -58,6 +58,8 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | 
         after = request.zero_stage
         if before != after:
             notes.append(f"changed since {path.name}: ZeRO stage: {before} -> {after}")
+    if request.resumed_config is not None:
+        check_switch(request.resumed_config, request.config, saved.step)
     if isinstance(ranks, int) and request.resumed_config is not None:
         tokens = request.config.tokens_per_step(world_size)
         before = request.resumed_config.tokens_per_step(ranks)
@@ -67,6 +69,18 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | 
                 f"{_count(ranks)}; train.accumulation can restore that"
             )
     return saved, notes
+
+
+def check_switch(before: RunConfig, config: RunConfig, step: int) -> None:
+    """Refuse to make a run dense again, or sparse in steps that were dense."""
+    old, new = before.train.switch_step, config.train.switch_step
+    if new == old or (step <= old and step <= new):
+        return
+    fix = f"{step} or more" if step <= old else f"{old}, as before"
+    raise ValueError(
+        f"train.dense_steps = {new}: the run was dense in {min(old, step)} of its {step} steps; "
+        f"set it to {fix}, or start a fresh run in another folder"
+    )
 
 
 def _count(ranks: int) -> str:

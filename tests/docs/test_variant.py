@@ -25,6 +25,11 @@ def test_the_diffs_of_the_guide_apply_and_their_tests_pass(tmp_path: Path) -> No
             done = subprocess.run(apply, cwd=tmp_path, input=block.text, text=True,
                                   capture_output=True)  # fmt: skip
             assert done.returncode == 0, f"line {block.line}: {done.stderr}"
+    ruff = [sys.executable, "-m", "ruff"]
+    for check in (["check"], ["format", "--check"]):
+        lint = subprocess.run([*ruff, *check, "nsa/model", "tests/model"], cwd=tmp_path,
+                              capture_output=True, text=True)  # fmt: skip
+        assert lint.returncode == 0, lint.stdout
     files = ["tests/model/test_weighted.py", "tests/model/test_config.py"]
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],

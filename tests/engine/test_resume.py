@@ -13,7 +13,8 @@ import torch
 from nsa.checkpoint.commit import commit, new_draft, wait_for_parts, write_part
 from nsa.checkpoint.state_file import SavedState, Topology, layout_of
 from nsa.engine import command_line
-from nsa.engine.resume import find_checkpoint
+from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine.resume import check_switch, find_checkpoint
 from nsa.engine.run_request import Recipe, RunRequest
 from tests.engine.small import small, small_request
 
@@ -41,6 +42,35 @@ def saved(tmp_path: Path) -> Path:
     commit(run / "checkpoints", 3, wait_for_parts(draft, 1, threading.Event()), {})
     (run / "env.json").write_text(json.dumps({"profile": "demo"}))
     return run
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step", "fix"),
+    [
+        (55, 55, 110, None),
+        (55, 80, 30, None),
+        (55, 30, 30, None),
+        (55, 20, 30, "set it to 30 or more"),
+        (55, 150, 110, "set it to 55, as before"),
+        (55, 20, 110, "set it to 55, as before"),
+        (0, 5, 3, "set it to 0, as before"),
+    ],
+)
+def test_a_run_switches_to_sparse_attention_once(
+    before: int, after: int, step: int, fix: str | None
+) -> None:
+    configs = [RunConfig(train=TrainConfig(dense_steps=n)) for n in (before, after)]
+    if fix is None:
+        check_switch(*configs, step)
+    else:
+        with pytest.raises(ValueError, match=rf"train\.dense_steps = {after}: .*{fix}"):
+            check_switch(*configs, step)
+
+
+def test_a_sparse_run_is_not_made_dense_by_a_resume(saved: Path) -> None:
+    request = resumed(saved, "--set=train.dense_steps=5")
+    with pytest.raises(ValueError, match=r"dense in 0 of its 3 steps; set it to 0, as before"):
+        find_checkpoint(request, world_size=2)
 
 
 @pytest.mark.parametrize(
