@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
@@ -30,6 +31,7 @@ _SETTINGS = (
     "model.layers",
     "model.width",
     "model.attention.kind",
+    "model.attention.branches",
     "model.attention.compressor",
     "model.attention.selector_loss",
     "model.activation_checkpointing",
@@ -37,6 +39,7 @@ _SETTINGS = (
     "data.tokenizer",
     "data.seq_len",
     "train.steps",
+    "train.dense_steps",
     "train.micro_batch",
     "train.accumulation",
     "train.learning_rate",
@@ -142,7 +145,7 @@ def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
         ("versions", _join(*(f"{name} {version}" for name, version in versions if version))),
         ("steps", f"{run.steps:,}"),
         ("tokens", _format(run.last("tokens"), ",.0f")),
-        ("median tokens/s", _format(run.tokens_per_s, ",.0f")),
+        ("median tokens/s", _speed(run)),
         ("peak memory of a rank, GB", _format(run.memory_gb, ".2f")),
         ("final training loss", run.final("loss", ".4f")),
         ("final validation loss", run.final("val_loss", ".4f")),
@@ -157,6 +160,21 @@ def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
     notes = env.get("notes")
     for note in notes if isinstance(notes, list) else ():
         yield from ("", plain(note))
+
+
+def _speed(run: Summary) -> str:
+    """Describe the median speed; of a run that begins dense also that of each phase."""
+    steps, rates = run.points("tokens_per_s")
+    switch = lookup(run.config, "train.dense_steps")
+    switch = switch if isinstance(switch, int) else 0
+    dense, sparse = (
+        [rate for step, rate in zip(steps, rates, strict=True) if (step <= switch) is first]
+        for first in (True, False)
+    )
+    text = _format(run.tokens_per_s, ",.0f")
+    if not dense or not sparse:
+        return text
+    return f"{text}; dense steps {median(dense):,.0f}, sparse {median(sparse):,.0f}"
 
 
 def _heartbeat_facts(run: Summary) -> Iterator[tuple[str, str]]:

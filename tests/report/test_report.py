@@ -90,6 +90,14 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     assert (settings["train.precision"], settings["model.layers"]) == (["bf16"], ["4"])
 
 
+def test_a_run_that_begins_dense_has_a_speed_for_each_phase(tmp_path: Path) -> None:
+    write_metrics(tmp_path, change=lambda step: {"tokens_per_s": 300.0 if step <= 200 else 100.0})
+    (tmp_path / "config.yaml").write_text("train: {dense_steps: 200}\n")
+    text = write_report(tmp_path).read_text()
+    assert table(text, "Run")["median tokens/s"] == ["300; dense steps 300, sparse 100"]
+    assert table(text, "Settings")["train.dense_steps"] == ["200"]
+
+
 def test_only_recorded_values_are_plotted(tmp_path: Path) -> None:
     bare, full = tmp_path / "bare", tmp_path / "full"
     write_metrics(bare, 20, start=5)
