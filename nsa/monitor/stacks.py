@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.25
 # NCCL's recorder, and that of the other backends. The first read fixes a recorder's size, so none
 # is read before a process group exists.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-_Key = tuple[str, int]  # process group, number of the collective
+_Range = tuple[str, int, int]  # process group, first and last collective not known to have ended
 
 
 def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
@@ -67,37 +67,41 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
 class CurrentCollective:
     """Names the collective that this process waits for.
 
-    A summary takes microseconds, a full record with names tens of milliseconds: names are read only
-    for a collective that is pending in two summaries in a row.
+    A summary takes microseconds, a full record with names tens of milliseconds: it is read only
+    when a collective is pending in two summaries in a row. A summary may be wrong, as gloo's
+    threads note the last completed collective in any order; the full record is right.
     """
 
     def __init__(self) -> None:
-        self._pending: list[_Key] = []
-        self._names: dict[_Key, str] = {}
+        self._pending: set[_Range] = set()
+        self._names: dict[_Range, str] = {}  # from the full record; empty: all have ended
 
     def read(self) -> str | None:
         """Return the pending collective, else the last completed one; None if there is none."""
         done: list[str] = []
-        pending: list[_Key] = []
+        pending: list[_Range] = []
         for record in _records(entries=False):
             for group, status in record.get("pg_status", {}).items():
                 enqueued = int(status["last_enqueued_collective"])
-                completed = int(status["last_completed_collective"])
-                if enqueued > max(completed, 0):
-                    pending.append((group, max(completed, 0) + 1))
+                completed = max(int(status["last_completed_collective"]), 0)
+                if enqueued > completed:
+                    pending.append((group, completed + 1, enqueued))
                 elif enqueued > 0:
                     done.append(f"#{enqueued} of group {group} done")
-        if set(pending) & set(self._pending) - self._names.keys():
-            self._names = _names()
-        self._pending = pending
-        if pending:
-            return "; ".join(
-                f"{self._names.get(key, f'#{key[1]} of group {key[0]}')} pending" for key in pending
-            )
-        return "; ".join(done) or None
+        if set(pending) & self._pending - self._names.keys():
+            names = _unfinished()
+            self._names = {
+                at: next((name for (group, _), name in names.items() if group == at[0]), "")
+                for at in pending
+            }
+        self._pending = set(pending)
+        waiting = [self._names.get(at, f"#{at[1]} of group {at[0]}") for at in pending]
+        done += [f"#{at[2]} of group {at[0]} done" for at in pending if self._names.get(at) == ""]
+        return "; ".join(f"{name} pending" for name in waiting if name) or "; ".join(done) or None
 
 
-def _names() -> dict[_Key, str]:
+def _unfinished() -> dict[tuple[str, int], str]:
+    """Return the names of collectives that were started and have not ended, by group, in order."""
     return {
         (str(entry["pg_id"]), int(entry["collective_seq_id"])): (
             f"{entry['profiling_name']} #{entry['collective_seq_id']} of group {entry['pg_id']} "
@@ -105,6 +109,7 @@ def _names() -> dict[_Key, str]:
         )
         for record in _records(entries=True)
         for entry in record.get("entries", [])
+        if not entry.get("retired") and entry.get("state") != "completed"
     }
 
 
