@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +213,8 @@ def _resolve_auto(
     ds_config, notes = resolve(config), list[str]()
     if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
         zero = resolved_zero(ds_config, config)
-        config, *lines = resolve_auto(config, zero, ranks, gpu_memory)
-        ds_config, notes = resolve(config), list(chain(*lines))
+        config, batch_notes, mode_notes = resolve_auto(config, zero, ranks, gpu_memory)
+        ds_config, notes = resolve(config), [*batch_notes, *mode_notes]
     return config, ds_config, notes
 
 

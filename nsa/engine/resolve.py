@@ -117,13 +117,13 @@ def _accumulation(before: Any, after: Any, accumulation: Any) -> Any:
         return before * accumulation
     if before != AUTO or type(after) is not int or after < 1:
         return accumulation
-    accumulation, rest = divmod(sequences := accumulation, after)
-    if rest or not accumulation:
+    micro_batches, rest = divmod(accumulation, after)
+    if rest or not micro_batches:
         raise ValueError(
-            f"train.micro_batch = {after}: does not divide the recipe's {sequences} sequences per "
-            "rank and step; set a divisor, or train.accumulation too"
+            f"train.micro_batch = {after}: does not divide the recipe's {accumulation} sequences "
+            "per rank and step; set a divisor, or train.accumulation too"
         )
-    return accumulation
+    return micro_batches
 
 
 def to_yaml(config: RunConfig) -> str:

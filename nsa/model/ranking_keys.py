@@ -3,8 +3,8 @@
     x -> project -> compress -> k_cmp        of the compressed branch, which the loss ranks
            port  -> compress -> k_cmp's port      gets the loss's gradient: of φ and projection
 
-A port has no values, so nothing is computed again. Without one (see `parallel_linear`)
-or with φ = `mlp`, keys are projected and compressed again, from detached hidden states.
+A port has no values, so nothing is computed again. Without one (see `parallel_linear`), or with a φ
+other than `mean` and `pool`, keys are projected and compressed again, from detached hidden states.
 """
 
 from __future__ import annotations

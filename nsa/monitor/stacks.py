@@ -95,9 +95,14 @@ class CurrentCollective:
                 for at in pending
             }
         self._pending = set(pending)
-        waiting = [self._names.get(at, f"#{at[1]} of group {at[0]}") for at in pending]
-        done += [f"#{at[2]} of group {at[0]} done" for at in pending if self._names.get(at) == ""]
-        return "; ".join(f"{name} pending" for name in waiting if name) or "; ".join(done) or None
+        waiting: list[str] = []
+        for group, first, last in pending:
+            name = self._names.get((group, first, last), f"#{first} of group {group}")
+            if name:
+                waiting.append(f"{name} pending")
+            else:
+                done.append(f"#{last} of group {group} done")
+        return "; ".join(waiting or done) or None
 
 
 def _unfinished() -> dict[tuple[str, int], str]:

@@ -167,10 +167,8 @@ def _speed(run: Summary) -> str:
     steps, rates = run.points("tokens_per_s")
     switch = lookup(run.config, "train.dense_steps")
     switch = switch if isinstance(switch, int) else 0
-    dense, sparse = (
-        [rate for step, rate in zip(steps, rates, strict=True) if (step <= switch) is first]
-        for first in (True, False)
-    )
+    dense = [rate for step, rate in zip(steps, rates, strict=True) if step <= switch]
+    sparse = [rate for step, rate in zip(steps, rates, strict=True) if step > switch]
     text = _format(run.tokens_per_s, ",.0f")
     if not dense or not sparse:
         return text
