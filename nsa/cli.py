@@ -29,6 +29,7 @@ from nsa.untrusted import printable
 from nsa.validation import Parser, positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
+from nsa.withdrawn import VERBS
 
 INFO = ("model", "parameters", "flops_per_token")  # keys of `nsa info --json`
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; ValueError and OSError become one line on stderr and exit code 2."""
     parser = _parser()
     flags, command = split_command(sys.argv[1:] if argv is None else argv)
+    if flags and flags[0] in VERBS:
+        parser.error(f"{flags[0]}: withdrawn in this version; {VERBS[flags[0]]}")
     args, unknown = parser.parse_known_args(flags)
     if args.verb in ("bench", "train"):
         args.arguments = unknown

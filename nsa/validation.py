@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from nsa.withdrawn import FLAGS
+
 
 def at_least(low: int, section: str, config: object, *names: str) -> None:
     """Require each named field of `config` to be `low` or more; NaN is refused too."""
@@ -96,6 +98,9 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 def reject_unknown_flags(parser: Parser, words: Sequence[str]) -> NoReturn:
     """Exit with code 2; `words` are the arguments that `parser` did not recognize."""
     parser.words = ()
+    for word in words:
+        if advice := FLAGS.get(f"{parser.prog} {word.partition('=')[0]}"):
+            parser.error(f"{word}: withdrawn in this version; {advice}")
     parser.error(f"unrecognized arguments: {', '.join(map(parser.hint, words))}")
 
 

@@ -22,7 +22,7 @@ from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
 from nsa.engine.planner_inputs import resolve_auto, resolved_zero
-from nsa.engine.resolve import resolve_config, walk
+from nsa.engine.resolve import read_saved_config, resolve_config, walk
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
 from nsa.engine.run_request import Recipe, RunRequest
@@ -79,9 +79,9 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
     saved = find_saved_settings(run_dir) if flags.resume else None
     if saved is not None:
-        # What an older version did not save has its default, whatever the recipe has now.
-        base = resolve_config(RunConfig(), saved / "config.yaml")
+        base, withdrawn = read_saved_config(saved / "config.yaml")
         profile, notes = _saved_profile(run_dir, profile, flags.profile)
+        notes += withdrawn
     else:
         base = recipe.profiles[profile]()
         if recipe.model_of_start:

@@ -16,7 +16,7 @@ from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import DataError, is_path
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.config import RunConfig
-from nsa.engine.resolve import resolve_config
+from nsa.engine.resolve import read_saved_config
 from nsa.model import LanguageModel
 from nsa.model.language_model import meta_model
 from nsa.untrusted import printable
@@ -97,13 +97,13 @@ def read_config(folder: Path) -> RunConfig:
     """
     in_checkpoint, in_run = folder / CONFIG, folder.parent.parent / CONFIG
     if in_checkpoint.is_file():
-        config = resolve_config(RunConfig(), in_checkpoint)
+        config, _ = read_saved_config(in_checkpoint)
         recorded = read_tokenizer(folder)
         if recorded is not None:
             config.data.tokenizer = recorded["name"]
         return config
     if in_run.is_file() and not has_safetensors(folder):
-        return resolve_config(RunConfig(), in_run)
+        return read_saved_config(in_run)[0]
     hf = (folder / "config.json").is_file()
     fix = f"; convert it: nsa import {folder} --to runs/imported" if hf else ""
     raise ValueError(f"'{folder}' has no {CONFIG}{fix}")

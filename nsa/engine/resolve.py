@@ -16,6 +16,7 @@ import yaml
 from nsa.constants import BRANCHES
 from nsa.engine.config import AUTO, RunConfig
 from nsa.untrusted import parse_yaml, read_text, short_repr
+from nsa.withdrawn import check_setting, drop_withdrawn
 
 MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
 MIXTURE = dict[str, float]
@@ -83,6 +84,25 @@ def resolve_config(
             value = {key: value}
         changes.append((value, f"--set {assignment}"))
     _override(tree, changes)
+    return _validated(tree)
+
+
+def read_saved_config(file: Path) -> tuple[RunConfig, list[str]]:
+    """Read the config.yaml of a run, a checkpoint or an export, of earlier versions too.
+
+    Returns it with a line per value that is withdrawn. What an older version did not save has its
+    default. Raises ValueError if the model itself has something that is withdrawn.
+    """
+    tree, lost = drop_withdrawn(_read_yaml(file))
+    for line in lost:
+        if line.startswith("model."):
+            raise ValueError(f"{file}: {line}; use the version that trained it")
+    config = asdict(RunConfig())
+    _override(config, [(tree, str(file))])
+    return _validated(config), lost
+
+
+def _validated(tree: dict[str, Any]) -> RunConfig:
     config: RunConfig = _build(RunConfig, tree, "").resolved()
     config.validate()
     return config
@@ -168,7 +188,9 @@ def _merge(
         name = f"{path}.{key}" if path else str(key)
         if name == "attention":
             _merge(tree["model"]["attention"], value, source, given, "model.attention")
-        elif key not in tree:
+            continue
+        check_setting(name, value, source)
+        if key not in tree:
             raise ValueError(
                 f"{source}: there is no setting {name!r}; {_hint(tree, key, value, path)}"
             )

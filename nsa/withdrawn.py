@@ -1,0 +1,54 @@
+"""Withdrawn settings, values, flags and verbs: refused by name, with what to do instead.
+
+A checkpoint of an earlier version still resumes: `drop_withdrawn` takes the entries out of its
+config.yaml, and reports those whose value this version does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+REMOVE = "remove it"  # advice where nothing replaces it
+
+# Setting -> the value that this version always has, and what to do instead.
+SETTINGS: dict[str, tuple[Any, str]] = {}
+
+# Setting and withdrawn value -> the value that a resumed run has instead.
+VALUES: dict[tuple[str, Any], Any] = {}
+
+# Program or verb, and flag ("nsa plan --search") -> what to do instead.
+FLAGS: dict[str, str] = {}
+
+# Verb of `nsa` -> what to do instead.
+VERBS: dict[str, str] = {}
+
+
+def check_setting(name: str, value: Any, source: str) -> None:
+    """Raise a ValueError if the setting, or this value of it, is withdrawn."""
+    if name in SETTINGS:
+        raise ValueError(f"{source}: {name} is withdrawn in this version; {SETTINGS[name][1]}")
+    if isinstance(value, str) and (name, value) in VALUES:
+        raise ValueError(
+            f"{source}: {name} = {value!r} is withdrawn in this version; set it to "
+            f"{VALUES[name, value]!r}"
+        )
+
+
+def drop_withdrawn(tree: Any, path: str = "") -> tuple[Any, list[str]]:
+    """Return a saved config without withdrawn entries, and a line for each whose value is lost."""
+    if not isinstance(tree, dict):
+        return tree, []
+    kept, lost = {}, list[str]()
+    for key, value in tree.items():
+        name = f"{path}.{key}" if path else str(key)
+        if name in SETTINGS:
+            always, _ = SETTINGS[name]
+            if value != always:
+                lost.append(f"{name} = {value!r}: withdrawn in this version, which has {always!r}")
+        elif isinstance(value, str) and (name, value) in VALUES:
+            kept[key] = VALUES[name, value]
+            lost.append(f"{name} = {value!r}: withdrawn in this version, which has {kept[key]!r}")
+        else:
+            kept[key], more = drop_withdrawn(value, name)
+            lost += more
+    return kept, lost
