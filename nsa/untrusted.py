@@ -15,6 +15,7 @@ import re
 import reprlib
 import stat
 from collections import Counter
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ MAX_TEXT_BYTES = 2**28  # of a text file; ours are far smaller
 MAX_YAML_CHARS = 2**18  # PyYAML is slow
 # Control characters, Unicode's line ends and marks that reorder text, and surrogates.
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+OTHER_BASE = re.compile("[-+]?(0[0-9_xXbB]|.*:)")  # octal, hexadecimal, binary, base 60
 MAX_DEPTH = 100  # levels of nesting; ours have fewer than ten
 
 
@@ -60,9 +62,10 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 class _YAMLLoader(yaml.SafeLoader):
-    """YAML that refuses aliases and duplicate keys.
+    """YAML that refuses aliases, duplicate keys, and numbers that are not decimal.
 
-    Aliases could name exponentially many values; of duplicate keys PyYAML would keep the last.
+    Aliases could name exponentially many values; of duplicate keys PyYAML would keep the last;
+    YAML 1.1 reads 010 as 8, and 1:30 as 90.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -79,6 +82,25 @@ class _YAMLLoader(yaml.SafeLoader):
                 problem = f"{key!r} is written twice in one mapping; keep one"
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return super().construct_yaml_int(_decimal(node, super().construct_yaml_int))
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        return super().construct_yaml_float(_decimal(node, super().construct_yaml_float))
+
+
+_YAMLLoader.add_constructor("tag:yaml.org,2002:int", _YAMLLoader.construct_yaml_int)
+_YAMLLoader.add_constructor("tag:yaml.org,2002:float", _YAMLLoader.construct_yaml_float)
+
+
+def _decimal(node: yaml.ScalarNode, read: Callable[[yaml.ScalarNode], float]) -> yaml.ScalarNode:
+    """Return a number's node; raise an error with its value if it is not decimal."""
+    if OTHER_BASE.match(node.value) is None:
+        return node
+    value = f"is {read(node)}" if len(node.value) < 20 else "is not decimal"
+    problem = f"{short_repr(node.value)} {value} in YAML 1.1; write a decimal number, or quote text"
+    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def parse_yaml(text: str) -> Any:

@@ -42,6 +42,30 @@ def test_json_of_ordinary_depth_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "number"),
+    [("0123", 83), ("-010", -8), ("1:30", 90), ("1:30.5", 90.5), ("0x1F", 31), ("0b11", 3)],
+)
+def test_a_number_that_is_not_decimal_is_refused_with_its_value(text: str, number: float) -> None:
+    for yaml in (text, f"{{steps: {text}}}", f"{{{text}: name}}"):
+        with pytest.raises(
+            ValueError, match=rf"'{text}' is {number} in YAML 1\.1; write a decimal"
+        ):
+            parse_yaml(yaml)
+    assert parse_yaml(f"'{text}'") == text
+
+
+def test_decimal_numbers_are_read() -> None:
+    numbers = "[0, -5, +7, 1_000, 0.5, -0.25, .5, 1.5e+3, 30]"
+    assert parse_yaml(numbers) == [0, -5, 7, 1000, 0.5, -0.25, 0.5, 1500.0, 30]
+
+
+@pytest.mark.parametrize("text", ["1:" * 2_000 + "1", "1:" * 2_000 + "1.0", "0" * 5_000 + "7"])
+def test_a_number_of_any_length_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^not YAML: .* is not decimal in YAML 1\.1; write"):
+        parse_yaml(text)
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("plain, é, 中文, नमस्ते, \u200d\u200c", None),  # joiners are part of some scripts

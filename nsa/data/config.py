@@ -51,6 +51,7 @@ class DataConfig:
         if not 0 < self.held_out < 1:
             raise ValueError(f"data.held_out = {self.held_out}: must lie between 0 and 1")
         above_zero("data", self, "timeout")
+        at_most(604_800, "data", self, "timeout")  # a week
         if not self.source:
             raise ValueError(f"data.source = {self.source!r}: name one, such as embedded")
         for name, weight in self._weights().items():

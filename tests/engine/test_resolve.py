@@ -145,6 +145,9 @@ def test_a_recipe_that_contradicts_itself_is_refused() -> None:
         ("train.learning_rate=-1", ["train.learning_rate", "-1"]),
         ("train.precision=fp8", ["train.precision", "fp8", "bf16"]),
         ("train.seed=-1", ["train.seed", "-1"]),
+        ("train.accumulation=010", ["--set train.accumulation=010: ", "'010' is 8 in YAML 1.1"]),
+        ("train.steps=0o17", ["train.steps = '0o17': must be a whole number"]),
+        ("data.timeout=1e10", ["data.timeout = 10000000000.0: must be 604,800 or less"]),
         ("train.beta2=1.5", ["train.beta2", "1.5", "below 1"]),
         ("train.adam_eps=0", ["train.adam_eps", "0"]),
         ("monitor.csv=1", ["monitor.csv", "1", "true or false"]),
@@ -191,6 +194,9 @@ def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("train: [1\n")
     with pytest.raises(ValueError, match="not YAML"):
+        resolve_config(RunConfig(), broken)
+    broken.write_text("train: {warmup_steps: 1:30}\n")
+    with pytest.raises(ValueError, match=r"broken\.yaml: not YAML: '1:30' is 90 in YAML 1\.1"):
         resolve_config(RunConfig(), broken)
     with pytest.raises(ValueError, match=r"Is a directory.*; give a YAML file"):
         resolve_config(RunConfig(), tmp_path)
