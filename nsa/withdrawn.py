@@ -14,7 +14,11 @@ REMOVE = "remove it"  # advice where nothing replaces it
 SETTINGS: dict[str, tuple[Any, str]] = {}
 
 # Setting and withdrawn value -> the value that a resumed run has instead.
-VALUES: dict[tuple[str, Any], Any] = {}
+VALUES: dict[tuple[str, Any], Any] = {
+    ("train.on_bad_step", "rollback"): "skip",
+    ("train.on_spike", "skip"): "warn",
+    ("train.on_spike", "rollback"): "warn",
+}
 
 # Program or verb, and flag ("nsa plan --search") -> what to do instead.
 FLAGS: dict[str, str] = {}

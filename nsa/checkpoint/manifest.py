@@ -110,17 +110,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step")), reverse=True)
 
 
-def newest_valid(folder: Path, *, finite: bool = False) -> tuple[Path | None, list[str]]:
+def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest valid checkpoint and a note on each one skipped; compare all hashes.
 
-    With `finite`, skip checkpoints with NaN or inf as well. The file `latest` is not read: it is
-    for people and DeepSpeed's scripts.
+    The file `latest` is not read: it is for people and DeepSpeed's scripts.
     """
     notes: list[str] = []
     for path in list_checkpoints(folder):
         problem = find_problem(path)
-        if problem is None and finite and not read_manifest(path)["finite"]:
-            problem = "it holds numbers that are not finite"
         if problem is None:
             return path, notes
         notes.append(f"{path.name}: {problem}")

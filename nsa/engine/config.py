@@ -15,8 +15,8 @@ from nsa.validation import above_zero, at_least, at_most, one_of
 PRECISIONS = ("bf16", "fp16", "fp32")
 AUTO = "auto"
 BATCH = ("micro_batch", "accumulation")  # with micro_batch=auto, the run sets both
-ON_BAD_STEP = ("abort", "skip", "rollback")
-ON_SPIKE = ("ignore", "warn", "skip", "rollback")
+ON_BAD_STEP = ("abort", "skip")
+ON_SPIKE = ("ignore", "warn")
 
 
 @dataclass
@@ -49,9 +49,9 @@ class TrainConfig:
     seed: int = 1337  # of the initial weights and the data order
     eval_every: int = 500  # steps between validations; 0: only at the end
     eval_samples: int = 64  # validation sequences per evaluation, over all ranks
-    on_bad_step: str = "skip"  # non-finite loss or gradient: abort, skip or rollback
+    on_bad_step: str = "skip"  # non-finite loss or gradient: abort or skip
     bad_steps: int = 20  # max skipped steps per launch before aborting
-    on_spike: str = "warn"  # loss above train.spike_score: ignore, warn, skip or rollback
+    on_spike: str = "warn"  # loss above train.spike_score: ignore or warn
     spike_score: float = 12.0  # threshold, in robust standard deviations of the last 128 losses
 
     def validate(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from nsa.constants import IGNORE_INDEX
@@ -29,7 +27,6 @@ class Data:
     loader: BatchLoader
     validation: ValidationData
     notes: list[str]  # for the log
-    open_loader: Callable[..., BatchLoader]  # (consumed=samples of all ranks, state=loader state)
     data_ranks: Ranks  # this rank among those that read different samples
     sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
 
@@ -44,11 +41,6 @@ class Data:
         """Return this rank's validation batches; every rank has the same number."""
         batches = self.validation.batches(self.data_ranks.rank)
         return [batch.sequence_part(*self.sequence_part) for batch in batches]
-
-    def rewind(self, consumed: int, loader_state: dict[str, Any] | None) -> None:
-        """Reopen the training data after `consumed` samples of all ranks."""
-        self.loader.close()
-        self.loader = self.open_loader(consumed=consumed, state=loader_state)
 
     def stop(self) -> None:
         """Stop the prefetching threads and worker processes."""
@@ -85,16 +77,16 @@ def open_data(
         state.samples, loader_state = 0, None
 
     dataset = open_dataset(config.data)
-    open_at = partial(
-        open_loader,
+    loader = open_loader(
         dataset,
         rank=data_ranks.rank,
         world_size=data_ranks.world_size,
         micro_batch=config.train.rows,
         accumulation=config.train.accumulation,
         seed=config.train.seed,
+        consumed=state.samples,
+        state=loader_state,
     )
-    loader = open_at(consumed=state.samples, state=loader_state)
     try:
         expected = state.data if resumed and not data_changed else loader.source.fingerprint
         _check_source(config, loader.source, expected)
@@ -112,7 +104,7 @@ def open_data(
     notes += dataset.notes
     steps_left = config.train.steps - state.step
     notes += loader.source.describe(state.samples + steps_left * loader.samples_per_step)
-    return Data(loader, validation, notes, open_at, data_ranks, (ranks.rank % group, group))
+    return Data(loader, validation, notes, data_ranks, (ranks.rank % group, group))
 
 
 def _check_source(

@@ -3,7 +3,7 @@
     for each step:   fetch the micro-batches on all ranks, or stop on all ranks
                      set the learning rate
                      for each micro-batch: forward, backward, engine.step()
-                     if DeepSpeed did not apply the step: skip it, roll back or abort
+                     if DeepSpeed did not apply the step: skip it or abort
                      log, evaluate, save and judge a go/no-go gate when due
 
 Observers cannot change the training. Between logged steps nothing here waits for the device, and
@@ -78,8 +78,8 @@ def _train_steps(run: Run) -> str | None:
         loss = train_step(run, batches, labels)
         run.loader_state = run.data.loader.state()
         run.telemetry.step_end(run.state)
-        if not run.engine.was_step_applied() and recover(run):
-            continue  # rolled back to an earlier step
+        if not run.engine.was_step_applied():
+            recover(run)
         run.throughput.step(run.config.tokens_per_step(run.ranks.world_size))
         if step == config.train.switch_step:
             run.observers.on_message(f"step {step}: attention is sparse from here on")
@@ -138,12 +138,7 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch], int]:
     def fetch() -> list[Batch]:
         if run.lock is not None:
             run.lock.check()
-        while True:
-            batches = [run.data.next_batch() for _ in range(run.config.train.accumulation)]
-            if run.state.samples not in run.state.passed_over:
-                return batches
-            # Skip the samples of a bad step that caused a rollback.
-            run.state.samples += run.data.loader.samples_per_step
+        return [run.data.next_batch() for _ in range(run.config.train.accumulation)]
 
     return _fetch_on_all_ranks(run, fetch)
 
@@ -275,7 +270,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
     dist.all_reduce(loss)
     mean_loss = (loss / dist.get_world_size()).item()
     run.telemetry.heartbeat.set_loss(mean_loss)
-    if spikes := run.guard.pop().spikes:  # train.on_spike=warn; `recover` reports rejected ones
+    if spikes := run.guard.pop().spikes:  # train.on_spike=warn
         run.observers.on_message(
             f"step {run.state.step}: {spikes} losses on rank 0 since the last logged step were far "
             f"above the recent ones (train.spike_score = {run.config.train.spike_score})"

@@ -1,8 +1,8 @@
-"""LossGuard: keeps NaN, inf and loss spikes from the weights, without waiting for the device.
+"""LossGuard: keeps NaN and inf from the weights, counts loss spikes, never waits for the device.
 
-A bad loss is multiplied by NaN, so after reduction its gradients are NaN on every rank. DeepSpeed
-checks the gradient norm before each update, so all ranks skip the step, without an additional
-collective. A good loss is multiplied by exactly 1.
+A loss that is not finite is multiplied by NaN, so after reduction its gradients are NaN on every
+rank. DeepSpeed checks the gradient norm before each update, so all ranks skip the step, without an
+additional collective. Every other loss is multiplied by exactly 1.
 """
 
 from __future__ import annotations
@@ -28,36 +28,32 @@ class BadLosses(NamedTuple):
 
 
 class LossGuard:
-    """Replaces bad losses of one rank by NaN and counts them."""
+    """Replaces losses of one rank that are not finite by NaN; counts them, and spikes."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self._detects_spikes = config.on_spike != "ignore"
-        self._rejects_spikes = config.on_spike in ("skip", "rollback")
         self._spike_score = config.spike_score
         self._recent = torch.full((WINDOW,), math.nan, device=device)
         self._seen = 0
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # not finite, spikes
 
     def check(self, loss: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-        """Return `loss`, or NaN if it is rejected.
+        """Return `loss`, or NaN if it is not finite.
 
         `loss` is a micro-batch's mean times `weight`. Means are compared; 0 is no mean.
         """
         value = loss.detach().float()
         not_finite = ~value.isfinite()
-        rejected = not_finite
         spike = torch.zeros_like(not_finite)
         if self._detects_spikes and weight:
             value = value / weight
             if self._seen >= MIN_LOSSES:
                 spike = self._is_spike(value)
-            if self._rejects_spikes:
-                rejected = not_finite | spike
             oldest = self._seen % WINDOW
-            self._recent[oldest] = torch.where(rejected, self._recent[oldest], value)
+            self._recent[oldest] = torch.where(not_finite, self._recent[oldest], value)
             self._seen += 1
         self._counts += torch.stack((not_finite, spike))
-        return loss * torch.where(rejected, math.nan, 1.0).to(loss.dtype)
+        return loss * torch.where(not_finite, math.nan, 1.0).to(loss.dtype)
 
     def _is_spike(self, value: torch.Tensor) -> torch.Tensor:
         median = self._recent.nanmedian()

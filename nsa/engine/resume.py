@@ -103,6 +103,8 @@ def _train_state(saved: SavedState) -> TrainState:
     """Return a checkpoint's TrainState; raise a ValueError if a field has another type."""
     state = TrainState(step=saved.step)
     for name, value in saved.train_state.items():
+        if name == "passed_over":  # of earlier versions, which rolled back
+            continue
         expected = getattr(state, name, None)
         if type(value) is not type(expected):
             shown = short_repr(value)

@@ -7,7 +7,7 @@ RNG) is saved separately, as rank state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
@@ -19,4 +19,3 @@ class TrainState:
     samples: int = 0  # consumed by all ranks: the position in the data order
     data: str = ""  # fingerprint of the dataset and its order
     skipped: int = 0  # steps not applied because gradients were not finite
-    passed_over: list[int] = field(default_factory=list)  # `samples` at the start of bad steps

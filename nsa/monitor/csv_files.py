@@ -1,6 +1,6 @@
 """`metrics.csv`, `selection.csv`, `teacher.csv` and `fallbacks.csv`, written while a run trains.
 
-A resumed or rolled back run drops the rows of the steps that run again. A file with other columns,
+A resumed run drops the rows of the steps that run again. A file with other columns,
 of another version or other settings, keeps them and gets the missing ones; a file that is no such
 table is renamed.
 """
@@ -53,10 +53,6 @@ class CsvObserver(Observer):
         path = info.run_dir / self.file_name
         self._drop_rows_after(path, info.start_step)
         self._path = path
-
-    def on_rollback(self, step: int) -> None:
-        if self._path is not None:
-            self._drop_rows_after(self._path, step)
 
     def on_step(self, record: StepRecord) -> None:
         if self._path is not None and (rows := self.rows(record)):

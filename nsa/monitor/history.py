@@ -67,11 +67,10 @@ class RankHistory:
         step, event, phase = int(line["step"]), line["event"], line["phase"]
         if event == "step_start" or step > self.to_step:  # step_end has the same information
             return
-        new_process = event == "start" or line["pid"] != self._pid
-        if new_process or (self._first is not None and step < self._done):  # or rolled back
+        if event == "start" or line["pid"] != self._pid:
             self.end_process()
             self._pid, self.status = line["pid"], ""
-            self.processes += new_process
+            self.processes += 1
         self._add_time(line["mono"], line["since"], phase)
         if self._first is None and event == "step_end":
             # Not taken from earlier lines: they may be from before the checkpoint was loaded.
@@ -186,9 +185,6 @@ class RunHistory(Observer):
         """Read the rows up to `step` that earlier processes wrote."""
         self.metrics = read_table(run_dir / METRICS_FILE)
         self.selection = read_table(run_dir / SELECTION_FILE)
-        self.on_rollback(step)
-
-    def on_rollback(self, step: int) -> None:
         for table in (self.metrics, self.selection):
             table.rows = [row for row in table.rows if 1 <= row["step"] <= step]
         del self.selection.rows[:-SELECTION_ROWS]

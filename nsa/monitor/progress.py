@@ -57,9 +57,6 @@ class Progress(Observer):
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
         self._print(f"step {step}: saved {path}, training paused for {seconds:.1f} s")
 
-    def on_rollback(self, step: int) -> None:
-        self._first, self._last_step, self._unprinted = None, step, None
-
     def on_message(self, text: str) -> None:
         self._print(text)
 

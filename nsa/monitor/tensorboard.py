@@ -85,18 +85,14 @@ class TrackerObserver(Observer):
             self._wandb.config.update(dict(self._settings))
         if self._comet is not None:
             self._comet.log_parameters(dict(_flatten(self._settings)))
-        # Even at step 0: an earlier process may have logged steps but saved no checkpoint.
-        self.on_rollback(info.start_step)
-        if self._board is not None:
-            _describe_run(self._board, info, self._settings, self._texts)
-
-    def on_rollback(self, step: int) -> None:
-        """Make TensorBoard drop the values after `step`."""
         if self._board is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
 
+            # TensorBoard drops later values. Even at step 0: an earlier process may have logged
+            # steps but saved no checkpoint.
             restart = Event(session_log=SessionLog(status=SessionLog.START))
-            self._board.file_writer.add_event(restart, step + 1)
+            self._board.file_writer.add_event(restart, info.start_step + 1)
+            _describe_run(self._board, info, self._settings, self._texts)
 
     def on_end(self, status: str) -> None:
         """End the trackers' runs here: the process skips their exit handlers."""

@@ -204,9 +204,8 @@ def not_finite(trial: Trial) -> dict[str, Any]:
     saver.finish()
     dist.barrier()
     left = sorted(path.name for path in folder.glob("step*"))
-    newest = [newest_valid(folder)[0], newest_valid(folder, finite=True)[0]]
     finite = [read_manifest(folder / name)["finite"] for name in left]
-    return {"left": left, "finite": finite, "newest": [path and path.name for path in newest]}
+    return {"left": left, "finite": finite}
 
 
 def main() -> None:

@@ -123,7 +123,6 @@ def test_a_nan_on_one_rank_is_recorded_and_the_last_finite_checkpoint_is_kept(
         row = trials["not finite"]
         assert row["left"] == ["step00000001", "step00000003"], "keep = 1, and the finite one"
         assert row["finite"] == [True, False]
-        assert row["newest"] == ["step00000003", "step00000001"]
 
 
 def test_state_json_names_the_topology(saved: Saved) -> None:

@@ -31,7 +31,6 @@ SETTINGS = [
     "train.precision=fp32",
     "train.eval_every=0",
     "train.eval_samples=1",
-    "train.on_spike=skip",
     f"train.steps={STEPS}",
     "monitor.log_every=1",
 ]

@@ -34,10 +34,6 @@ FAULTS: dict[str, tuple[str, str]] = {
         "the same, `train.on_bad_step=abort`",
         "Exit code 3 and a checkpoint; resumed, it continues as if it had skipped the step.",
     ),
-    "nan-rollback": (
-        "the same, `train.on_bad_step=rollback`",
-        "Back to the newest checkpoint; the bad samples are skipped; the run finishes.",
-    ),
     "damage": (
         "each file of the newest checkpoint truncated, with a bit flipped, deleted",
         f"The damage is detected and named; the checkpoint before it is used; {EXACT}",

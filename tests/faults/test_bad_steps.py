@@ -1,4 +1,4 @@
-"""Bad steps on one rank: NaN and inf skip, abort or roll back all ranks; an exception ends them."""
+"""Bad steps on one rank: NaN and inf skip or abort all ranks; an exception ends them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
-from tests.faults.harness import EVERY, Run, fault_time, resume, start_faulty, weights
+from tests.faults.harness import Run, fault_time, resume, start_faulty, weights
 from tests.faults.outcomes import Outcomes
 
 BAD_STEP = 6
@@ -74,20 +74,6 @@ def test_a_bad_value_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
         seconds=round(ended - fault_time(aborted), 1),
         exact=True,
     )
-
-
-@pytest.mark.parametrize(
-    ("value", "where", "rank"),
-    [("nan", "loss", 1), pytest.param("inf", "gradient", 0, marks=full)],
-)
-def test_a_rollback_returns_to_the_last_save_and_skips_the_bad_samples(
-    value: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
-) -> None:
-    run = run_with(tmp_path, "rollback", value, where, rank)
-    assert run.codes == [0, 0], run.output[-3_000:]
-    assert f"rolled back to step {EVERY}" in run.output
-    assert_differs_after_bad_step(losses(run.dir), golden)
-    outcomes.record("nan-rollback", f"{value} {where}", codes=run.codes, lost=BAD_STEP - EVERY)
 
 
 def test_an_exception_on_one_rank_is_reported_and_ends_the_run(

@@ -64,13 +64,6 @@ def test_a_process_that_only_wrote_where_it_resumes_has_done_nothing(tmp_path: P
     assert read_rank(tmp_path, 0).spans == [(0, 100), (200, 300)]
 
 
-def test_a_rollback_within_a_process_is_not_another_process(tmp_path: Path) -> None:
-    lines = beats(100) + [line for line in beats(300, start=60, mono=100.0) if line["step"]][1:]
-    write_beats(tmp_path, lines)
-    history = read_rank(tmp_path, 0)
-    assert (history.processes, history.spans, history.step) == (1, [(0, 100), (60, 300)], 300)
-
-
 def test_a_history_of_fifty_thousand_steps_stays_small(tmp_path: Path) -> None:
     history = HistoryRecorder(tmp_path, 0, [(0, 50_000)])
     line = beats(0)[0]
@@ -88,13 +81,10 @@ def test_rows_in_memory_equal_those_that_a_resumed_run_reads(tmp_path: Path) -> 
     observers = [live, MetricsCsv(), SelectionCsv()]
     for observer in observers:
         observer.on_start(make_info(tmp_path))
-    for step in (*range(1, 9), -4, *range(5, 13)):
+    for step in range(1, 13):
+        loss = {"val_loss": 2.5, "mfu": 0.5} if step % 4 == 0 else {"tokens_per_s": None}
         for observer in observers:
-            if step < 0:
-                observer.on_rollback(-step)
-            else:
-                loss = {"val_loss": 2.5, "mfu": 0.5} if step % 4 == 0 else {"tokens_per_s": None}
-                observer.on_step(make_record(step, health=make_health(), **loss))
+            observer.on_step(make_record(step, health=make_health(), **loss))
     resumed = RunHistory()
     resumed.on_start(make_info(tmp_path, start_step=12))
     assert resumed.metrics == live.metrics

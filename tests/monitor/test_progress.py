@@ -70,16 +70,3 @@ def test_a_full_console_does_not_stop_the_run(
         assert writer.dropped == 0
         with contextlib.suppress(OSError):
             stream.close()
-
-
-def test_after_a_rollback_steps_are_printed_and_the_eta_is_measured_again(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as stream:
-        progress = Progress(stream, min_seconds=float("inf"))
-        progress.on_start(make_info(tmp_path))
-        for step in range(1, 201):
-            progress.on_step(make_record(step))
-        progress.on_rollback(100)
-        progress.on_step(make_record(101))
-    line = (tmp_path / "log").read_text().splitlines()[-1]
-    assert line.startswith("step 101/300")
-    assert "ETA 01:06" in line, "199 steps of a third of a second"
