@@ -193,7 +193,7 @@ def pool(case: Case) -> Iterable[Tensor]:
             parameters = ((heads, size, size), (heads, length, size), (heads * size,))
             weight, position, scale = (case.empty(*shape) for shape in parameters)
             tables = angles, blocks, covers
-            yield pooling.pool(x, weight, position, scale, *tables, backend="triton")[0]
+            yield pooling.pool(x, weight, position, scale, *tables, backend="triton")
 
 
 @_operation

@@ -17,7 +17,7 @@ from nsa.model.checks import check_hidden_states, check_spec
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import norm_columns, parallel_linear
-from nsa.model.ranking_keys import port_rows, ranking_loss
+from nsa.model.ranking_keys import ranking_loss
 from nsa.ops import (
     PackedLayout,
     compressed_attention,
@@ -112,32 +112,30 @@ class Attention(nn.Module):
             return cached(self, x, metadata)
         if self.selector_loss is not None:
             warnings.warn(_UNUSED_LOSS, stacklevel=2)
-        packed, port = self.project(x, metadata)
-        parts = self.rotary_pool(packed, metadata)
-        kv, port = self.branch_kv(parts, metadata, port)
+        parts = self.rotary_pool(self.project(x, metadata), metadata)
+        kv = self.branch_kv(parts, metadata)
         self.selector_loss = None
         if metadata.sampled is not None:
-            self.selector_loss, target = ranking_loss(self, x, parts.q, kv, metadata, port)
+            self.selector_loss, target = ranking_loss(self, x, parts.q, kv["sel"][0], metadata)
             self.selector_target = metadata.sampled, target
         o = self.attend(parts.q, parts.gates, kv, metadata)
         if metadata.sequence is not None:
             o = metadata.sequence.heads_to_tokens(o)
         return self.o(o.flatten(-2))
 
-    def project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
+    def project(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Project to q, k, v and gate logits side by side, [B, T, P]; PackedLayout has the order.
 
-        Also return a port for the gradient of the selector loss's keys, if any. With sequence
-        parallelism this exchanges tokens for heads.
+        With sequence parallelism this exchanges tokens for heads.
         """
         linears = [self.q, self.k, self.v] + ([] if self.branches == ("all",) else [self.gates])
-        packed, port = parallel_linear(x, linears, port_rows(self, metadata))
+        packed = parallel_linear(x, linears)
         if self.config.qk_norm:
             rows = len(self.q.weight), len(self.k.weight)
             packed = norm_columns(packed, rows, (self.q_norm, self.k_norm))
         if metadata.sequence is not None:
             packed = metadata.sequence.tokens_to_heads(packed, self.layout)
-        return packed, port
+        return packed
 
     def rotary_pool(
         self, packed: Tensor, metadata: AttentionMetadata, all_sets: bool = False
@@ -163,13 +161,11 @@ class Attention(nn.Module):
             backend=self.backend,
         )
 
-    def branch_kv(
-        self, parts: RotaryPooled, metadata: AttentionMetadata, port: Tensor | None = None
-    ) -> tuple[BranchKV, Tensor | None]:
-        """Return each branch's keys and values (shared_kv: one set); the ranking keys' port."""
+    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
+        """Return each branch's keys and values (shared_kv: one set)."""
         shared = self.layout.kv_sets == 1
         kv_sets = parts.kv_sets[:1] * len(self.branches) if shared else parts.kv_sets
-        return dict(zip(self.branches, kv_sets, strict=False)), port
+        return dict(zip(self.branches, kv_sets, strict=False))
 
     def take_selector_loss(self) -> Tensor | None:
         """Return the last forward pass's selector loss, and clear it.
@@ -298,18 +294,15 @@ class NSAttention(Attention):
         for branch in (0, 2):
             self.v.weight.chunk(3)[branch].zero_()
 
-    def branch_kv(
-        self, parts: RotaryPooled, metadata: AttentionMetadata, port: Tensor | None = None
-    ) -> tuple[BranchKV, Tensor | None]:
+    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Add compressed keys and values: without a compressed branch they only select blocks."""
-        kv, port = super().branch_kv(parts, metadata, port)
+        kv = super().branch_kv(parts, metadata)
         if self.layout.mean:
             assert parts.compressed is not None
             kv["cmp"] = parts.compressed
         elif "cmp" in kv:
-            k, v, port = self.compress(*(parts.compressed or parts.kv_sets[0]), metadata, port)
-            kv["cmp"] = k, v
-        return kv, port
+            kv["cmp"] = self.compress(*(parts.compressed or parts.kv_sets[0]), metadata)
+        return kv
 
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata

@@ -27,7 +27,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, _ = parallel_linear(x, (self.gate, self.up))  # [B, T, gate | up | padding]
+        gate_up = parallel_linear(x, (self.gate, self.up))  # [B, T, gate | up | padding]
         return self.down(swiglu(gate_up, self.hidden, backend=self.backend))
 
 

@@ -21,16 +21,11 @@ class Compressor(nn.Module):
 
     rotate_first = True  # pools keys after RoPE; False: the subclass applies RoPE to its result
 
-    def forward(
-        self, k: Tensor, v: Tensor, metadata: AttentionMetadata, port: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compress keys, rotated if `rotate_first`, and values [B, T, K, D] to [B, N, K, D].
-
-        Also return a port, if given that of k: φ `pool` turns it into one of the compressed keys.
-        """
-        blocks = cut_blocks(k, metadata), cut_blocks(v, metadata)
+    def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """Compress keys, rotated if `rotate_first`, and values [B, T, K, D] to [B, N, K, D]."""
         assert metadata.block_rotary is not None
-        return *self.compress_blocks(*blocks, metadata.block_rotary), port
+        blocks = cut_blocks(k, metadata), cut_blocks(v, metadata)
+        return self.compress_blocks(*blocks, metadata.block_rotary)
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Pool blocks [B, N, l, K, D] to [B, N, K, D].
@@ -117,18 +112,13 @@ class BlockPool(nn.Module):
         self.scale.fill_(1)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None,
-        metadata: AttentionMetadata,
-        backend: str,
-        port: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any; see `pool` for ports."""
+        self, x: Tensor, rotary: Rotary | None, metadata: AttentionMetadata, backend: str
+    ) -> Tensor:
+        """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any."""
         assert metadata.block_tokens is not None
         assert metadata.token_blocks is not None
         tables = rotary, metadata.block_tokens, metadata.token_blocks
-        return pool(x, *self._own_heads(x, metadata), *tables, port=port, backend=backend)
+        return pool(x, *self._own_heads(x, metadata), *tables, backend=backend)
 
     def _own_heads(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parameters of the heads of x [B, T, K, D]."""
@@ -158,13 +148,9 @@ class PoolCompressor(Compressor):
         self.value = BlockPool(block_len, kv_heads, value)
         self.backend = backend
 
-    def forward(
-        self, k: Tensor, v: Tensor, metadata: AttentionMetadata, port: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        of_k = None if port is None else port.view(k.shape)
-        k, of_blocks = self.key(k, metadata.block_rotary, metadata, self.backend, of_k)
-        v, _ = self.value(v, None, metadata, self.backend)
-        return k, v, None if port is None else of_blocks
+    def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        k = self.key(k, metadata.block_rotary, metadata, self.backend)
+        return k, self.value(v, None, metadata, self.backend)
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key.pool_blocks(k), block_rotary), self.value.pool_blocks(v)

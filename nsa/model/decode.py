@@ -215,8 +215,8 @@ def _prefill_attention(
     metadata: AttentionMetadata,
 ) -> Tensor:
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
-    parts = layer.rotary_pool(layer.project(x, metadata)[0], metadata, all_sets=True)
-    kv, _ = layer.branch_kv(parts, metadata)
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
+    kv = layer.branch_kv(parts, metadata)
     cache.fill(_token_entries(cache, layer, parts), placement)
     cache.fill(_block_entries(cache, kv.get("cmp", ())), placement)
     return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))
@@ -231,7 +231,7 @@ def _step_attention(
 ) -> Tensor:
     """Attention of the newest token of each sequence, after storing its keys and values."""
     lengths = cache.lengths
-    parts = layer.rotary_pool(layer.project(x, metadata)[0], metadata, all_sets=True)
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
     layer_cache.append(_token_entries(layer_cache, layer, parts), lengths - 1)
     if not isinstance(layer, NSAttention):
         return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]

@@ -41,19 +41,13 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-def parallel_linear(
-    x: Tensor, linears: Sequence[nn.Linear], port_rows: slice | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs of linears on x [.., in] side by side: [.., sum of out + pad]; and a port.
+def parallel_linear(x: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
+    """Return the outputs of linears on x [.., in] side by side: [.., sum of out + pad].
 
     The width is padded to a multiple of PAD_TO. The padding's values are finite and arbitrary; its
     gradient must be 0. Weights that are adjacent in memory, as in the flat buffers of ZeRO-1 and 2,
     are not copied. Others are concatenated on each pass: about 0.2 GB per micro-batch of M7C,
     estimated from tensor sizes.
-
-    The port [.., rows] is for more gradient of the weights' `port_rows`; it has no values. Its
-    gradient adds to the weights' what x.detach() @ rowsᵀ would, in place and in one product, and x
-    gets none of it. None without `port_rows`, or if the fusion does not apply.
     """
     compiling = torch.compiler.is_compiling()
     if all(is_plain(linear, nn.Linear) for linear in linears):
@@ -61,14 +55,13 @@ def parallel_linear(
         width = sum(weight.shape[0] for weight in weights)
         rows = width + -width % PAD_TO
         bias = _biases(linears, rows)
-        if not compiling and (port_rows is not None or are_adjacent(weights, rows)):
-            weight, port = _SideBySide.apply(rows, port_rows, x.detach(), *weights)
-            return F.linear(x, weight, bias), port if port_rows is not None else None
+        if not compiling and are_adjacent(weights, rows):
+            return F.linear(x, _SideBySide.apply(rows, *weights), bias)
         # With few rows, as in decoding, reading the weights dominates: a copy would triple it.
         if x.numel() // x.shape[-1] >= width // 8:
-            return F.linear(x, _concatenate(weights, rows), bias), None
+            return F.linear(x, _concatenate(weights, rows), bias)
     outputs = torch.cat([linear(x) for linear in linears], -1)
-    return F.pad(outputs, (0, -outputs.shape[-1] % PAD_TO)), None
+    return F.pad(outputs, (0, -outputs.shape[-1] % PAD_TO))
 
 
 def _biases(linears: Sequence[nn.Linear], rows: int) -> Tensor | None:
@@ -110,39 +103,18 @@ def are_adjacent(weights: Sequence[Tensor], rows: int) -> bool:
 
 
 class _SideBySide(torch.autograd.Function):
-    """One matrix [rows, in]: a view of adjacent weights and of what follows them, else a copy."""
+    """One matrix [rows, in]: a view of adjacent weights and of what follows them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: int, port_rows: slice | None, x: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.sizes = [weight.shape[0] for weight in weights]
-        ctx.sizes.append(rows - sum(ctx.sizes))
-        ctx.port_rows, first = port_rows, weights[0].detach()
-        if are_adjacent(weights, rows):
-            weight = first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
-        else:
-            weight = _concatenate(weights, rows)
-        if port_rows is None:
-            return weight, x.new_empty(0)
-        ctx.save_for_backward(x)
-        port = x.new_empty(()).expand(*x.shape[:-1], port_rows.stop - port_rows.start)
-        return weight, port
+    def forward(ctx: Any, rows: int, *weights: Tensor) -> Tensor:
+        sizes = [weight.shape[0] for weight in weights]
+        ctx.sizes = [*sizes, rows - sum(sizes)]
+        first = weights[0].detach()
+        return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor | None, port_gradient: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        if port_gradient is not None:
-            (x,) = ctx.saved_tensors
-            x, port_gradient = x.flatten(0, -2), port_gradient.flatten(0, -2)
-            if gradient is None:
-                gradient = x.new_zeros(sum(ctx.sizes), x.shape[-1])
-            # In place: the product of `F.linear` created it, and nothing else reads it.
-            gradient[ctx.port_rows].addmm_(port_gradient.T, x)
-        parts = [None] * len(ctx.sizes) if gradient is None else gradient.split(ctx.sizes)
-        return None, None, None, *parts[:-1]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *gradient.split(ctx.sizes)[:-1]
 
 
 def add_norm(

@@ -7,9 +7,7 @@ have no type for an NSASpec, so callers pass `spec.to_ints()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -30,7 +28,6 @@ _SCHEMA_TYPES = {
 }
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by op name: the function behind the op
-_KNOWN: ContextVar[Any] = ContextVar("known outputs", default=None)
 
 
 class TileTooLarge(Exception):
@@ -101,10 +98,8 @@ def _define(
     op = getattr(getattr(torch.ops, namespace), short).default
 
     def forward(ctx: Any, *args: Any) -> Any:
-        results = _KNOWN.get()
-        if results is None:
-            with _BelowAutograd():
-                results = op(*args)
+        with _BelowAutograd():
+            results = op(*args)
         if ctx is not None and setup_context is not None:
             setup_context(ctx, args, results)
         return results
@@ -122,16 +117,6 @@ def _define(
 
     library.impl(short, differentiable, "Autograd")
     return op
-
-
-@contextmanager
-def known_outputs(outputs: tuple[Tensor, ...]) -> Iterator[None]:
-    """Let an op inside return these outputs, with its own gradient, and compute nothing."""
-    token = _KNOWN.set(tuple(map(Tensor.detach, outputs)))
-    try:
-        yield
-    finally:
-        _KNOWN.reset(token)
 
 
 def _autograd(

@@ -167,7 +167,6 @@ class PoolInputs(NamedTuple):
     weight: Tensor  # [K, D, D]
     position: Tensor  # [K, l, D]
     scale: Tensor  # [K · D]
-    port: Tensor | None  # [B, T, K, D] without values: it gets x's gradient from the port of y
     cos: Tensor | None  # float32 [N, 1, D / 2]: RoPE at each block's last position; values: None
     sin: Tensor | None
     block_tokens: Tensor  # int64 [N, l]: the tokens of each compressed block
@@ -176,9 +175,3 @@ class PoolInputs(NamedTuple):
     def empty_output(self) -> Tensor:
         """Uninitialised y: [B, N, K, D]."""
         return self.x.new_empty(len(self.x), len(self.block_tokens), *self.x.shape[2:])
-
-    def port_of_y(self) -> Tensor:
-        """A tensor of y's shape without values or memory; empty if x has no port."""
-        if self.port is None:
-            return self.x.new_empty(0)
-        return self.x.new_empty(()).expand(len(self.x), len(self.block_tokens), *self.x.shape[2:])

@@ -32,15 +32,9 @@ def pool(
     block_tokens: Tensor,
     token_blocks: Tensor,
     *,
-    port: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Pool x [B, T, K, D] to y [B, N, K, D]; `rotary` are cos and sin at blocks' last positions.
-
-    With `port` [B, T, K, D] also return a port of y, a tensor of y's shape without values. Its
-    gradient reaches the parameters as y's would, but `port` instead of x. One backward pass serves
-    both. Without `port` it has no elements.
-    """
+) -> Tensor:
+    """Pool x [B, T, K, D] to [B, N, K, D]; `rotary` are cos and sin at blocks' last positions."""
     (kv_heads, size), block_len = x.shape[2:], block_tokens.shape[1]
     for name, parameter, shape in (
         ("weight", weight, (kv_heads, size, size)),
@@ -49,12 +43,13 @@ def pool(
     ):
         if parameter.shape != shape:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}; it must be {shape}")
-    op = torch_pool
-    if dispatch(backend, "pool", x, limit=triton.pool_limit(block_len, size)) is triton:
-        from nsa.ops.triton.pooling import triton_pool as op
     cos, sin = (None, None) if rotary is None else rotary
-    y, port_of_y, *_ = op(x, weight, position, scale, port, cos, sin, block_tokens, token_blocks)
-    return y, port_of_y
+    inputs = PoolInputs(x, weight, position, scale, cos, sin, block_tokens, token_blocks)
+    if dispatch(backend, "pool", x, limit=triton.pool_limit(block_len, size)) is triton:
+        from nsa.ops.triton.pooling import triton_pool
+
+        return triton_pool(*inputs)[0]
+    return torch_pool(*inputs)
 
 
 def pool_blocks(blocks: Tensor, weight: Tensor, position: Tensor, scale: Tensor) -> Tensor:
@@ -92,33 +87,18 @@ def _weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
     return x, x[:, inputs.block_tokens], scores.softmax(2)
 
 
-def _forward(inputs: PoolInputs) -> tuple[Tensor, Tensor]:
+def _forward(inputs: PoolInputs) -> Tensor:
     _, blocks, p = _weights(inputs)
     y = _scaled_mean(blocks, p, inputs.scale)
     if inputs.cos is not None:
         assert inputs.sin is not None
         y = rotate(y, inputs.cos, inputs.sin)
-    return y.to(inputs.x.dtype), inputs.port_of_y()
+    return y.to(inputs.x.dtype)
 
 
-def _backward(dy: Tensor | None, dy_port: Tensor | None, inputs: PoolInputs) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, position, scale and port."""
-    weights, x_and_port, sums = _weights(inputs), list[Tensor](), list[Tensor]()
-    for gradient, target in ((dy, inputs.x), (dy_port, inputs.port)):
-        if gradient is None:
-            x_and_port.append(inputs.x.new_zeros(0 if target is None else inputs.x.shape))
-            continue
-        of_x, *others = _gradients(gradient, inputs, *weights)
-        x_and_port.append(of_x.to(inputs.x.dtype).contiguous())
-        sums = [a + b for a, b in zip(sums, others, strict=True)] if sums else others
-    of = [g.to(x.dtype).contiguous() for g, x in zip(sums, inputs[1:4], strict=True)]
-    return x_and_port[0], *of, x_and_port[1]
-
-
-def _gradients(
-    dy: Tensor, inputs: PoolInputs, x: Tensor, blocks: Tensor, p: Tensor
-) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, position and scale from dy, in the dtype of `_weights`."""
+def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, position and scale."""
+    x, blocks, p = _weights(inputs)
     dy = dy.to(x.dtype)
     if inputs.cos is not None:
         assert inputs.sin is not None
@@ -132,32 +112,28 @@ def _gradients(
     by_token = sum_covering(d_scores, *tables)  # [B, T, K, D]
     d_weight = torch.einsum("btkd,btke->kde", x, by_token)
     dx = sum_covering(weighted, *tables) + _scores(by_token, inputs.weight.mT)
-    return dx, d_weight, d_position, d_scale
+    found = dx, d_weight, d_position, d_scale
+    return tuple(g.to(y.dtype).contiguous() for g, y in zip(found, inputs[:4], strict=True))
 
 
 torch_pool = register(
     "nsa::pool",
     PoolInputs,
     _forward,
-    lambda x: (x.empty_output(), x.port_of_y()),
-    outputs=2,
-    gradient=Gradient(_backward, inputs=5, outputs=2, saved=slice(0), zeros=False),
+    PoolInputs.empty_output,
+    gradient=Gradient(_backward, inputs=4, outputs=1, saved=slice(0)),
 )
 
 
 @register_flop_formula(torch.ops.nsa.pool)
 def _forward_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    """The scores: one product with the weight per token."""
     return 2 * x.numel() * weight[-1]
 
 
 @register_flop_formula(torch.ops.nsa.pool_backward)
 def _backward_flops(
-    dy: torch.Size | None,
-    dy_port: torch.Size | None,
-    x: torch.Size,
-    weight: torch.Size,
-    *_: object,
-    **__: object,
+    dy: torch.Size, x: torch.Size, weight: torch.Size, *_: object, **__: object
 ) -> int:
-    """Two products per gradient; the scores that it computes again do not count."""
-    return 4 * x.numel() * weight[-1] * sum(shape is not None for shape in (dy, dy_port))
+    """Two products; the scores that it computes again do not count."""
+    return 4 * x.numel() * weight[-1]

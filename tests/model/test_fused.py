@@ -50,7 +50,7 @@ def products(kinds: Sequence[Any] = PRODUCTS) -> Iterator[list[tuple[int, ...]]]
 def test_outputs_and_gradients_are_those_of_separate_calls_with_one_product() -> None:
     modules, x = linears(), rows().requires_grad_()
     with products() as shapes:
-        fused = parallel_linear(x, modules)[0]
+        fused = parallel_linear(x, modules)
     assert [shape[-1] for shape in shapes] == [24]
     assert fused.shape == (2, 6, 24)
     *outputs, pad = fused.split([*WIDTHS, 3], -1)
@@ -81,7 +81,7 @@ def test_adjacent_weights_are_not_copied_and_give_the_same_bits() -> None:
     for modules in (linears(), adjacent(linears())):
         x = rows().requires_grad_()
         with products([torch.ops.aten.cat]) as copied:
-            fused = parallel_linear(x, modules)[0]
+            fused = parallel_linear(x, modules)
         output = fused[..., :21]
         results.append([output, *torch.autograd.grad(
             output.square().sum(), [x, *(module.weight for module in modules)]
@@ -111,7 +111,7 @@ def test_weights_in_another_order_or_with_a_gap_are_not_adjacent(change: str) ->
 def test_gradients_land_in_each_weight() -> None:
     modules = linears()
     modules[1].weight.requires_grad_(False)
-    parallel_linear(rows(), modules)[0].square().sum().backward()
+    parallel_linear(rows(), modules).square().sum().backward()
     assert [module.weight.grad is not None for module in modules] == [True, False, True]
     for module in (modules[0], modules[2]):
         assert module.weight.grad.shape == module.weight.shape
@@ -121,7 +121,7 @@ def test_few_rows_copy_no_weights() -> None:
     """Decoding reads every weight once per token; a copy would read and write it again."""
     modules = linears()
     with products() as shapes:
-        output = parallel_linear(rows()[:1, :1], modules)[0]
+        output = parallel_linear(rows()[:1, :1], modules)
     assert [shape[-1] for shape in shapes] == [*WIDTHS]
     assert output.shape == (1, 1, 24)
 
@@ -129,7 +129,7 @@ def test_few_rows_copy_no_weights() -> None:
 def test_autocast_gives_what_separate_calls_give() -> None:
     modules, x = linears(torch.float32), rows(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        fused = parallel_linear(x, modules)[0]
+        fused = parallel_linear(x, modules)
         separate = torch.cat([module(x) for module in modules], -1)
     assert fused.dtype == torch.bfloat16
     torch.testing.assert_close(fused[..., :21], separate)
@@ -227,10 +227,10 @@ def biased(module: nn.Linear) -> nn.Module:
 def test_a_module_that_is_not_plain_is_called(change: Callable[[nn.Linear], nn.Module]) -> None:
     """Its outputs and the input's gradient are what its own call gives."""
     modules: list[Any] = [*linears()]
-    plain = parallel_linear(rows(), modules)[0]
+    plain = parallel_linear(rows(), modules)
     modules[1] = change(linears()[1])
     x, separate_x = rows().requires_grad_(), rows().requires_grad_()
-    fused = parallel_linear(x, modules)[0]
+    fused = parallel_linear(x, modules)
     separate = torch.cat([module(separate_x) for module in modules], -1)
     torch.testing.assert_close(fused[..., :21], separate)
     for output in (fused, separate):
@@ -242,7 +242,7 @@ def test_a_module_that_is_not_plain_is_called(change: Callable[[nn.Linear], nn.M
 
 def _gradient(modules: list[nn.Linear]) -> Tensor:
     x = rows().requires_grad_()
-    parallel_linear(x, modules)[0].sum().backward()
+    parallel_linear(x, modules).sum().backward()
     assert x.grad is not None
     return x.grad
 
@@ -254,7 +254,7 @@ def test_a_hook_on_all_modules_is_called_for_each() -> None:
         lambda module, given, output: called.append(module)
     )
     try:
-        parallel_linear(rows(), modules)[0]
+        parallel_linear(rows(), modules)
     finally:
         hook.remove()
     assert called == modules
@@ -265,7 +265,7 @@ def test_a_report_of_dtypes_does_not_choose_separate_products(tmp_path: Path) ->
     modules = nn.ModuleList(linears())
     report = DtypeReport(modules)
     with products() as shapes:
-        parallel_linear(rows(), [*modules])[0]
+        parallel_linear(rows(), [*modules])
     assert len(shapes) == 1
     report.write(tmp_path / "dtypes.txt", torch.optim.AdamW(modules.parameters()))
 
@@ -304,6 +304,6 @@ def test_a_plain_module_is_exactly_of_its_kind() -> None:
 def test_parallel_linear_compiles_as_one_graph() -> None:
     modules = linears()
     compiled = torch.compile(
-        lambda x: parallel_linear(x, modules)[0], backend="aot_eager", fullgraph=True
+        lambda x: parallel_linear(x, modules), backend="aot_eager", fullgraph=True
     )
-    torch.testing.assert_close(compiled(rows()), parallel_linear(rows(), modules)[0])
+    torch.testing.assert_close(compiled(rows()), parallel_linear(rows(), modules))

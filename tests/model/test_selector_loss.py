@@ -16,8 +16,7 @@ from nsa.model.attention_metadata import QUERIES, AttentionMetadata, sample_quer
 from nsa.model.compile import compile_blocks
 from nsa.model.compressor import Compressor, cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.model.fused import are_adjacent
-from nsa.model.ranking_keys import ranking_loss
+from nsa.model.ranking_keys import ranking_keys
 from nsa.model.rotary import Rotary, apply_rotary
 from nsa.spec import NSASpec
 
@@ -181,7 +180,6 @@ def test_the_weight_of_a_micro_batch_does_not_apply_to_the_selector_loss() -> No
         {},
         {"compressor": "mlp"},
         {"compressor": "pool"},
-        {"shared_kv": True},
         {"qkv_bias": True, "qk_norm": True},
         {"qkv_bias": True, "qk_norm": True, "compressor": "pool"},
     ],
@@ -221,16 +219,9 @@ def test_the_selector_loss_ranks_the_keys_of_a_compressor_of_ones_own(name: str)
 def check_ranked_keys(layer: NSAttention, cu_seqlens: Tensor | None) -> None:
     x, offset = torch.randn(1, 128, 32), torch.tensor(5)
     metadata = AttentionMetadata.build(layer.config, 128, cu_seqlens, x.device, loss_offset=offset)
-    packed, port = layer.project(x, metadata)
-    parts = layer.rotary_pool(packed, metadata)
-    kv, port = layer.branch_kv(parts, metadata, port)
-    loss, _ = ranking_loss(layer, x, parts.q, kv, metadata, port)
-    assert metadata.sampled is not None
-    keys = kv["cmp"][0], kv["sel"][0]
-    expected, _ = ops.selector_loss(
-        parts.q, *keys, metadata.sampled, SPEC, cu_seqlens=metadata.cu_seqlens
-    )
-    torch.testing.assert_close(loss, expected)
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata)
+    ranked = layer.branch_kv(parts, metadata)["cmp"][0]
+    torch.testing.assert_close(ranking_keys(layer, x, metadata), ranked)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -248,42 +239,44 @@ def test_the_gradient_of_cutting_into_blocks_equals_that_of_indexing(name: str) 
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-@pytest.mark.parametrize("adjacent", [True, False], ids=["adjacent", "apart"])
 @pytest.mark.parametrize(
-    "change", [{}, {"shared_kv": True}, {"compressor": "pool"}, {"compressor": "mlp"}], ids=str
+    "change", [{}, {"compressor": "pool"}, {"compressor": "mlp"}, {"qk_norm": True}], ids=str
 )
-def test_a_port_has_the_gradient_of_keys_that_are_computed_again(
-    name: str, adjacent: bool, change: dict[str, Any]
+def test_the_loss_trains_the_compressor_and_its_keys_projection_alone(
+    name: str, change: dict[str, Any]
 ) -> None:
-    """A hook on the projection makes the layer compute them again."""
+    """By the gradient that the loss has through the layer's own compressed keys."""
     torch.manual_seed(0)
     layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=1.0, **change).double()
     for parameter in layer.compress.parameters():  # some start at 0
         torch.nn.init.normal_(parameter)
-    keys = getattr(layer.compress, "key", layer.compress)  # φ of keys
-    trained = [layer.k.weight, *keys.parameters()]
-    if adjacent:
-        weights = [m.weight for m in (layer.q, layer.k, layer.v, layer.gates)]
-        flat = torch.cat([weight.detach().flatten() for weight in weights])
-        for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
-            weight.data = part.view_as(weight)
-        assert are_adjacent(weights, sum(map(len, weights)))
     x = torch.randn(1, 128, 32, dtype=torch.float64, requires_grad=True)
-    found = []
-    for _ in range(2):
-        torch.manual_seed(1)  # of the queries
-        layer(x, DOCUMENTS[name])
-        loss = layer.take_selector_loss()
-        assert loss is not None
-        gradients_of_loss = torch.autograd.grad(loss, trained, retain_graph=True)
-        assert all(bool(gradient.any()) for gradient in gradients_of_loss)
-        (dx,) = torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)
-        assert dx is None or not dx.any()
-        found.append((loss, *gradients_of_loss))
-        layer.k.register_forward_hook(lambda *_: None)
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-15)
-    assert not found[0][1][16:].any()
+    cu_seqlens, offset = DOCUMENTS[name], torch.tensor(5)
+    metadata = AttentionMetadata.build(layer.config, 128, cu_seqlens, x.device, loss_offset=offset)
+    layer(x, metadata=metadata)
+    loss = layer.take_selector_loss()
+    assert loss is not None
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata)
+    kv = layer.branch_kv(parts, metadata)
+    queries = metadata.sampled
+    assert queries is not None
+    options: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens}
+    expected, _ = ops.selector_loss(parts.q, kv["cmp"][0], kv["sel"][0], queries, SPEC, **options)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+
+    keys = getattr(layer.compress, "key", layer.compress)  # φ of keys
+    trained = {"k.weight"} | {f"compress.key.{part}" for part, _ in keys.named_parameters()}
+    trained |= {"k_norm.weight"} if "qk_norm" in change else set()
+    named = {"x": x, **dict(layer.named_parameters())}
+    found, wanted = (
+        dict(zip(named, torch.autograd.grad(y, [*named.values()], allow_unused=True), strict=True))
+        for y in (loss, expected)
+    )
+    assert {part for part, gradient in found.items() if gradient is not None} == trained
+    for part in trained:
+        assert bool(found[part].any())
+        torch.testing.assert_close(found[part], wanted[part], rtol=1e-9, atol=1e-15)
+    assert not found["k.weight"][16:].any()  # rows of the other branches
 
 
 def test_autocast_trains_the_same_keys() -> None:

@@ -44,37 +44,9 @@ def pooled(documents: Documents, rotates: bool, backend: str = "auto") -> Callab
         rotary = angles(documents, x.shape[3]) if rotates else None
         if rotary is not None:
             rotary = (rotary[0].to(x.device), rotary[1].to(x.device))
-        return pool(x, *parameters, rotary, *tables, backend=backend)[0]
+        return pool(x, *parameters, rotary, *tables, backend=backend)
 
     return run
-
-
-def with_two_gradients(
-    documents: Documents, backend: str, x: list[Tensor], dy: Tensor | None, dy_port: Tensor | None
-) -> list[Tensor | None]:
-    """Gradients of x, weight, position, scale and port from those of `pool`'s outputs."""
-    given = [y.detach().requires_grad_() for y in x]
-    port = x[0].new_empty(()).expand(x[0].shape).requires_grad_()
-    tables = (table.to(port.device) for table in documents.tables())
-    cos, sin = (table.to(port.device) for table in angles(documents, x[0].shape[3]))
-    outputs = pool(*given, (cos, sin), *tables, port=port, backend=backend)
-    pairs = [(y, g) for y, g in zip(outputs, (dy, dy_port), strict=True) if g is not None]
-    ys, gradients = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(ys, [*given, port], gradients))
-
-
-def expected_two_gradients(
-    documents: Documents, x: list[Tensor], dy: Tensor | None, dy_port: Tensor | None
-) -> list[Tensor]:
-    """The same from two backward passes of `pool`."""
-    given = [y.detach().requires_grad_() for y in x]
-    y = pooled(documents, rotates=True)(*given)
-    zero = torch.zeros_like(y)
-    of_y, of_port = (
-        torch.autograd.grad(y, given, zero if g is None else g, retain_graph=True)
-        for g in (dy, dy_port)
-    )
-    return [of_y[0], *(a + b for a, b in zip(of_y[1:], of_port[1:], strict=True)), of_port[0]]
 
 
 def defined(documents: Documents, rotates: bool) -> Callable[..., Tensor]:

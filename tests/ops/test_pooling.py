@@ -13,14 +13,7 @@ from nsa.ops.pooling import pool, pool_blocks, torch_pool
 from nsa.spec import NSASpec
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
-from tests.ops.pooling import (
-    angles,
-    defined,
-    expected_two_gradients,
-    inputs,
-    pooled,
-    with_two_gradients,
-)
+from tests.ops.pooling import angles, defined, inputs, pooled
 from tests.ops.projections import DOCUMENTS, Documents
 
 sides = pytest.mark.parametrize("rotates", [True, False], ids=["keys", "values"])
@@ -80,14 +73,11 @@ def test_sums_are_float32_and_results_are_rounded_once(dtype: torch.dtype) -> No
 def test_the_op_matches_its_declaration() -> None:
     documents = DOCUMENTS[1]
     x = [y.requires_grad_() for y in inputs(documents, 2, 6, torch.float32)]
-    port = x[0].new_empty(()).expand(x[0].shape).requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for one in (None, port):
-        arguments = (*x, one, *angles(documents, 6), *documents.tables())
-        torch.library.opcheck(torch_pool, arguments, test_utils=tests)
-        y = torch_pool(*arguments)[0].detach()
-        given = (y, None, *(None if a is None else a.detach() for a in arguments))
-        torch.library.opcheck(torch.ops.nsa.pool_backward.default, given, test_utils=tests)
+    arguments = (*x, *angles(documents, 6), *documents.tables())
+    torch.library.opcheck(torch_pool, arguments, test_utils=tests)
+    given = (torch_pool(*arguments).detach(), *(a.detach() for a in arguments))
+    torch.library.opcheck(torch.ops.nsa.pool_backward.default, given, test_utils=tests)
 
 
 def test_auto_on_a_cpu_counts_a_fallback_and_a_backend_by_name_none() -> None:
@@ -131,14 +121,3 @@ def test_wrong_arguments_raise() -> None:
         pool(x, weight, position[:, 1:], scale, *rest)
     with pytest.raises(ValueError, match=r"^scale has shape \(4,\); it must be \(8,\)"):
         pool(x, weight, position, scale[:4], *rest)
-
-
-@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
-def test_a_port_gets_the_gradient_of_x_and_parameters_get_both(given: tuple[bool, bool]) -> None:
-    documents = Documents((21, 0, 9), l=8, d=4)
-    x = inputs(documents, 2, 6)
-    y = pooled(documents, rotates=True)(*x)
-    dy, dy_port = (torch.randn_like(y) if one else None for one in given)
-    found = with_two_gradients(documents, "blockwise", x, dy, dy_port)
-    for a, b in zip(found, expected_two_gradients(documents, x, dy, dy_port), strict=True):
-        torch.testing.assert_close(a, b)

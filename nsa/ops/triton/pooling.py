@@ -96,21 +96,15 @@ def pool_forward_kernel(
 
 @kernel
 def pool_backward_kernel(
-    dy, dy_2, x, weight, position, scale, cos, sin, block_tokens, token_blocks, pooled, lse,
-    dx, dx_2, parts, seq_len, key_len, batches,
+    dy, x, weight, position, scale, cos, sin, block_tokens, token_blocks, pooled, lse,
+    dx, parts, seq_len, key_len,
     HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     LEN: tl.constexpr, LEN_P: tl.constexpr, COVER: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """dx of a run of tokens, and the run's part of the gradients of weight, position and scale.
-
-    Programs from `batches` on do the same from dy_2 to dx_2.
-    """
+    """dx of a run of tokens, and the run's part of the gradients of weight, position and scale."""
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     parts += (batch * tl.num_programs(0) + run) * (HEADS * SIZE * (SIZE + LEN + 1))
-    if batch >= batches:
-        batch -= batches
-        dy, dx = dy_2, dx_2
     col, inside = _columns(SIZE, HALF, PADDED)
     w = _load_weight(weight + head * SIZE * SIZE, col, inside, SIZE).to(x.dtype.element_ty)
     factor = tl.load(scale + head * SIZE + col, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -166,8 +160,8 @@ def pool_backward_kernel(
 
 
 def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
-    """(y, its port, pooled, lse), the last two in float32 for the backward pass."""
-    y, port_of_y, pooled, lse = _empty_outputs(x)
+    """(y, pooled, lse), the last two in float32 for the backward pass."""
+    y, pooled, lse = _empty_outputs(x)
     (batch, seq_len, heads, size), (blocks, length) = x.x.shape, x.block_tokens.shape
     half, padded = _padded(x)
     config = Config(32, 0, 8 if size > 64 else 4, 1)
@@ -179,39 +173,31 @@ def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
         seq_len=seq_len, key_len=blocks,
         HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, ROWS=config.rows,
     )  # fmt: skip
-    return y, port_of_y, pooled, lse
+    return y, pooled, lse
 
 
-def pool_backward(
-    dy: Tensor | None, dy_port: Tensor | None, x: PoolInputs, pooled: Tensor, lse: Tensor
-) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, position, scale and port; one launch for dy and dy_port."""
+def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, position and scale."""
     batch, seq_len, heads, size = x.x.shape
     runs = cdiv(seq_len, TOKENS_PER_PART)
     sizes = [parameter.numel() for parameter in x[1:4]]
-    given = [gradient.contiguous() for gradient in (dy, dy_port) if gradient is not None]
-    found = [torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in given]
-    parts = x.x.new_empty(len(given) * batch * runs, sum(sizes), dtype=torch.float32)
+    dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
+    parts = x.x.new_empty(batch * runs, sum(sizes), dtype=torch.float32)
     half, padded = _padded(x)
     blocks, length = x.block_tokens.shape
     # With 32 rows registers spill, as the weight's gradient stays in them.
     config = Config(16, 0, 8 if size > 64 else 4, 1)
     launch(
-        pool_backward_kernel, (runs, heads, len(given) * batch), config,
-        dy=given[0], dy_2=given[-1], x=x.x.contiguous(), weight=x.weight.contiguous(),
+        pool_backward_kernel, (runs, heads, batch), config,
+        dy=dy.contiguous(), x=x.x.contiguous(), weight=x.weight.contiguous(),
         position=x.position.contiguous(), scale=x.scale.contiguous(),
         cos=_contiguous(x.cos), sin=_contiguous(x.sin), block_tokens=x.block_tokens.contiguous(),
         token_blocks=x.token_blocks.contiguous(), pooled=pooled, lse=lse,
-        dx=found[0], dx_2=found[-1], parts=parts, seq_len=seq_len, key_len=blocks, batches=batch,
+        dx=dx, parts=parts, seq_len=seq_len, key_len=blocks,
         HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, LEN_P=padded_size(length),
         COVER=x.token_blocks.shape[1], ROWS=config.rows, TOKENS=TOKENS_PER_PART,
     )  # fmt: skip
-    dx = torch.zeros_like(x.x) if dy is None else found[0]
-    if x.port is None:
-        dx_port = x.port_of_y()
-    else:
-        dx_port = torch.zeros_like(x.x) if dy_port is None else found[-1]
-    return dx, *sum_parts(parts, x[1:4]), dx_port
+    return dx, *sum_parts(parts, x[1:4])
 
 
 def _padded(x: PoolInputs) -> tuple[int, int]:
@@ -229,7 +215,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 def _empty_outputs(x: PoolInputs) -> tuple[Tensor, ...]:
     y = x.empty_output()
     pooled, lse = (y.new_empty(y.shape, dtype=torch.float32) for _ in range(2))
-    return y, x.port_of_y(), pooled, lse
+    return y, pooled, lse
 
 
 triton_pool = register(
@@ -237,6 +223,6 @@ triton_pool = register(
     PoolInputs,
     pool_forward,
     _empty_outputs,
-    outputs=4,
-    gradient=Gradient(pool_backward, inputs=5, outputs=2, saved=slice(2, 4), zeros=False),
+    outputs=3,
+    gradient=Gradient(pool_backward, inputs=4, outputs=1, saved=slice(1, 3)),
 )

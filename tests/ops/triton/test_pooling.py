@@ -11,13 +11,7 @@ from nsa.ops.triton.launch import recording
 from nsa.ops.triton.pooling import pool_backward, pool_forward, triton_pool
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
-from tests.ops.pooling import (
-    angles,
-    expected_two_gradients,
-    inputs,
-    pooled,
-    with_two_gradients,
-)
+from tests.ops.pooling import angles, inputs, pooled
 from tests.ops.projections import DOCUMENTS, Documents
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
 
@@ -83,13 +77,12 @@ def test_the_ops_match_their_declarations() -> None:
     documents = DOCUMENTS[1]
     x = [y.to(DEVICE) for y in inputs(documents, 2, 6, torch.float32)]
     rest = [y.to(DEVICE) for y in (*angles(documents, 6), *documents.tables())]
-    for port in (None, x[0].new_empty(()).expand(x[0].shape)):
-        trained = (None if y is None else y.clone().requires_grad_() for y in (*x, port))
-        torch.library.opcheck(triton_pool, (*trained, *rest), test_utils=DECLARATIONS)
-        y, _, pooled_blocks, lse = triton_pool(*x, port, *rest)
-        backward = torch.ops.nsa.triton_pool_backward.default
-        given = (y, None, *x, port, *rest, pooled_blocks, lse)
-        torch.library.opcheck(backward, given, test_utils=DECLARATIONS)
+    trained = [y.clone().requires_grad_() for y in x]
+    torch.library.opcheck(triton_pool, (*trained, *rest), test_utils=DECLARATIONS)
+    y, pooled_blocks, lse = triton_pool(*x, *rest)
+    backward = torch.ops.nsa.triton_pool_backward.default
+    given = (y, *x, *rest, pooled_blocks, lse)
+    torch.library.opcheck(backward, given, test_utils=DECLARATIONS)
 
 
 def test_launches_are_few_and_wait_for_no_value() -> None:
@@ -97,24 +90,12 @@ def test_launches_are_few_and_wait_for_no_value() -> None:
     documents = DOCUMENTS[1]
     x = [y.to("meta") for y in inputs(documents, 2, 6, torch.float32)]
     rest = [y.to("meta") for y in (*angles(documents, 6), *documents.tables())]
-    given = PoolInputs(*x, None, *rest)
+    given = PoolInputs(*x, *rest)
     with recording() as launches:
-        y, _, pooled_blocks, lse = pool_forward(given)
-        pool_backward(y, None, given, pooled_blocks, lse)
+        y, pooled_blocks, lse = pool_forward(given)
+        pool_backward(y, given, pooled_blocks, lse)
     assert [launch.kernel.fn.__name__ for launch in launches] == [
         "pool_forward_kernel",
         "pool_backward_kernel",
         "sum_parts_kernel",
     ]
-
-
-@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
-def test_a_port_gets_the_gradient_of_x_and_parameters_get_both(given: tuple[bool, bool]) -> None:
-    """Two batches, so that a program of the second gradient has to find its own."""
-    documents = Documents((150,), l=8, d=4, batch=2)
-    x = [y.to(DEVICE) for y in inputs(documents, 2, 6, torch.float32)]
-    y = pooled(documents, rotates=True)(*x)
-    dy, dy_port = (torch.randn_like(y) if one else None for one in given)
-    found = with_two_gradients(documents, "triton", x, dy, dy_port)
-    for a, b in zip(found, expected_two_gradients(documents, x, dy, dy_port), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
