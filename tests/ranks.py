@@ -145,9 +145,15 @@ def run_forked(command: list[str], **options: Any) -> subprocess.CompletedProces
 FORKING = SimpleNamespace(run=run_forked, DEVNULL=None, STDOUT=None)  # for the module subprocess
 
 
-def launch(program: Path, *arguments: str, world_size: int = 2, timeout: float = 300) -> list[str]:
+def launch(
+    program: Path,
+    *arguments: str,
+    world_size: int = 2,
+    timeout: float = 300,
+    port: int | None = None,
+) -> list[str]:
     """Run a program on `world_size` ranks and return each one's stdout."""
-    ranks = spawn_ranks(program, *arguments, ranks=world_size)
+    ranks = spawn_ranks(program, *arguments, ranks=world_size, port=port)
     try:
         failed = ranks.wait_for_failure(time.monotonic() + timeout)
         codes = ranks.codes(0 if failed is None else GRACE)

@@ -56,7 +56,7 @@ class RankFacts:
 def rank_checks(
     *,
     device: torch.device,
-    gather: Callable[[Any], list[Any]],
+    gather: Callable[[Any, Any], list[Any]],
     config: str = "",
     node: Sequence[Check] = (),
     megabytes: int | None = None,
@@ -65,17 +65,17 @@ def rank_checks(
 ) -> list[Check]:
     """Compare all ranks and time an all-reduce; returns the same list on each rank.
 
-    `gather` returns every rank's value on every rank, even if a GPU hangs. `node`: this rank's node
-    checks; the returned list includes those of all ranks. `megabytes`: size of the all-reduce, by
-    default 256 on GPUs and 4 on CPUs; `seconds`: its time limit. After a failed all-reduce the
-    default process group must not be used.
+    `gather` takes a value and its type, and returns every rank's value on every rank, even if a GPU
+    hangs. `node`: this rank's node checks; the returned list includes those of all ranks.
+    `megabytes`: size of the all-reduce, by default 256 on GPUs and 4 on CPUs; `seconds`: its time
+    limit. After a failed all-reduce the default process group must not be used.
     """
     on_gpu = device.type == "cuda"
     megabytes = megabytes or (256 if on_gpu else 4)
-    ranks: list[RankFacts] = gather(_facts(config, device, list(node)))
+    ranks: list[RankFacts] = gather(_facts(config, device, list(node)), RankFacts)
     if len(ranks) == 1:
         return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
-    clocks = gather(clock())  # read at nearly the same time, after a collective
+    clocks = gather(clock(), float)  # read at nearly the same time, after a collective
     several = len({facts.host for facts in ranks}) > 1
     checks = [
         replace(check, name=f"{check.name} ({facts.host})") if several else check
@@ -85,7 +85,7 @@ def rank_checks(
     checks += [*compare(ranks), clock_check(clocks, ranks)]
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
-    results = gather(_all_reduce_within(seconds, device, megabytes * _MB))
+    results = gather(_all_reduce_within(seconds, device, megabytes * _MB), float | str)
     return [*checks, all_reduce_check(results, megabytes, on_gpu)]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
 PEER_TIMEOUT = timedelta(minutes=30)  # on top of the slowest healthy rank
@@ -50,25 +52,42 @@ class CpuCollectives:
         failed, stopped, total = sums.tolist()
         if not failed and not stopped:
             return None, total
-        messages = self.gather((error and str(error), stop))
+        message = None if error is None else str(error)
+        messages = self.gather((message, stop), tuple[str | None, str | None])
         errors = [message for message, _ in messages if message]
         if errors:
             raise AllRanksError("; ".join(dict.fromkeys(errors))) from error
         reasons = (f"{reason} on rank {r}" for r, (_, reason) in enumerate(messages) if reason)
         return next(reasons), total
 
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of the ranks, on every rank."""
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """Return every rank's value, in the order of the ranks, on every rank.
+
+        `kind` is the type of the values. They travel as JSON: a pickle would let a process that
+        takes a rank's place run code.
+        """
         if self._group is None:
             return [value]
-        values: list[T | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values  # type: ignore[return-value]
+        adapter = TypeAdapter(kind)
+        text = json.dumps(adapter.dump_python(value, mode="json")).encode()
+        size, ranks = torch.tensor([len(text)]), dist.get_world_size()
+        sizes = [torch.zeros_like(size) for _ in range(ranks)]
+        dist.all_gather(sizes, size, group=self._group)
+        buffer = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        buffers = [torch.empty_like(buffer) for _ in range(ranks)]
+        dist.all_gather(buffers, buffer, group=self._group)
+        values = []
+        for rank, (size, buffer) in enumerate(zip(sizes, buffers, strict=True)):
+            try:
+                values.append(adapter.validate_json(buffer[: int(size)].numpy().tobytes()))
+            except ValidationError:
+                raise ValueError(
+                    f"rank {rank} sent {buffer[:20].numpy().tobytes()!r}… instead of {kind}: it is "
+                    "no rank of this run, or runs other code; start the run again"
+                ) from None
+        return values
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank."""
-        if self._group is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, group=self._group)
-        return values[0]
+    def broadcast(self, value: T, kind: Any) -> T:
+        """Return rank 0's value on every rank; the values of the others are ignored."""
+        return self.gather(value, kind)[0]

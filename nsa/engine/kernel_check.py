@@ -34,7 +34,7 @@ def check_on_all_ranks(
             return Check(NAME, SKIP, reason), []
     packed, dtype = config.data.packing == "documents", DTYPES[config.train.precision]
     results = check_kernels(config.model, dtype, device, packed, config.data.seq_len)
-    check = fall_back(collectives.gather(results), backend)
+    check = fall_back(collectives.gather(results, list[KernelResult]), backend)
     rows = [asdict(result) for result in results]
     # JSON has neither NaN, of a wrong kernel, nor infinity, where a kernel raised.
     finite = ({name: finite_number(row[name]) for name in ("error", "allowed")} for row in rows)

@@ -98,9 +98,11 @@ def _judge_if_due(run: Run) -> None:
     for gate in run.gates:
         if gate.step == run.state.step:
             with run.throughput.paused():
-                histories = run.collectives.gather(run.telemetry.rank_history.up_to(gate.step))
+                histories = run.collectives.gather(
+                    run.telemetry.rank_history.up_to(gate.step), RankHistory
+                )
                 no_go = _judge(run, gate, histories) if run.ranks.rank == 0 else None
-                no_go = run.collectives.broadcast(no_go)
+                no_go = run.collectives.broadcast(no_go, str | None)
             if no_go is not None:
                 raise RunAborted(no_go)
 

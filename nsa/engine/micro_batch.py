@@ -34,8 +34,9 @@ def fit_on_all_ranks(
     while True:
         config = request.config
         needed, available = measure(config, request.ds_config, device, ranks)
+        figures_of_ranks = collectives.gather((needed, available), tuple[float, float])
         rank, (needed, available) = max(
-            enumerate(collectives.gather((needed, available))), key=lambda x: x[1][0] - x[1][1]
+            enumerate(figures_of_ranks), key=lambda x: x[1][0] - x[1][1]
         )
         if needed <= available or config.train.rows == 1:
             return request, notes

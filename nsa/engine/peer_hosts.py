@@ -71,7 +71,7 @@ def connect_hosts(
         family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
         listener = socket.create_server(("", 0), family=family, backlog=1_024)
         port = listener.getsockname()[1]
-    port, token = collectives.broadcast((port, token))
+    port, token = collectives.broadcast((port, token), tuple[int, str])
     connections: dict[str, socket.socket] = {}
     if listener is not None:
         expected = {number: host for host, number in first_ranks.items() if host != hosts[0]}

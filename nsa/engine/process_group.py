@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import deepspeed
 import torch
@@ -21,8 +18,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from nsa.engine.peer_hosts import interface_towards
+from nsa.engine.rendezvous import SCHEME, remove_rendezvous
 from nsa.engine.shared_memory_op import disable_shared_memory_op
-from nsa.system import free_port
+from nsa.system import cache_folder, free_port
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 # By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL
@@ -69,6 +67,9 @@ def start_ranks(ranks: Ranks) -> torch.device:
         defaults |= {name: value.format(interface) for name, value in INTERFACE.items()}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    # torch.compile loads libraries from it; PyTorch's default is in the temporary directory, where
+    # another user may have created it.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
     if "OMP_NUM_THREADS" not in os.environ:
         local_ranks = int(os.environ.get("LOCAL_SIZE", ranks.world_size))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
@@ -84,7 +85,7 @@ def _join(ranks: Ranks, backend: str) -> None:
         deepspeed.init_distributed(
             backend,
             verbose=False,
-            init_method="loopback://" if one_machine else None,
+            init_method=f"{SCHEME}://" if one_machine else None,
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
@@ -95,37 +96,6 @@ def _join(ranks: Ranks, backend: str) -> None:
             f"--master_port {os.environ['MASTER_PORT']}: already in use, maybe by another run; "
             "choose another port with deepspeed --master_port"
         ) from None
-
-
-def _loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Rendezvous of ranks on one machine. PyTorch's own listens on all network interfaces.
-
-    Any process that reaches the store can write to it, and object collectives unpickle their input.
-    """
-    ranks, port = Ranks.from_environment(), int(os.environ["MASTER_PORT"])
-    listener = None
-    if ranks.rank == 0:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen()
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        ranks.world_size,
-        is_master=ranks.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    # A rank of another run with the same port may reach this store before that run fails. The
-    # prefix, the launcher's process id, keeps it from being counted as a rank of this one.
-    launcher = str(os.getppid()) if "CROSS_RANK" in os.environ else "run"
-    yield dist.PrefixStore(launcher, store), ranks.rank, ranks.world_size
-    raise RuntimeError("rendezvous ran twice; a run joins its ranks once")
-
-
-dist.register_rendezvous_handler("loopback", _loopback_store)
 
 
 def stop_ranks() -> NoReturn:
@@ -141,6 +111,7 @@ def stop_ranks() -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """Exit with `code` without waiting for threads."""
+    remove_rendezvous()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

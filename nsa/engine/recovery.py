@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from nsa.engine.cpu_collectives import RunAborted
+from nsa.engine.loss_guard import BadLosses
 from nsa.engine.run import Run
 
 
 def recover(run: Run) -> None:
     """Apply train.on_bad_step on all ranks; the bad step did not change the weights."""
     train = run.config.train
-    bad_losses = run.collectives.gather(run.guard.pop())
+    bad_losses = run.collectives.gather(run.guard.pop(), BadLosses)
     not_finite = [str(rank) for rank, losses in enumerate(bad_losses) if losses.not_finite]
     spikes = [str(rank) for rank, losses in enumerate(bad_losses) if losses.spikes]
     if not not_finite and train.precision == "fp16":

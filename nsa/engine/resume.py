@@ -150,7 +150,8 @@ def agree_on_run(
     Without --run-dir, ranks may disagree: one that sees rank 0's new folder takes the next name.
     """
     process = RankProcess(os.uname().nodename, os.getpid())
-    folders, paths, processes = zip(*collectives.gather((run_dir, path, process)), strict=True)
+    of_ranks = collectives.gather((run_dir, path, process), tuple[Path, Path | None, RankProcess])
+    folders, paths, processes = zip(*of_ranks, strict=True)
     for rank, other in enumerate(paths):
         if other != paths[0]:
             raise ValueError(
@@ -173,4 +174,4 @@ def convert_to_universal(
         except ValueError as raised:
             error = raised
     collectives.barrier(error)
-    return collectives.broadcast(saved)
+    return collectives.broadcast(saved, SavedState)

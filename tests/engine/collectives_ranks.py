@@ -1,22 +1,54 @@
-"""Runs on two ranks; rank 1 stops, and passes an error. Each prints what it sees."""
+"""Runs on two ranks; rank 1 stops, passes an error, and at last sends a pickle.
+
+Each prints what it sees. Argument: the file that the pickle would create.
+"""
+
+import contextlib
+import math
+import pickle
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from nsa.engine.cpu_collectives import CpuCollectives
 
+
+class Entry(NamedTuple):
+    path: Path | None
+    size: float
+
+
+class Pickle:
+    """Creates a file where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path(sys.argv[1]).touch, ()
+
+
 dist.init_process_group("gloo")
-collectives = CpuCollectives(slowest=60)
+collectives, rank = CpuCollectives(slowest=60), dist.get_rank()
 collectives.barrier(None)
 print("passed")
-stop, total = collectives.barrier_and_sum(2**40 + dist.get_rank())
+stop, total = collectives.barrier_and_sum(2**40 + rank)
 print("sum:", total - 2**41, stop)
-stop, _ = collectives.barrier_and_sum(5, stop="SIGTERM" if dist.get_rank() else None)
+stop, _ = collectives.barrier_and_sum(5, stop="SIGTERM" if rank else None)
 print("stop:", stop)
 try:
-    error = ValueError("rank 1 got no batch") if dist.get_rank() == 1 else None
+    error = ValueError("rank 1 got no batch") if rank == 1 else None
     collectives.barrier(error)
 except ValueError as raised:
     print("raised:", raised)
-collectives.barrier(None)
-print("passed again")
+own = Entry(Path("ä" * 50), math.inf) if rank else Entry(None, 0.5)
+print("gathered:", *collectives.gather([own], list[Entry]))
+print("from rank 0:", collectives.broadcast(f"rank {rank}", str))
+if rank == 1:
+    with contextlib.suppress(pickle.UnpicklingError):  # rank 0's JSON
+        dist.all_gather_object([None, None], Pickle(), group=collectives._group)
+else:
+    try:
+        collectives.gather(own, Entry)
+    except ValueError as raised:
+        print("refused:", raised)
 dist.destroy_process_group()

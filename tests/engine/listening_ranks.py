@@ -1,12 +1,17 @@
-"""On two ranks: join the process group, and print the addresses on which the process listens."""
+"""On two ranks: join the process group, and print the addresses on which the process listens.
+
+With the argument `cache`: print the folder from which torch.compile loads libraries.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 
@@ -32,5 +37,8 @@ def addresses() -> list[str]:
 if __name__ == "__main__":
     start_ranks(Ranks.from_environment())
     dist.all_reduce(torch.ones(1))  # ranks connect to each other
-    print(*addresses())
+    if sys.argv[1:] == ["cache"]:
+        print(cache_dir())
+    else:
+        print(*addresses())
     stop_ranks()

@@ -18,7 +18,7 @@ def bad_run(losses: BadLosses, messages: list[str], **settings: Any) -> Run:
     """One rank of a run whose last step had these bad losses."""
     run = SimpleNamespace(
         config=SimpleNamespace(train=TrainConfig(**settings)),
-        collectives=SimpleNamespace(gather=lambda value: [value]),
+        collectives=SimpleNamespace(gather=lambda value, kind: [value]),
         guard=SimpleNamespace(pop=lambda: losses),
         observers=SimpleNamespace(on_message=messages.append),
         state=SimpleNamespace(step=7),
