@@ -214,13 +214,6 @@ def add_rms_norm(case: Case) -> Iterable[Tensor]:
     yield from ops.add_rms_norm(x, delta, weight, 1e-5, backend="triton")
 
 
-@_operation
-def tied_embedding(case: Case) -> Iterable[Tensor]:
-    """M7C's vocabulary, at each case's width."""
-    tokens = case.empty(case.seq_len, dtype=torch.int64)
-    return ops.tied_embedding(tokens, case.empty(50_304, case.heads * case.key), backend="triton")
-
-
 # Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
 # blocks and one program sums a key's gradient. LONG: neither.
 SHORT, LONG = 2048, 65_536

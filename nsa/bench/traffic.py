@@ -56,7 +56,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "nsa::linear_cross_entropy",
         *("aten::ne", "aten::sum", "aten::clamp", "aten::div", "aten::ones_like", "aten::mul"),
     ),
-    "embedding": ("aten::embedding", "aten::embedding_dense", "nsa::add_token_gradients"),
+    "embedding": ("aten::embedding", "aten::embedding_dense"),
     "other": (),
 }
 _PART_OF = {name: part for part, names in PARTS.items() for name in names}
@@ -64,12 +64,9 @@ _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 # By operation: a tensor of which at most one row per token moves, and a tensor with that many rows.
 _ROWS_MOVED = {
     "aten::embedding": ("weight", "result"),
-    "nsa::triton_add_token_gradients_": ("d_weight", "d_x"),
-    "add_token_gradients_kernel": ("d_weight", "d_x"),
 }
 # By kernel: an argument that it reads and overwrites, and the constant that enables this, if any.
 _REWRITTEN = {
-    "add_token_gradients_kernel": ("d_weight", None),
     "cross_entropy_kernel": ("logits", "GRADIENT"),
     "band_keys_kernel": ("dq", None),
     "selected_queries_kernel": ("dq", "ADD"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from nsa.ops import add_rms_norm, tied_embedding
+from nsa.ops import add_rms_norm
 
 PAD_TO = 8  # cuBLAS is fast if rows are a multiple of 16 bytes
 PLAIN = (nn.Parameter, Tensor, type(None))  # what a plain module's parameters are
@@ -137,12 +137,3 @@ def norm_columns(packed: Tensor, columns: Sequence[int], norms: Sequence[nn.RMSN
     *parts, rest = packed.split([*columns, packed.shape[-1] - sum(columns)], -1)
     normed = [head_norm(part, norm) for part, norm in zip(parts, norms, strict=True)]
     return torch.cat([*normed, rest], -1)
-
-
-def embed_and_head(
-    tokens: Tensor, embed: nn.Embedding, backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
-    """Return (embed(tokens), the weight that the head reads)."""
-    if is_plain(embed, nn.Embedding):
-        return tied_embedding(tokens, embed.weight, backend=backend)
-    return embed(tokens), embed.weight

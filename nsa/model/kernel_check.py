@@ -44,7 +44,6 @@ from nsa.ops.activation import swiglu
 from nsa.ops.backend import UnsupportedCall
 from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.embedding import tied_embedding
 from nsa.ops.inputs import GatedInputs
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.pooling import pool
@@ -149,8 +148,6 @@ def operations(
     random = _random(device)
     width, size = config.width, min(config.vocab_size, VOCABULARY)
     tokens = (random(2, ROWS) * 100).long() % size  # some more than once
-    if config.tied_head:
-        yield Operation("tied_embedding", (tokens, random(size, width)), tied_embedding)
     x, delta, weight = random(2, ROWS, width), random(2, ROWS, width), random(width)
     norm = partial(add_rms_norm, eps=config.norm_eps)
     yield Operation("add_rms_norm", (x, delta, weight), norm)

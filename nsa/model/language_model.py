@@ -21,7 +21,7 @@ from nsa.model.checks import check_tokens
 from nsa.model.compressor import BlockMLP
 from nsa.model.config import ModelConfig
 from nsa.model.distillation import Head, distillation_loss, token_divergence
-from nsa.model.fused import add_norm, embed_and_head
+from nsa.model.fused import add_norm
 from nsa.model.loss import linear_cross_entropy
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.checks import check_documents
@@ -92,7 +92,8 @@ class LanguageModel(nn.Module):
             )
         if labels is not None:
             check_tokens(labels, self.config.vocab_size, "labels")
-        x, weight, selector_loss = self._hidden(input_ids, cu_seqlens)
+        x, selector_loss = self._hidden(input_ids, cu_seqlens)
+        weight = self.head_weight
         if labels is None:
             return F.linear(x, weight)
         head, labels = (x.flatten(0, 1), weight), labels.flatten()
@@ -118,19 +119,13 @@ class LanguageModel(nn.Module):
         """Return the head's input [B, T, width], for callers that cannot hold all logits."""
         return self._hidden(input_ids, cu_seqlens)[0]
 
-    def _hidden(
-        self, input_ids: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the head's input and weight, and in training the sum of selector losses."""
+    def _hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the head's input, and in training the sum of selector losses."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         check_tokens(input_ids, self.config.vocab_size)
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
         check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
-        if self.head is None:
-            x, weight = embed_and_head(input_ids, self.embed, self.config.attention.backend)
-        else:
-            x, weight = self.embed(input_ids), self.head.weight
         metadata = AttentionMetadata.build(
             self.config,
             seq_len,
@@ -139,8 +134,8 @@ class LanguageModel(nn.Module):
             self.sequence,
             loss_offset=self.loss_offset(input_ids),
         )
-        x, selector_loss = self.run_blocks(x, metadata)
-        return x, weight, selector_loss
+        x, selector_loss = self.run_blocks(self.embed(input_ids), metadata)
+        return x, selector_loss
 
     def loss_offset(self, tokens: Tensor) -> Tensor | None:
         """Return an integer that shifts the selector loss's queries; None: do not compute it.

@@ -23,7 +23,6 @@ from nsa.ops.checks import (
     check_scale,
 )
 from nsa.ops.documents import block_starts, compressed_cu_seqlens
-from nsa.ops.embedding import tied_embedding
 from nsa.ops.inputs import AttentionInputs, GatedInputs, PackedLayout, SelectionInputs
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.rotary import rotary_pool
@@ -45,7 +44,6 @@ __all__ = [
     "selected_attention",
     "selector_loss",
     "swiglu",
-    "tied_embedding",
     "window_attention",
 ]
 

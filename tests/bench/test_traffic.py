@@ -16,7 +16,6 @@ from nsa.bench.options import Shape
 from nsa.bench.roofline import PeakRates, work
 from nsa.bench.traffic import Operation, Recorder, record_operations, totals
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.ops.triton.embedding import triton_add_token_gradients_
 from nsa.spec import NSASpec
 
 BATCH, SEQ_LEN = 2, 128
@@ -78,16 +77,13 @@ def test_bytes_are_those_of_inputs_and_outputs(
     assert [x.bytes for x in recorded(run)] == [expected]
 
 
-def test_of_an_embedding_and_its_gradient_a_row_per_token_counts() -> None:
+def test_of_an_embedding_a_row_per_token_counts() -> None:
     tokens, rows = torch.empty(3, 2, dtype=torch.long, device="meta"), 6 * 8 * 4
     table = torch.empty(50, 8, device="meta")
     with Recorder() as recorder:
-        x = nn.functional.embedding(tokens, table)
-        triton_add_token_gradients_(table, x, tokens)
-    gather, scatter = recorder.operations
+        nn.functional.embedding(tokens, table)
+    (gather,) = recorder.operations
     assert gather.bytes == tokens.numel() * 8 + 2 * rows
-    assert scatter.bytes == tokens.numel() * 8 + 3 * rows
-    assert scatter.launches[-1].bytes == 2 * tokens.numel() * 8 + 3 * rows  # sorted, and the order
 
 
 def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote() -> None:
@@ -186,9 +182,9 @@ def test_the_command_saves_both_models_and_their_totals(tmp_path: Path) -> None:
 
 
 def test_a_micro_batch_of_m7c_stays_fused() -> None:
-    """The page's totals, and a little more: 310 operations of 34.0 GB, 527 launches of 47.9 GB."""
+    """The page's totals, and a little more: 311 operations of 34.3 GB."""
     total = totals(record_operations(ModelConfig(), 8, 2_048))[-1]
     assert total["operations"] <= 320
-    assert total["bytes"] <= 34.1e9
+    assert total["bytes"] <= 34.4e9
     assert total["launches"] <= 540
     assert total["launch_bytes"] <= 48.0e9

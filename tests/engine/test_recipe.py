@@ -118,7 +118,6 @@ def test_fallbacks_of_every_operation_are_recorded(finished: FinishedRun) -> Non
         "selected_attention",
         "selector_loss",
         "swiglu",
-        "tied_embedding",
         "window_attention",
     }
     assert all("needs a CUDA device" in row["reason"] and int(row["calls"]) > 0 for row in rows)

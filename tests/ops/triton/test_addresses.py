@@ -26,7 +26,6 @@ from tests.ops.projections import LAYOUTS, Documents
 from tests.ops.selector import results
 from tests.ops.triton.parity import DEVICE, Run, computed, inputs, settings
 from tests.ops.triton.test_activation import assert_swiglu_parity
-from tests.ops.triton.test_embedding import assert_tied_embedding_parity
 from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
 from tests.ops.triton.test_pooling import assert_pool_parity
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
@@ -126,7 +125,6 @@ CHECKS: dict[str, Check] = {
     "selector loss": lambda: [results(x, "triton", inputs(x)) for x in (BATCH, PACKED)],
     "SwiGLU": lambda: assert_swiglu_parity((150, 96), 48),
     "norm": lambda: assert_norm_parity(fused, tensors(300, 24)),
-    "embedding": lambda: assert_tied_embedding_parity(torch.arange(0, 600, 2)[None], 24),
     "cross-entropy": cross_entropy,
 }
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.cross_entropy import cross_entropy_
-from nsa.ops.triton import common, cross_entropy, embedding, pooling, selected_keys
+from nsa.ops.triton import common, cross_entropy, pooling, selected_keys
 from tests.bounds import OutOfBounds
 from tests.ops.planted_errors import Plant
 from tests.ops.triton.parity import DEVICE
@@ -18,7 +18,6 @@ from tests.ops.triton.test_planted_errors import (
     SELECTED,
     WINDOW,
     pool_is_that_of_pytorch,
-    token_gradients_are_those_of_pytorch,
 )
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter checks")
@@ -166,10 +165,6 @@ PLANTS = {
     "a block's missing tokens": Plant(
         pooling, "pool_forward_kernel", "mask=valid, other=0)", "mask=i <= LEN, other=0)",
         pool_is_that_of_pytorch,
-    ),
-    "tokens after the last": Plant(
-        embedding, "add_token_gradients_kernel", "mask=at < rows,", "mask=at <= rows,",
-        token_gradients_are_those_of_pytorch,
     ),
     "the logit of a label past the vocabulary": Plant(
         cross_entropy, "cross_entropy_kernel", "(label < vocabulary)", "(label <= vocabulary)",

@@ -36,7 +36,7 @@ CONFIG = ModelConfig(
     mlp_width=32,
     attention=AttentionConfig(spec=SPEC, compressor="pool", selector_loss=1.0),
 )
-ALL = {"tied_embedding", "add_rms_norm", "swiglu", "cross_entropy", "rotary_pool", "pool"}
+ALL = {"add_rms_norm", "swiglu", "cross_entropy", "rotary_pool", "pool"}
 ALL |= {"nsa_attention", "selector_loss"}
 
 

@@ -15,7 +15,6 @@ from nsa.ops.triton import (
     band,
     common,
     cross_entropy,
-    embedding,
     normalization,
     pooling,
     rotary,
@@ -54,7 +53,6 @@ from tests.ops.triton.parity import (
 )
 from tests.ops.triton.test_activation import assert_swiglu_parity
 from tests.ops.triton.test_cross_entropy import assert_cross_entropy_parity
-from tests.ops.triton.test_embedding import TOKENS, assert_tied_embedding_parity
 from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
 from tests.ops.triton.test_pooling import assert_pool_parity
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
@@ -140,11 +138,6 @@ def rotary_pool_is_that_of_pytorch() -> None:
 
 def swiglu_is_that_of_pytorch() -> None:
     assert_swiglu_parity((3, 12), 5)
-
-
-def token_gradients_are_those_of_pytorch() -> None:
-    with mock.patch.object(embedding, "TILE", Config(2, 16, 4, 1)):
-        assert_tied_embedding_parity(TOKENS["runs of all lengths"], 8)
 
 
 def norms_are_those_of_pytorch() -> None:
@@ -412,14 +405,6 @@ PLANTS = {
     "the residual's own gradient is left out": Plant(
         normalization, "rms_norm_backward_kernel", "dh += _load(", "dh += 0.0 * _load(",
         norms_are_those_of_pytorch,
-    ),
-    "every other tile of a token's gradients is left out": Plant(
-        embedding, "add_token_gradients_kernel", "first += ROWS", "first += 2 * ROWS",
-        token_gradients_are_those_of_pytorch,
-    ),
-    "every position adds the rest of its run": Plant(
-        embedding, "add_token_gradients_kernel", "!= token", "!= -1",
-        token_gradients_are_those_of_pytorch,
     ),
     "the last part of the norm's weight gradient is left out": Plant(
         sum_parts, "sum_parts_kernel", "(row < rows)", "(row < rows - 1)",
