@@ -89,7 +89,7 @@ def compressed_attention(
 def select_blocks(
     q: Tensor,
     k_cmp: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     spec: NSASpec,
     *,
     seq_len: int | None = None,
@@ -99,8 +99,10 @@ def select_blocks(
 ) -> Tensor:
     """Select each query's blocks from the compressed softmax: int32 [B, T, Hkv, n].
 
-    Blocks ascend and are padded with -1. If q holds only a document's last positions (decoding),
-    `seq_len` is the document's full length. No gradient flows through the selection.
+    `lse` normalizes the heads of a group before they are added. With one query head per KV head it
+    may be None: a normalizer does not change the order of a query's blocks. Blocks ascend and are
+    padded with -1. If q holds only a document's last positions (decoding), `seq_len` is the
+    document's full length. No gradient flows through the selection.
     """
     check_heads(q, k_cmp=k_cmp)
     check_documents(cu_seqlens, q)
@@ -111,9 +113,14 @@ def select_blocks(
             "full length, and leave it out with cu_seqlens"
         )
     check_compressed(k_cmp, length, spec, cu_seqlens)
-    if lse.shape != q.shape[:3]:
+    if lse is None and q.shape[2] != k_cmp.shape[2]:
+        raise ValueError(
+            f"lse = None: needs one query head per KV head, and q has {q.shape[2]} for "
+            f"{k_cmp.shape[2]}; give the lse of compressed_attention"
+        )
+    if lse is not None and lse.shape != q.shape[:3]:
         raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
-    detached = q.detach(), k_cmp.detach(), lse.detach()
+    detached = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
     x = SelectionInputs(*detached, cu_seqlens, spec, length, check_scale(q, scale))
     return dispatch(backend, "select_blocks", q).select_blocks(x)
 

@@ -135,21 +135,22 @@ def _select(x: SelectionInputs) -> Tensor:
     groups, (batch, queries) = x.k_cmp.shape[2], x.q.shape[:2]
     with torch.autocast(x.q.device.type, enabled=False):
         q, k = by_group(x.q, groups).mul(x.scale), by_group(x.k_cmp)[:, :, 0]
-        lse = by_group(x.lse[..., None], groups)[..., 0]
+        lse = None if x.lse is None else by_group(x.lse[..., None], groups)[..., 0]
         index = torch.full((batch * groups, queries, x.spec.select_top), -1, device=q.device)
         documents = document_slices(queries, x.cu_seqlens)
         blocks = compressed_slices(x.seq_len, x.cu_seqlens, x.spec)
         for rows, run in zip(documents, blocks, strict=True):
             length = x.seq_len if x.cu_seqlens is None else rows.stop - rows.start
             for heads in head_slices(batch * groups):
-                inputs = q[heads, rows], k[heads, run], lse[heads, rows]
+                of_rows = None if lse is None else lse[heads, rows]
+                inputs = q[heads, rows], k[heads, run], of_rows
                 _fill_index(*inputs, x.spec, length, index[heads, rows])
         index = index.unflatten(0, (batch, groups)).transpose(1, 2)
         return index.to(torch.int32).contiguous()
 
 
 def _fill_index(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, seq_len: int, index: Tensor
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spec: NSASpec, seq_len: int, index: Tensor
 ) -> None:
     """Fill `index` [K, T, n] for K of the KV heads and one document."""
     heads, queries, group = q.shape[:3]
@@ -167,11 +168,14 @@ def _fill_index(
             continue
         seen = spec.visible_compressed(first + stop - start - 1)
         score = q[:, start:stop].flatten(1, 2) @ k_cmp[:, :seen].mT
-        p = score.sub_(lse[:, start:stop].flatten(1)[..., None]).exp_()
-        p = p.unflatten(1, (-1, group)).sum(2)  # [K, R, N]
         end = torch.arange(seen, device=q.device) * spec.block_stride + spec.block_len - 1
-        p = p.masked_fill_(end > position, 0)
-        importance = sum_overlaps(p, blocks[:, :candidates], weights[:, :candidates])
+        table = blocks[:, :candidates], weights[:, :candidates]
+        if lse is None:
+            importance = log_sum_overlaps(score.masked_fill_(end > position, -torch.inf), *table)
+        else:
+            p = score.sub_(lse[:, start:stop].flatten(1)[..., None]).exp_()
+            p = p.unflatten(1, (-1, group)).sum(2)  # [K, R, N]
+            importance = sum_overlaps(p.masked_fill_(end > position, 0), *table)
         index[:, start:stop] = top_blocks(importance, own, spec)
 
 
@@ -181,6 +185,16 @@ def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
     total = p.new_zeros(*p.shape[:-1], blocks.shape[1])
     for index, weight in zip(blocks, weights, strict=True):  # in a fixed order: ties stay exact
         total += padded.index_select(-1, index.clamp(max=p.shape[-1])) * weight
+    return total
+
+
+def log_sum_overlaps(score: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
+    """The logarithm of `sum_overlaps` of exp(score), which cannot overflow."""
+    padded = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)
+    total = score.new_full((*score.shape[:-1], blocks.shape[1]), -torch.inf)
+    for index, weight in zip(blocks, weights, strict=True):
+        part = padded.index_select(-1, index.clamp(max=score.shape[-1])) + weight.log()
+        total = part if len(blocks) == 1 else torch.logaddexp(total, part)
     return total
 
 

@@ -48,9 +48,8 @@ def select_blocks(x: SelectionInputs) -> Tensor:
     blocks = compressed_slices(x.seq_len, x.cu_seqlens, x.spec)
     for doc, cmp in zip(documents, blocks, strict=True):
         length = x.seq_len if x.cu_seqlens is None else doc.stop - doc.start
-        score = importance(
-            x.q[:, doc], x.k_cmp[:, cmp], x.lse[:, doc], x.spec, seq_len=length, scale=x.scale
-        )
+        lse = None if x.lse is None else x.lse[:, doc]
+        score = importance(x.q[:, doc], x.k_cmp[:, cmp], lse, x.spec, seq_len=length, scale=x.scale)
         parts.append(top_blocks(score, x.spec, seq_len=length))
     return torch.cat(parts, 1)
 
@@ -74,23 +73,26 @@ def overlap(seq_len: int, spec: NSASpec, device: torch.device | None = None) -> 
 
 
 def importance(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, *, seq_len: int, scale: float
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spec: NSASpec, *, seq_len: int, scale: float
 ) -> Tensor:
     """Return the importance of each selection block to each query and KV head: [B, T, K, M].
 
     The queries are the document's last ones. Σ p[i] · overlap(i, j)/d over the compressed blocks i
-    and the query heads of a group; p is the compressed softmax.
+    and the query heads of a group; p is the compressed softmax. Without `lse`, the logarithm of the
+    same sum over exp(score[i]) of the only query head.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups, queries = k_cmp.shape[2], q.shape[1]
     q = q.to(dtype).unflatten(2, (groups, -1))
     score = torch.einsum("btkgd,bnkd->btkgn", q, k_cmp.to(dtype)) * scale
     seen = visible_blocks(seq_len, spec, q.device, queries)[:, :, :, None]
-    shifted = score - lse.to(dtype).unflatten(2, (groups, -1))[..., None]
-    p = torch.where(seen, shifted, -torch.inf).exp().sum(3)  # [B, T, K, N]
+    if lse is not None:
+        score = score - lse.to(dtype).unflatten(2, (groups, -1))[..., None]
+    score = torch.where(seen, score, -torch.inf)
+    p = score[:, :, :, 0] if lse is None else score.exp().sum(3)  # [B, T, K, N]
     weight = overlap(seq_len, spec, q.device).to(dtype)
     blocks = torch.arange(weight.shape[1], device=q.device)
-    total = p.new_zeros(*p.shape[:3], len(blocks))
+    total = p.new_full((*p.shape[:3], len(blocks)), -torch.inf if lse is None else 0)
     if not len(weight):
         return total
     # Each selection block adds the compressed blocks that overlap it one by one: blocks with equal
@@ -99,7 +101,11 @@ def importance(
     for i in range(int((weight > 0).sum(0).max())):
         rows = (first + i).clamp(max=len(weight) - 1)
         inside = (first + i < len(weight)).to(dtype)  # 0 where `rows` was clamped
-        total += p[..., rows] * (weight[rows, blocks] * inside)
+        part = weight[rows, blocks] * inside
+        if lse is None:
+            total = torch.logaddexp(total, p[..., rows] + part.log())
+        else:
+            total += p[..., rows] * part
     return total
 
 

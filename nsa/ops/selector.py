@@ -6,7 +6,8 @@
 
 j runs over the ranked blocks: those before the query that are not always selected. Inside the
 logarithm, target and p are normalized to a sum of 1 over them. The first factor is not, so a query
-counts by how much it attends to ranked blocks. Only compressed keys get a gradient.
+counts by how much it attends to ranked blocks. Compressed keys get a gradient, and so do queries
+of their own, if they have them (`q_cmp`, one head or more per KV head).
 
 The forward pass returns what the gradient needs per query and block, dp[j] = ∂loss/∂p[j], and per
 query and head: the logarithm of its compressed softmax's sum and Σ_j dp[j] · p[j] of that head. The
@@ -45,6 +46,7 @@ def selector_loss(
     queries: Tensor,
     spec: NSASpec,
     *,
+    q_cmp: Tensor | None = None,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
@@ -52,8 +54,9 @@ def selector_loss(
     """Return (loss, target): 0-dim, and the blocks' target [B, Hkv, S, M], 0 if not ranked.
 
     `queries` int64 [S] are the tokens, ascending, whose queries count; M blocks cover T tokens, and
-    a query's blocks are those of its document. Both results are float32 (float64 for float64
-    inputs). The backends "blockwise" and "reference" both run PyTorch.
+    a query's blocks are those of its document. `q_cmp` [B, S, heads, Dk] rank blocks instead of
+    q's at these tokens. Both results are float32 (float64 for float64 inputs). The backends
+    "blockwise" and "reference" both run PyTorch.
     """
     check_heads(q, k_cmp=k_cmp, k_sel=k_sel)
     check_length("k_sel", k_sel, q.shape[1], "q")
@@ -63,8 +66,11 @@ def selector_loss(
         raise ValueError(
             f"queries is {queries.dtype} {tuple(queries.shape)}; it must be int64 [S], ascending"
         )
+    if q_cmp is not None:
+        check_heads(q_cmp, k_cmp=k_cmp)
+        check_length("q_cmp", q_cmp, len(queries), "queries")
     numbers = spec.to_ints(), check_scale(q, scale)
-    inputs = k_cmp, q.detach(), k_sel.detach(), queries, cu_seqlens, *numbers
+    inputs = k_cmp, q_cmp, q.detach()[:, queries], k_sel.detach(), queries, cu_seqlens, *numbers
     op = torch_selector_loss
     if dispatch(backend, "selector_loss", q) is triton:
         from nsa.ops.triton.selector_loss import triton_selector_loss as op
@@ -83,8 +89,10 @@ def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:
         at = position[t]
         token = torch.arange(len(position), device=t.device)
         hidden = (token > t) | (token < t - at)  # [s, T]
-        attention = _scores(x, part, x.k_sel).masked_fill_(hidden[:, None], -torch.inf)
-        attention = attention.softmax(-1).mean(3)  # [B, K, s, T]
+        score = _scores(x.q[:, part], x.k_sel, x.scale)
+        attention = (
+            score.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).mean(3)
+        )  # [B, K, s, T]
         mass = attention.new_zeros(*attention.shape[:3], len(number))
         ranked = (number >= x.spec.init_blocks) & (
             number <= at // x.spec.select_len - x.spec.local_blocks
@@ -106,29 +114,36 @@ def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:
     return total / target[..., 0].numel(), target, dp, by_head
 
 
-def _backward(dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor) -> Tensor:
+def _backward(
+    dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of k_cmp and of q_cmp, which is empty without q_cmp."""
     position, _, first = _tables(x)
     overlap = _overlap(x, position, first, dp.shape[-1], dp.dtype)
-    dk = x.k_cmp.new_zeros(x.k_cmp.shape, dtype=dp.dtype)
+    k = x.k_cmp.to(dp.dtype)
+    dk = torch.zeros_like(k)
+    dq = k.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)
     for part in _parts(x):
         t = x.queries[part][:, None]
         score, _ = _compressed_scores(x, part, t, position[t], first)
         lse, delta = (y[..., None] for y in by_head[:, :, :, part])
         ds = (score - lse).exp_() * ((dp[:, :, part, None] @ overlap.T) - delta)
-        dk += torch.einsum("bksgn,bksgd->bnkd", ds, _queries(x, part))
-    by_query = dp[..., 0].numel() * by_head.shape[-1]
-    return (dk * (dloss / by_query)).to(x.k_cmp.dtype)
+        dk += torch.einsum("bksgn,bksgd->bnkd", ds, _by_group(x.ranking[:, part], k, x.scale))
+        if x.q_cmp is not None:
+            dq[:, part] = torch.einsum("bksgn,bnkd->bskgd", ds, k).flatten(2, 3) * x.scale
+    mean = dloss / (dp[..., 0].numel() * by_head.shape[-1])
+    return (dk * mean).to(x.k_cmp.dtype), (dq * mean).to(x.k_cmp.dtype)
 
 
 def _parts(x: SelectorInputs) -> Iterator[slice]:
     """Slices of the queries, whose scores are about SCORES at most."""
-    count, step = len(x.queries), max(1, SCORES // (x.q.shape[0] * x.q.shape[1] * x.q.shape[2]))
+    count, step = len(x.queries), max(1, SCORES // (x.k_sel.shape[1] * x.q[:, 0, :, 0].numel()))
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _tables(x: SelectorInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Position and block of each token in its document [T]; compressed blocks' first tokens [N]."""
-    seq_len, device = x.q.shape[1], x.q.device
+    seq_len, device = x.k_sel.shape[1], x.q.device
     position = torch.arange(seq_len, device=device)
     if x.cu_seqlens is not None:
         position = position - repeat_per_document(x.cu_seqlens[:-1], x.cu_seqlens, seq_len)
@@ -151,21 +166,21 @@ def _compressed_scores(
 ) -> tuple[Tensor, Tensor]:
     """Scores [B, K, s, G, N], -inf where hidden, and their lse; +inf for a query without keys."""
     seen = (first + x.spec.block_len <= t + 1) & (first >= t - at)  # [s, N]
-    score = _scores(x, part, x.k_cmp).masked_fill_(~seen[:, None], -torch.inf)
+    score = _scores(x.ranking[:, part], x.k_cmp, x.scale).masked_fill_(~seen[:, None], -torch.inf)
     lse = score.logsumexp(-1)
     return score, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def _scores(x: SelectorInputs, part: slice, k: Tensor) -> Tensor:
-    """Scaled products of the sampled queries and k [B, N, K, D], [B, K, s, G, N]."""
-    q = _queries(x, part)
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scaled products of queries [B, s, H, D] and keys [B, N, K, D], [B, K, s, G, N]."""
+    q = _by_group(q, k, scale)
     return (q.flatten(2, 3) @ k.to(q.dtype).permute(0, 2, 3, 1)).unflatten(2, q.shape[2:4])
 
 
-def _queries(x: SelectorInputs, part: slice) -> Tensor:
-    """Scaled sampled queries in at least float32, [B, K, s, G, D]."""
-    q = x.q[:, x.queries[part]].unflatten(2, (x.k_cmp.shape[2], -1)).transpose(1, 2)
-    return q.to(torch.promote_types(q.dtype, torch.float32)) * x.scale
+def _by_group(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scaled queries [B, s, H, D] in at least float32, [B, K, s, G, D]."""
+    q = q.unflatten(2, (k.shape[2], -1)).transpose(1, 2)
+    return q.to(torch.promote_types(q.dtype, torch.float32)) * scale
 
 
 torch_selector_loss = register(
@@ -174,5 +189,5 @@ torch_selector_loss = register(
     _forward,
     SelectorInputs.empty_outputs,
     outputs=4,
-    gradient=Gradient(_backward, inputs=1, outputs=1, saved=slice(2, 4)),
+    gradient=Gradient(_backward, inputs=2, outputs=1, saved=slice(2, 4)),
 )

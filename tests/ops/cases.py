@@ -221,9 +221,11 @@ def all_branches(
     return [result for branch in called for result in with_gradients(*branch)]
 
 
-def selection(x: Inputs, case: Case, backend: str) -> Tensor:
-    """The selected blocks, from the compressed branch's own lse."""
+def selection(x: Inputs, case: Case, backend: str, normalized: bool = True) -> Tensor:
+    """The selected blocks, from the compressed branch's own lse or without one."""
     common = {"cu_seqlens": case.offsets_on(x.q.device), "backend": backend}
+    if not normalized:
+        return select_blocks(x.q, x.k_cmp, None, case.spec, **common)
     _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, **common)
     return select_blocks(x.q, x.k_cmp, lse, case.spec, **common)
 
@@ -240,7 +242,7 @@ def rank_score(importance: Tensor, case: Case) -> Tensor:
     return score
 
 
-def exact_score(x: Inputs, case: Case) -> Tensor:
+def exact_score(x: Inputs, case: Case, normalized: bool = True) -> Tensor:
     """What blocks are ranked by, from the definition in float64, on the CPU."""
     wide, cu = x.to(torch.float64), case.offsets_on(x.q.device)
     _, lse = compressed_attention(
@@ -250,11 +252,15 @@ def exact_score(x: Inputs, case: Case) -> Tensor:
     documents = document_slices(case.seq_len, case.cu_seqlens)
     blocks = compressed_slices(case.seq_len, case.cu_seqlens, case.spec)
     for doc, cmp in zip(documents, blocks, strict=True):
-        q, k, length = wide.q[:, doc], wide.k_cmp[:, cmp], doc.stop - doc.start
         score = reference.importance(
-            q, k, lse[:, doc], case.spec, seq_len=length, scale=case.scale
-        ).cpu()
-        parts.append(pad(score, (0, widest - score.shape[-1])))
+            wide.q[:, doc],
+            wide.k_cmp[:, cmp],
+            lse[:, doc] if normalized else None,
+            case.spec,
+            seq_len=doc.stop - doc.start,
+            scale=case.scale,
+        )
+        parts.append(pad(score.cpu(), (0, widest - score.shape[-1])))
     return rank_score(torch.cat(parts, 1), case)
 
 

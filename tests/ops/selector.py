@@ -33,7 +33,12 @@ def sampled(case: Case) -> Tensor:
 
 
 def defined_loss(
-    q: Tensor, k_cmp: Tensor, k_sel: Tensor, queries: Tensor, case: Case
+    q: Tensor,
+    k_cmp: Tensor,
+    k_sel: Tensor,
+    queries: Tensor,
+    case: Case,
+    q_cmp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, target), from dense scores of one document and query at a time."""
     spec, groups = case.spec, k_sel.shape[2]
@@ -47,17 +52,18 @@ def defined_loss(
             strict=True,
         )
     ]
-    for t in queries.tolist():
+    for number, t in enumerate(queries.tolist()):
         doc, keys = next((d, k) for d, k in pieces if d.start <= t < d.stop)
         at, own = t - doc.start, (t - doc.start) // spec.select_len
         ranked = (blocks >= spec.init_blocks) & (blocks <= own - spec.local_blocks)
         query = q[:, t].detach().unflatten(1, (groups, -1))  # [B, K, G, D]
+        ranking = query if q_cmp is None else q_cmp[:, number].unflatten(1, (groups, -1))
         seen = spec.visible_compressed(at)
         position = torch.arange(at + 1)
         inside = torch.arange(seen)[:, None] * spec.block_stride + torch.arange(spec.block_len)
         masses = [
             attention(query, k_sel[:, doc.start : t + 1].detach(), case) @ one_hot(position, case),
-            attention(query, k_cmp[:, keys][:, :seen], case) @ one_hot(inside, case).mean(1),
+            attention(ranking, k_cmp[:, keys][:, :seen], case) @ one_hot(inside, case).mean(1),
         ]
         target, p = (mass.mean(2) * ranked for mass in masses)  # [B, K, M]
         log_target, log_p = (
@@ -80,17 +86,34 @@ def one_hot(position: Tensor, case: Case) -> Tensor:
     return (position[..., None] // case.spec.select_len == blocks).double()
 
 
-def results(case: Case, backend: str, x: Inputs, queries: Tensor | None = None) -> list[Tensor]:
-    """Loss, target, and the gradient of compressed keys; "definition" is a backend too."""
+def results(
+    case: Case,
+    backend: str,
+    x: Inputs,
+    queries: Tensor | None = None,
+    heads: int = 0,
+) -> list[Tensor]:
+    """Loss, target, and the gradient of compressed keys; "definition" is a backend too.
+
+    With `heads` per KV head, other queries than q rank blocks; their gradient comes last.
+    """
     queries = (sampled(case) if queries is None else queries).to(x.q.device)
 
-    def run(k_cmp: Tensor) -> tuple[Tensor, ...]:
+    def run(k_cmp: Tensor, q_cmp: Tensor | None = None) -> tuple[Tensor, ...]:
         if backend == "definition":
-            return defined_loss(x.q, k_cmp, x.k_sel, queries, case)
-        options = {"cu_seqlens": case.offsets_on(x.q.device), "backend": backend}
+            return defined_loss(x.q, k_cmp, x.k_sel, queries, case, q_cmp)
+        options = {"cu_seqlens": case.offsets_on(x.q.device), "backend": backend, "q_cmp": q_cmp}
         return selector_loss(x.q, k_cmp, x.k_sel, queries, case.spec, **options)
 
-    return only_loss(with_gradients(lambda k: split(run(k)), [x.k_cmp]))
+    inputs = [x.k_cmp, *([ranking_queries(x, queries, heads)] if heads else [])]
+    return only_loss(with_gradients(lambda *given: split(run(*given)), inputs))
+
+
+def ranking_queries(x: Inputs, queries: Tensor, heads: int) -> Tensor:
+    """Queries [B, S, Hkv · heads, Dk], none of which is one of q."""
+    draw = torch.Generator().manual_seed(len(queries))
+    shape = len(x.q), len(queries), x.k_cmp.shape[2] * heads, x.q.shape[3]
+    return torch.randn(shape, generator=draw, dtype=torch.float64).to(x.q)
 
 
 def split(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

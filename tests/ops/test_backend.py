@@ -232,6 +232,7 @@ WRONG: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
         {"lse": lambda c: c.lse[:, 1:]},
         r"^lse has shape \(1, 19, 4\); .*\(1, 20, 4\)",
     ),
+    ("select_blocks", {"lse": lambda c: None}, r"^lse = None: needs one query head per KV head"),
     ("select_blocks", {"seq_len": lambda c: 19}, r"^seq_len = 19 does not fit q's 20"),
     ("select_blocks", {"seq_len": lambda c: 40}, r"^k_cmp has length 9; .* T = 40 requires 19"),
     ("selected_attention", {"k": lambda c: c.x.k_sel[:, 1:]}, r"^k is .* and v is "),

@@ -134,6 +134,20 @@ def test_any_block_index_is_valid(lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("tile_size")
+@pytest.mark.parametrize("spec", [NSASpec(4, 3, 5, 3, 1, 1, 5), NSASpec(4, 4, 4, 3, 0, 1, 5)])
+@pytest.mark.parametrize("lengths", [(90,), (9, 0, 1, 70)], ids=str)
+def test_one_head_selects_as_the_definition_without_an_lse(
+    spec: NSASpec, lengths: tuple[int, ...]
+) -> None:
+    """Scores are up to a thousand, whose exponentials over- and underflow."""
+    case = Case(spec, lengths, batch=2 if len(lengths) == 1 else 1, group=1)
+    x = Inputs.of(case)
+    x.q *= 300
+    actual, expected = (selection(x, case, name, False) for name in ("blockwise", "reference"))
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.usefixtures("tile_size")
 @pytest.mark.parametrize("queries", default(2, [1, 13, 2, 49]))
 @pytest.mark.parametrize("backend", ["blockwise", "reference"])
 def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(

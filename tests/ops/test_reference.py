@@ -20,7 +20,7 @@ from nsa.ops import (
 )
 from nsa.spec import NSASpec
 from tests.ops import naive
-from tests.ops.cases import Case, Inputs, rank_score, same_selection
+from tests.ops.cases import Case, Inputs, rank_score, same_selection, selection
 from tests.ops.cases import one_thread as one_thread
 
 PAPER_LIKE = NSASpec(8, 4, 16, 4, 1, 2, 9)
@@ -99,6 +99,15 @@ def test_selection_is_that_of_the_definition(case: Case) -> None:
     importance = naive.importance(q, k_cmp, case.spec, case.scale, case.offsets)
     expected = torch.from_numpy(naive.select_blocks(importance, case.spec, case.offsets))
     assert index.dtype == torch.int32
+    assert same_selection(rank_score(torch.from_numpy(importance), case), index, expected, 1e-10)
+
+
+def test_one_head_selects_by_importance_without_an_lse(case: Case) -> None:
+    case = replace(case, group=1)
+    x = Inputs.of(case)
+    importance = naive.importance(x.q.numpy(), x.k_cmp.numpy(), case.spec, case.scale, case.offsets)
+    expected = torch.from_numpy(naive.select_blocks(importance, case.spec, case.offsets))
+    index = selection(x, case, "reference", normalized=False)
     assert same_selection(rank_score(torch.from_numpy(importance), case), index, expected, 1e-10)
 
 

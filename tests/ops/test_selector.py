@@ -26,6 +26,23 @@ def test_loss_and_gradient_are_those_of_the_definition(case: Case) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("name", ["packed", "batch", "odd sizes", "some queries without"])
+def test_queries_of_their_own_rank_blocks_and_get_a_gradient(name: str, heads: int) -> None:
+    case = PATTERNS[name]
+    x = Inputs.of(case)
+    actual, expected = (
+        results(case, backend, x, heads=heads) for backend in ("blockwise", "definition")
+    )
+    assert len(actual) == 4
+    assert actual[3].any()
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    with_q = results(case, "blockwise", x)
+    torch.testing.assert_close(actual[1], with_q[1])  # the target is attention's
+    assert not torch.allclose(actual[0], with_q[0])
+
+
 def test_the_cases_have_ranked_blocks() -> None:
     """Also with packed documents, or most would compare zeros."""
     losses = {case: float(results(case, "blockwise", Inputs.of(case))[0]) for case in CASES}
@@ -88,14 +105,15 @@ def test_half_precision_computes_in_float32_and_rounds_the_gradient_once(
 
 
 def declared(case: Case, x: Inputs) -> SelectorInputs:
+    queries = sampled(case)
     return SelectorInputs(
-        x.k_cmp, x.q, x.k_sel, sampled(case), case.cu_seqlens, case.spec, case.scale
+        x.k_cmp, None, x.q[:, queries], x.k_sel, queries, case.cu_seqlens, case.spec, case.scale
     )
 
 
 def test_the_op_matches_its_declaration() -> None:
     x = declared(PACKED, Inputs.of(PACKED))
-    arguments = (x.k_cmp.requires_grad_(), *x[1:5], x.spec.to_ints(), x.scale)
+    arguments = (x.k_cmp.requires_grad_(), *x[1:6], x.spec.to_ints(), x.scale)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch_selector_loss, arguments, test_utils=utils)
 

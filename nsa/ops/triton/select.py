@@ -32,6 +32,11 @@ from nsa.ops.triton.configs import choose_config
 from nsa.ops.triton.launch import launch, next_power_of_2, padded_size
 
 NONE = tl.constexpr(1 << 30)  # an index that no block has
+# Scores below those of all candidates, whose least is LEAST: of an empty place in the top-n, and of
+# a block that is no candidate or already taken.
+LEAST = tl.constexpr(-1e30)
+EMPTY = tl.constexpr(-2e30)
+TAKEN = tl.constexpr(-3e30)
 
 
 @triton.jit
@@ -84,6 +89,44 @@ def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
+def _log_importance(q, k, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
+    """log2 Σ over overlapping visible blocks i of 2^score[i] · overlap(i, j): [QUERIES, BLOCKS].
+
+    For one query head per KV head, which needs no lse. Summed in the order of i.
+    """
+    QUERIES: tl.constexpr = C.QUERIES
+    BLOCKS: tl.constexpr = C.BLOCKS
+    low = first_overlap(j, C)
+    seen_by = visible(t, C)
+    high = tl.max(seen_by, 0)
+    row = tl.arange(0, QUERIES)
+    q_tile = load_rows(q, row, C.HEADS * C.KEY, C.KEY, C.KEY_P, valid)  # [QUERIES, KEY_P]
+    m = tl.full([QUERIES, BLOCKS], LEAST, tl.float32)
+    total = tl.zeros([QUERIES, BLOCKS], tl.float32)
+    for c in range(C.COUNT):
+        i = low + c
+        inside = ((i >= 0) & (i < high)) if MASKED else None
+        # [BLOCKS, KEY_P]
+        k_tile = load_rows(k, i.to(tl.int64), C.HEADS * C.KEY, C.KEY, C.KEY_P, inside)
+        weight = overlap(i, j, C)
+        s = dot(q_tile, tl.trans(k_tile)) * scale
+        sees = (weight > 0.0)[None, :]
+        if MASKED:
+            sees = sees & (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])
+        s = tl.where(sees, s, LEAST)
+        if C.COUNT == 1:  # every block has the same overlap, which does not change the order
+            m = s
+        else:
+            m_new = tl.maximum(m, s)
+            part = tl.where(sees, tl.exp2(s - m_new) * weight[None, :], 0.0)
+            total = total * tl.exp2(m - m_new) + part
+            m = m_new
+    if C.COUNT > 1:
+        m = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), LEAST)
+    return tl.maximum(m, LEAST)
+
+
+@triton.jit
 def _keep_best(score, j, best, index):
     """Merge a tile of scores into the running top-n of each row: (scores, indices), unsorted.
 
@@ -98,7 +141,7 @@ def _keep_best(score, j, best, index):
         out = better & (best == least[:, None]) & (index == worst[:, None])
         best = tl.where(out, top[:, None], best)
         index = tl.where(out, block[:, None], index)
-        score = tl.where(better & (j[None, :] == block[:, None]), -2.0, score)
+        score = tl.where(better & (j[None, :] == block[:, None]), TAKEN, score)
         least = tl.min(best, 1)
         top = tl.max(score, 1)
     return best, index
@@ -124,7 +167,8 @@ def select_kernel(
         token = (batch * q_len + start + tile * QUERIES) * C.HEADS + head
         first_key = batch * key_len + keys_before(cu, document, C)
         q += token * C.GROUP * C.KEY
-        lse += token * C.GROUP
+        if lse is not None:
+            lse += token * C.GROUP
         k += (first_key * C.HEADS + head) * C.KEY
 
         entry = tl.arange(0, TOP_P)[None, :]
@@ -132,7 +176,7 @@ def select_kernel(
         # Select all candidates, where there are no more than TOP.
         index = tl.where(entry <= own[:, None], entry, NONE)
         if last >= C.TOP:
-            best = tl.where(entry < C.TOP, -1.0, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
+            best = tl.where(entry < C.TOP, EMPTY, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
             index = tl.where(entry < C.TOP, NONE + entry, NONE) + tl.zeros([QUERIES, 1], tl.int32)
             # Blocks from `low` to `high` need no mask: the compressed blocks read for them (at most
             # one more than overlap) begin inside the document, and all queries see them.
@@ -143,10 +187,13 @@ def select_kernel(
                 begin, stop = span(phase, 0, low, high, last + 1)
                 for first in range(begin, stop, C.BLOCKS):
                     j = first + tl.arange(0, C.BLOCKS)
-                    score = _importance(q, k, lse, t, j, valid, scale, C, phase != 1)
+                    if lse is None:
+                        score = _log_importance(q, k, t, j, valid, scale, C, phase != 1)
+                    else:
+                        score = _importance(q, k, lse, t, j, valid, scale, C, phase != 1)
                     always = (j < C.INIT)[None, :] | (j[None, :] > (own - C.LOCAL)[:, None])
                     score = tl.where(always, float("inf"), score)
-                    score = tl.where(j[None, :] <= own[:, None], score, -2.0)
+                    score = tl.where(j[None, :] <= own[:, None], score, TAKEN)
                     best, index = _keep_best(score, j, best, index)
             index = tl.where(entry < C.TOP, index, NONE)
             if TOP_P > 1:
@@ -167,7 +214,8 @@ def select_forward(x: SelectionInputs) -> Tensor:
     cu, documents = document_offsets(x.cu_seqlens)
     launch(
         select_kernel, (max_tiles(queries, config.rows, x.cu_seqlens), groups, batch), config,
-        q=x.q.contiguous(), k=x.k_cmp.contiguous(), lse=x.lse.contiguous(), out=out, cu=cu,
+        q=x.q.contiguous(), k=x.k_cmp.contiguous(),
+        lse=None if x.lse is None else x.lse.contiguous(), out=out, cu=cu,
         q_len=queries, seq_len=x.seq_len, key_len=x.k_cmp.shape[1], documents=documents,
         scale=x.scale * LOG2E,
         C=constants_of(

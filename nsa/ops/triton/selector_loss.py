@@ -1,11 +1,13 @@
-"""Selector loss in three kernels: a number per head and block, then per query, then per key.
+"""Selector loss: a kernel computes a number per head and block, then one per query.
 
-    mass_kernel      logarithm of each block's softmax mass, from selected and compressed keys
+    mass_kernel         logarithm of each block's softmax mass, from selected or compressed keys
     divergence_kernel   both softmaxes over blocks, the loss, and dp = ∂loss/∂p by block
-    keys_kernel      the gradient of compressed keys: a program sums over all queries of its keys
+    keys_kernel         the gradient of compressed keys: a program sums over all queries of its keys
+    queries_kernel      that of the queries that rank, if they are not the attention's
 
-Rows are the sampled queries times the heads of a group. The positions of a compressed block are
-divided among the selection blocks, so the sum of a row's masses is l times its softmax's sum.
+Rows are the sampled queries times the heads of a group, of q or of q_cmp. The positions of a
+compressed block are divided among the selection blocks, so the sum of a row's masses is l times its
+softmax's sum.
 """
 
 from __future__ import annotations
@@ -53,7 +55,14 @@ def _documents_of(cu, documents, t, C: tl.constexpr):
 
 
 @triton.jit
-def _sampled_rows(queries, q, cu, first, rows, seq_len, documents, batch, head, C: tl.constexpr):
+def _query_rows(row, rows, batch, head, C: tl.constexpr):
+    """Where rows of one KV head are in queries [B, S, Hkv · GROUP, Dk]."""
+    sample = batch * (rows // C.GROUP) + row // C.GROUP
+    return (sample * C.HEADS + head) * C.GROUP + row % C.GROUP
+
+
+@triton.jit
+def _sampled_rows(queries, q, cu, first, rows, documents, batch, head, C: tl.constexpr):
     """Rows `first` to `first + ROWS`: valid, position, document's token and key, q [ROWS, KEY_P].
 
     A row that does not exist has position -1, so it sees no key.
@@ -61,7 +70,7 @@ def _sampled_rows(queries, q, cu, first, rows, seq_len, documents, batch, head, 
     row = first + tl.arange(0, C.ROWS)
     valid = row < rows
     t = tl.load(queries + row // C.GROUP, mask=valid, other=0)
-    at = ((batch * seq_len + t) * C.HEADS + head) * C.GROUP + row % C.GROUP
+    at = _query_rows(row, rows, batch, head, C)
     q_tile = load_rows(q, at, C.KEY, C.KEY, C.KEY_P, valid)
     t = t.to(tl.int32)
     start, first_key = _documents_of(cu, documents, t, C)
@@ -122,13 +131,14 @@ def _compressed_mass(q_tile, k, j, seen_by, high, scale, C: tl.constexpr):
 
 @kernel
 def mass_kernel(
-    q, k_sel, k_cmp, queries, sel_mass, cmp_mass, cu,
+    q, k_sel, k_cmp, queries, mass, cu,
     seq_len, key_len, documents, rows, total_blocks, scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """Masses of C.BLOCKS blocks for a tile of rows; blocks after a row's own are not written.
 
-    A tile's rows may be of several documents, which are computed one after another.
+    From k_sel, or without it from k_cmp. A tile's rows may be of several documents, which are
+    computed one after another.
     """
     BLOCKS: tl.constexpr = C.BLOCKS
     tiles = tl.cdiv(total_blocks, BLOCKS)
@@ -136,11 +146,10 @@ def mass_kernel(
     first_row = tl.program_id(0) // tiles * C.ROWS
     first_block = tl.program_id(0) % tiles * BLOCKS
     valid, position, start, first_key, q_tile = _sampled_rows(
-        queries, q, cu, first_row, rows, seq_len, documents, batch, head, C
+        queries, q, cu, first_row, rows, documents, batch, head, C
     )
     row = (batch * C.HEADS + head) * rows + first_row + tl.arange(0, C.ROWS)
-    sel_mass += row * total_blocks
-    cmp_mass += row * total_blocks
+    mass += row * total_blocks
     seen_by = visible(position, C)
     j = first_block + tl.arange(0, BLOCKS)
     current = tl.min(tl.where(valid, start, FAR), 0)  # first token of a document
@@ -148,37 +157,44 @@ def mass_kernel(
         mine = valid & (start == current)
         reach = tl.max(tl.where(mine, position, -1), 0)
         stop = tl.minimum(first_block + BLOCKS, reach // C.SELECT + 1)
-        k = k_sel + ((batch * seq_len + current) * C.HEADS + head) * C.KEY
-        for block in range(first_block, stop):
-            mass = _selected_mass(q_tile, k, block, position, reach, scale, C)
-            tl.store(sel_mass + block, mass, mask=mine & (block * C.SELECT <= position))
-        if first_block < stop:
+        if k_sel is not None:
+            k = k_sel + ((batch * seq_len + current) * C.HEADS + head) * C.KEY
+            for block in range(first_block, stop):
+                one = _selected_mass(q_tile, k, block, position, reach, scale, C)
+                tl.store(mass + block, one, mask=mine & (block * C.SELECT <= position))
+        elif first_block < stop:
             key = tl.min(tl.where(mine, first_key, FAR), 0)
             high = tl.max(tl.where(mine, seen_by, 0), 0)
             k = k_cmp + ((batch * key_len + key) * C.HEADS + head) * C.KEY
-            mass = _compressed_mass(q_tile, k, j, seen_by, high, scale, C)
-            at = cmp_mass[:, None] + j[None, :]
-            tl.store(at, mass, mask=mine[:, None] & (j[None, :] * C.SELECT <= position[:, None]))
+            tile = _compressed_mass(q_tile, k, j, seen_by, high, scale, C)
+            at = mass[:, None] + j[None, :]
+            tl.store(at, tile, mask=mine[:, None] & (j[None, :] * C.SELECT <= position[:, None]))
         current = tl.min(tl.where(valid & (start > current), start, FAR), 0)
 
 
 @triton.jit
-def _block_tile(sel_mass, cmp_mass, first, own, C: tl.constexpr, HEADS_P: tl.constexpr):
-    """Blocks from `first` on, and their masses [HEADS_P, BLOCKS]; -inf for those after `own`."""
-    j, g = first + tl.arange(0, C.BLOCKS), tl.arange(0, HEADS_P)
-    inside = (g < C.GROUP)[:, None] & (j <= own)[None, :]
-    a = tl.load(sel_mass[:, None] + j[None, :], mask=inside, other=float("-inf"))
-    b = tl.load(cmp_mass[:, None] + j[None, :], mask=inside, other=float("-inf"))
-    return j, a, b
+def _block_masses(mass, row, first, own, total_blocks, HEADS: tl.constexpr, C: tl.constexpr):
+    """Masses [heads, BLOCKS] of blocks from `first` on; -inf for those after `own`.
+
+    `row` [heads] are the rows of one query, of which the first HEADS exist.
+    """
+    j = first + tl.arange(0, C.BLOCKS)
+    g = tl.arange(0, row.shape[0])
+    inside = (g < HEADS)[:, None] & (j <= own)[None, :]
+    at = (row * total_blocks)[:, None] + j[None, :]
+    return tl.load(mass + at, mask=inside, other=float("-inf"))
 
 
 @kernel
 def divergence_kernel(
     queries, sel_mass, cmp_mass, losses, target, dp, by_head, cu,
-    documents, rows, total_blocks,
-    C: tl.constexpr, HEADS_P: tl.constexpr,
+    documents, total_blocks,
+    C: tl.constexpr, HEADS_P: tl.constexpr, RANKING: tl.constexpr, RANKING_P: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one query and KV head, its target, and what the gradient needs."""
+    """The loss of one query and KV head, its target, and what the gradient needs.
+
+    Of RANKING heads per KV head `cmp_mass` has rows, of C.GROUP heads `sel_mass`.
+    """
     TINY: tl.constexpr = 1.1754943508222875e-38
     s, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, count = tl.program_id(2).to(tl.int64), tl.num_programs(0)
@@ -186,17 +202,17 @@ def divergence_kernel(
     start, _first_key = _documents_of(cu, documents, t, C)
     own = tl.sum(t - start, 0) // C.SELECT
     last = own - C.LOCAL  # of the ranked blocks
-    g = tl.arange(0, HEADS_P)
-    row = (batch * C.HEADS + head) * rows + s * C.GROUP + g
-    sel_mass += row * total_blocks
-    cmp_mass += row * total_blocks
     query = (batch * C.HEADS + head) * count + s
+    row_a = query * C.GROUP + tl.arange(0, HEADS_P)
+    g = tl.arange(0, RANKING_P)
+    row_b = query * RANKING + g
     target += query * total_blocks
     dp += query * total_blocks
     m_a, sum_a = tl.full([HEADS_P], float("-inf"), tl.float32), tl.zeros([HEADS_P], tl.float32)
-    m_b, sum_b = m_a, sum_a
+    m_b, sum_b = tl.full([RANKING_P], float("-inf"), tl.float32), tl.zeros([RANKING_P], tl.float32)
     for first in range(0, own + 1, C.BLOCKS):
-        j, a, b = _block_tile(sel_mass, cmp_mass, first, own, C, HEADS_P)
+        a = _block_masses(sel_mass, row_a, first, own, total_blocks, C.GROUP, C)
+        b = _block_masses(cmp_mass, row_b, first, own, total_blocks, RANKING, C)
         m_a, sum_a = _add(a, m_a, sum_a)
         m_b, sum_b = _add(b, m_b, sum_b)
     # A row that saw nothing has lse +inf, so that its probabilities are 0.
@@ -204,19 +220,23 @@ def divergence_kernel(
     lse_b = tl.where(sum_b > 0.0, _log_sum(m_b, sum_b), float("inf"))[:, None]
     target_sum, p_sum = 0.0, 0.0
     for first in range(0, last + 1, C.BLOCKS):
-        j, a, b = _block_tile(sel_mass, cmp_mass, first, own, C, HEADS_P)
+        a = _block_masses(sel_mass, row_a, first, own, total_blocks, C.GROUP, C)
+        b = _block_masses(cmp_mass, row_b, first, own, total_blocks, RANKING, C)
+        j = first + tl.arange(0, C.BLOCKS)
         ranked = (j >= C.INIT) & (j <= last)
         target_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0), 0)
-        p_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(b - lse_b), 0) / C.GROUP, 0.0), 0)
+        p_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(b - lse_b), 0) / RANKING, 0.0), 0)
     log_ratio = tl.log2(tl.maximum(p_sum, TINY)) - tl.log2(tl.maximum(target_sum, TINY))
     dp_sum = tl.where(p_sum > TINY, target_sum / tl.maximum(p_sum, TINY), 0.0)
-    loss, delta = 0.0, tl.zeros([HEADS_P], tl.float32)
+    loss, delta = 0.0, tl.zeros([RANKING_P], tl.float32)
     for first in range(0, total_blocks, C.BLOCKS):
-        j, a, b = _block_tile(sel_mass, cmp_mass, first, own, C, HEADS_P)
+        a = _block_masses(sel_mass, row_a, first, own, total_blocks, C.GROUP, C)
+        b = _block_masses(cmp_mass, row_b, first, own, total_blocks, RANKING, C)
+        j = first + tl.arange(0, C.BLOCKS)
         ranked = (j >= C.INIT) & (j <= last)
         by_head_p = tl.exp2(b - lse_b)
         wanted = tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0)
-        p = tl.where(ranked, tl.sum(by_head_p, 0) / C.GROUP, 0.0)
+        p = tl.where(ranked, tl.sum(by_head_p, 0) / RANKING, 0.0)
         log_p = tl.log2(tl.maximum(p, TINY))
         loss += tl.sum(wanted * (tl.log2(tl.maximum(wanted, TINY)) - log_p + log_ratio), 0)
         d = tl.where(p > TINY, dp_sum - wanted / tl.maximum(p, TINY), dp_sum)
@@ -226,110 +246,166 @@ def divergence_kernel(
         tl.store(dp + j, d, mask=j < total_blocks)
     tl.store(losses + query, loss * 0.6931471805599453)
     # The lse over compressed keys, not over positions of their blocks.
-    lse = tl.sum(lse_b, 1) - tl.log2(tl.zeros([HEADS_P], tl.float32) + C.LEN)
-    tl.store(by_head + row, lse, mask=g < C.GROUP)
-    size = tl.num_programs(2) * C.HEADS * rows
-    tl.store(by_head + size.to(tl.int64) + row, delta, mask=g < C.GROUP)
+    lse = tl.sum(lse_b, 1) - tl.log2(tl.zeros([RANKING_P], tl.float32) + C.LEN)
+    tl.store(by_head + row_b, lse, mask=g < RANKING)
+    size = tl.num_programs(2).to(tl.int64) * C.HEADS * count * RANKING
+    tl.store(by_head + size + row_b, delta, mask=g < RANKING)
+
+
+@triton.jit
+def _score_gradient(
+    k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, size, total_blocks,
+    scale, C: tl.constexpr,
+):  # fmt: skip
+    """∂loss/∂score of compressed keys i [KEYS] and rows, not divided by the mean: [KEYS, ROWS]."""
+    KEYS: tl.constexpr = C.KEYS
+    ROWS: tl.constexpr = C.ROWS
+    OVERLAPS: tl.constexpr = (C.LEN + C.SELECT - 2) // C.SELECT + 1
+    local = i[:, None] - first_key[None, :]  # of the row's document, [KEYS, ROWS]
+    sees = inside[:, None] & (local >= 0) & (local < visible(position, C)[None, :])
+    lse = tl.load(by_head + row, mask=valid, other=float("inf"))
+    delta = tl.load(by_head + size + row, mask=valid, other=0.0)
+    s = dot(k_tile, tl.trans(q_tile)) * scale
+    p = tl.where(sees, tl.exp2(s - lse[None, :]), 0.0)
+    gradient = tl.zeros([KEYS, ROWS], tl.float32)
+    for c in tl.static_range(OVERLAPS):
+        j = local * C.STRIDE // C.SELECT + c
+        weight = overlap(local, j, C)
+        d = dp + (row // C.GROUP)[None, :] * total_blocks + j
+        gradient += weight * tl.load(d, mask=sees & (weight > 0.0), other=0.0)
+    return p * (gradient / C.LEN - delta[None, :])
 
 
 @kernel
 def keys_kernel(
     k_cmp, q, queries, dp, by_head, dloss, dk, cu,
-    seq_len, key_len, documents, rows, total_blocks, scale,
+    key_len, documents, rows, total_blocks, scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of compressed keys; every program sums over rows in their order."""
-    KEYS: tl.constexpr = C.KEYS
-    KEY_P: tl.constexpr = C.KEY_P
-    ROWS: tl.constexpr = C.ROWS
-    OVERLAPS: tl.constexpr = (C.LEN + C.SELECT - 2) // C.SELECT + 1
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    i = tl.program_id(0) * C.KEYS + tl.arange(0, C.KEYS)
     at, inside = (batch * key_len + i) * C.HEADS + head, i < key_len
     k_tile = load_rows(k_cmp, at, C.KEY, C.KEY, C.KEY_P, inside)
     size = (tl.num_programs(2) * C.HEADS * rows).to(tl.int64)
     by_head += (batch * C.HEADS + head) * rows
     dp += (batch * C.HEADS + head) * (rows // C.GROUP) * total_blocks
-    total = tl.zeros([KEYS, KEY_P], tl.float32)
-    for first in range(0, rows, ROWS):
+    total = tl.zeros_like(k_tile).to(tl.float32)  # [KEYS, KEY_P]
+    for first in range(0, rows, C.ROWS):
         valid, position, _start, first_key, q_tile = _sampled_rows(
-            queries, q, cu, first, rows, seq_len, documents, batch, head, C
+            queries, q, cu, first, rows, documents, batch, head, C
         )
-        row = first + tl.arange(0, ROWS)
-        local = i[:, None] - first_key[None, :]  # of the row's document, [KEYS, ROWS]
-        sees = inside[:, None] & (local >= 0) & (local < visible(position, C)[None, :])
-        lse = tl.load(by_head + row, mask=valid, other=float("inf"))
-        delta = tl.load(by_head + size + row, mask=valid, other=0.0)
-        s = dot(k_tile, tl.trans(q_tile)) * scale
-        p = tl.where(sees, tl.exp2(s - lse[None, :]), 0.0)
-        gradient = tl.zeros([KEYS, ROWS], tl.float32)
-        for c in tl.static_range(OVERLAPS):
-            j = local * C.STRIDE // C.SELECT + c
-            weight = overlap(local, j, C)
-            d = dp + (row // C.GROUP)[None, :] * total_blocks + j
-            gradient += weight * tl.load(d, mask=sees & (weight > 0.0), other=0.0)
-        ds = p * (gradient / C.LEN - delta[None, :])
+        row = first + tl.arange(0, C.ROWS)
+        ds = _score_gradient(
+            k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, size,
+            total_blocks, scale, C,
+        )  # fmt: skip
         total = dot(ds.to(q_tile.dtype), q_tile, total)
     # Scaled at last: in half precision a mean over all queries would underflow.
-    mean = size.to(tl.float32)
-    total *= scale * 0.6931471805599453 * tl.load(dloss) / mean
+    total *= scale * 0.6931471805599453 * tl.load(dloss) / size.to(tl.float32)
     store_rows(dk, at, C.KEY, total, C.KEY, C.KEY_P, inside)
+
+
+@kernel
+def queries_kernel(
+    k_cmp, q, queries, dp, by_head, dloss, dq, cu,
+    key_len, documents, rows, total_blocks, scale,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of queries, which a program sums over the keys that they see."""
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first_row = tl.program_id(0) * C.ROWS
+    valid, position, _start, first_key, q_tile = _sampled_rows(
+        queries, q, cu, first_row, rows, documents, batch, head, C
+    )
+    row = first_row + tl.arange(0, C.ROWS)
+    size = (tl.num_programs(2) * C.HEADS * rows).to(tl.int64)
+    by_head += (batch * C.HEADS + head) * rows
+    dp += (batch * C.HEADS + head) * (rows // C.GROUP) * total_blocks
+    total = tl.zeros_like(q_tile).to(tl.float32)  # [ROWS, KEY_P]
+    begin = tl.min(tl.where(valid, first_key, key_len), 0)
+    end = tl.max(tl.where(valid, first_key + visible(position, C), 0), 0)
+    for first in range(begin, end, C.KEYS):
+        i = first + tl.arange(0, C.KEYS)
+        at, inside = (batch * key_len + i) * C.HEADS + head, i < end
+        k_tile = load_rows(k_cmp, at, C.KEY, C.KEY, C.KEY_P, inside)
+        ds = _score_gradient(
+            k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, size,
+            total_blocks, scale, C,
+        )  # fmt: skip
+        total = dot(tl.trans(ds).to(k_tile.dtype), k_tile, total)
+    total *= scale * 0.6931471805599453 * tl.load(dloss) / size.to(tl.float32)
+    at = _query_rows(row, rows, batch, head, C)
+    store_rows(dq, at, C.KEY, total, C.KEY, C.KEY_P, valid)
 
 
 def selector_loss_forward(x: SelectorInputs) -> tuple[Tensor, ...]:
     """The outputs in the order of `SelectorInputs.empty_outputs`."""
     _, target, dp, by_head = x.empty_outputs()
     batch, groups, count, blocks = target.shape
-    constants, config = _tile(x)
-    rows = count * constants.GROUP
-    sel_mass, cmp_mass = (target.new_empty(batch, groups, rows, blocks) for _ in range(2))
     losses = target.new_empty(batch, groups, count)
-    tiles = cdiv(rows, constants.ROWS) * cdiv(blocks, constants.BLOCKS)
     cu, documents = document_offsets(x.cu_seqlens)
-    launch(
-        mass_kernel, (tiles, groups, batch), config,
-        q=x.q.contiguous(), k_sel=x.k_sel.contiguous(), k_cmp=x.k_cmp.contiguous(),
-        queries=x.queries, sel_mass=sel_mass, cmp_mass=cmp_mass, cu=cu,
-        seq_len=x.q.shape[1], key_len=x.k_cmp.shape[1], documents=documents, rows=rows,
-        total_blocks=blocks, scale=x.scale * LOG2E, C=constants,
-    )  # fmt: skip
-    heads_p = next_power_of_2(constants.GROUP)
+    masses = []
+    for q, k_sel, k_cmp in ((x.q, x.k_sel, None), (x.ranking, None, x.k_cmp)):
+        constants, config = _tile(x, q)
+        rows = count * constants.GROUP
+        mass = target.new_empty(batch, groups, rows, blocks)
+        tiles = cdiv(rows, constants.ROWS) * cdiv(blocks, constants.BLOCKS)
+        launch(
+            mass_kernel, (tiles, groups, batch), config,
+            q=q.contiguous(), k_sel=None if k_sel is None else k_sel.contiguous(),
+            k_cmp=None if k_cmp is None else k_cmp.contiguous(), queries=x.queries, mass=mass,
+            cu=cu, seq_len=x.k_sel.shape[1], key_len=x.k_cmp.shape[1], documents=documents,
+            rows=rows, total_blocks=blocks, scale=x.scale * LOG2E, C=constants,
+        )  # fmt: skip
+        masses.append(mass)
+    constants, config = _tile(x, x.q)
+    ranking = by_head.shape[-1]
+    heads_p, ranking_p = next_power_of_2(constants.GROUP), next_power_of_2(ranking)
     step = min(next_power_of_2(blocks), max(1, STEP // heads_p))
     launch(
         divergence_kernel, (count, groups, batch), config._replace(warps=1),
-        queries=x.queries, sel_mass=sel_mass, cmp_mass=cmp_mass,
+        queries=x.queries, sel_mass=masses[0], cmp_mass=masses[1],
         losses=losses, target=target, dp=dp, by_head=by_head, cu=cu,
-        documents=documents, rows=rows, total_blocks=blocks,
+        documents=documents, total_blocks=blocks,
         C=constants._replace(BLOCKS=step, ROWS=0, KEYS=0), HEADS_P=heads_p,
+        RANKING=ranking, RANKING_P=ranking_p,
     )  # fmt: skip
     return losses.mean(), target, dp, by_head
 
 
-def selector_loss_backward(dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor) -> Tensor:
-    """The gradient of k_cmp; the same from run to run."""
+def selector_loss_backward(
+    dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of k_cmp and q_cmp, empty without q_cmp; the same from run to run."""
     dk = torch.empty_like(x.k_cmp, memory_format=torch.contiguous_format)
-    constants, config = _tile(x)
+    dq = dk.new_empty(0 if x.q_cmp is None else x.q_cmp.shape)
+    constants, config = _tile(x, x.ranking)
     constants = constants._replace(KEYS=config.rows, ROWS=config.keys, BLOCKS=0, COUNT=0)
     batch, key_len, groups, _ = x.k_cmp.shape
     cu, documents = document_offsets(x.cu_seqlens)
-    launch(
-        keys_kernel, (cdiv(key_len, constants.KEYS), groups, batch), config,
-        k_cmp=x.k_cmp.contiguous(), q=x.q.contiguous(), queries=x.queries,
-        dp=dp, by_head=by_head, dloss=dloss, dk=dk, cu=cu,
-        seq_len=x.q.shape[1], key_len=key_len, documents=documents,
-        rows=x.queries.shape[0] * constants.GROUP, total_blocks=dp.shape[-1],
-        scale=x.scale * LOG2E, C=constants,
-    )  # fmt: skip
-    return dk
+    rows = x.queries.shape[0] * constants.GROUP
+    common = {
+        "k_cmp": x.k_cmp.contiguous(), "q": x.ranking.contiguous(), "queries": x.queries,
+        "dp": dp, "by_head": by_head, "dloss": dloss, "cu": cu, "key_len": key_len,
+        "documents": documents, "rows": rows, "total_blocks": dp.shape[-1],
+        "scale": x.scale * LOG2E, "C": constants,
+    }  # fmt: skip
+    grid = cdiv(key_len, constants.KEYS), groups, batch
+    launch(keys_kernel, grid, config, dk=dk, **common)
+    if x.q_cmp is not None:
+        grid = cdiv(rows, constants.ROWS), groups, batch
+        launch(queries_kernel, grid, config, dq=dq, **common)
+    return dk, dq
 
 
-def _tile(x: SelectorInputs) -> tuple[Constants, Config]:
-    """The constants of mass_kernel, and a config."""
-    constants = constants_of(x.q, x.k_cmp, spec=x.spec, TOP=0)
-    config = choose_config("selector", constants.padded, x.q, x.q.shape[1])
+def _tile(x: SelectorInputs, q: Tensor) -> tuple[Constants, Config]:
+    """The constants of mass_kernel for these queries, and a config."""
+    constants = constants_of(q, x.k_cmp, spec=x.spec, TOP=0)
+    config = choose_config("selector", constants.padded, q, x.k_sel.shape[1])
     steps = min(config.keys, max(16, next_power_of_2(x.spec.select_len)))
     # Few blocks, so that programs are many; in float32 products with 16 columns spill registers.
-    blocks = 16 if x.q.dtype.itemsize <= 2 else 32
+    blocks = 16 if q.dtype.itemsize <= 2 else 32
     return constants._replace(ROWS=config.rows, KEYS=steps, BLOCKS=blocks), config
 
 
@@ -339,5 +415,5 @@ triton_selector_loss = register(
     selector_loss_forward,
     SelectorInputs.empty_outputs,
     outputs=4,
-    gradient=Gradient(selector_loss_backward, inputs=1, outputs=1, saved=slice(2, 4)),
+    gradient=Gradient(selector_loss_backward, inputs=2, outputs=1, saved=slice(2, 4)),
 )

@@ -56,6 +56,7 @@ from tests.ops.triton.test_cross_entropy import assert_cross_entropy_parity
 from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
 from tests.ops.triton.test_pooling import assert_pool_parity
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
+from tests.ops.triton.test_select import assert_selects_as_well
 from tests.ops.triton.test_selector_loss import assert_selector_parity
 
 Check = Callable[[], None]
@@ -82,6 +83,21 @@ def selection_is_as_good() -> None:
         x = inputs(case)
         index = selection(x, case, "triton")
         assert same_selection(exact_score(x, case), index, reference_blocks(case))
+
+
+def one_head_selects_without_an_lse() -> None:
+    specs = NSASpec(5, 2, 3, 4, 0, 1, 5), NSASpec(4, 4, 4, 3, 1, 1, 5)
+    for spec in specs:
+        for lengths in ((90,), (9, 0, 1, 60)):
+            case = replace(CASE, spec=spec, lengths=lengths, group=1)
+            assert_selects_as_well(case)
+            assert_selects_as_well(case, logits=300)
+
+
+def selector_losses_of_own_queries_are_those_of_pytorch() -> None:
+    with override_choices(lambda *_: Config(16, 16, 4, 1)):
+        assert_selector_parity(PATTERNS["packed"], heads=1)
+        assert_selector_parity(PATTERNS["batch"], heads=2)
 
 
 def unmasked_tiles_are_fully_visible() -> None:
@@ -366,6 +382,38 @@ PLANTS = {
         selector_loss, "_compressed_mass", "< seen_by[:, None]", "<= seen_by[:, None]",
         selector_losses_are_those_of_pytorch,
     ),
+    "without an lse a block is ranked by its first compressed key": Plant(
+        select, "_log_importance", "total * tl.exp2(m - m_new) + part", "tl.maximum(total, part)",
+        one_head_selects_without_an_lse,
+    ),
+    "without an lse overlaps all weigh the same": Plant(
+        select, "_log_importance", "* weight[None, :]", "* 1.0",
+        one_head_selects_without_an_lse,
+    ),
+    "without an lse a query ranks blocks by keys that it does not see": Plant(
+        select, "_log_importance", "< seen_by[:, None]", "<= seen_by[:, None]",
+        one_head_selects_without_an_lse,
+    ),
+    "without an lse scores overflow": Plant(
+        select, "_log_importance", "tl.exp2(s - m_new)", "tl.exp2(s)",
+        one_head_selects_without_an_lse,
+    ),
+    "the gradient of own queries lacks the scale": Plant(
+        selector_loss, "queries_kernel", "total *= scale *", "total *=",
+        selector_losses_of_own_queries_are_those_of_pytorch,
+    ),
+    "the gradient of own queries lacks a tile of keys": Plant(
+        selector_loss, "queries_kernel", "range(begin, end,", "range(begin, end - C.KEYS,",
+        selector_losses_of_own_queries_are_those_of_pytorch,
+    ),
+    "own queries are those of another sample": Plant(
+        selector_loss, "_query_rows", "row // C.GROUP", "0 * row // C.GROUP",
+        selector_losses_of_own_queries_are_those_of_pytorch,
+    ),
+    "the mean over own queries is one over attention's": Plant(
+        selector_loss, "divergence_kernel", "by_head_p, 0) / RANKING", "by_head_p, 0) / C.GROUP",
+        selector_losses_of_own_queries_are_those_of_pytorch,
+    ),
     "overlaps all weigh the same in the loss": Plant(
         selector_loss, "_compressed_mass", "* weight[None, :]", "* 1.0",
         selector_losses_are_those_of_pytorch,
@@ -383,11 +431,11 @@ PLANTS = {
         selector_losses_are_those_of_pytorch,
     ),
     "the compressed softmax's gradient lacks its mean": Plant(
-        selector_loss, "keys_kernel", "gradient / C.LEN - delta[None, :]", "gradient / C.LEN",
+        selector_loss, "_score_gradient", "gradient / C.LEN - delta[None, :]", "gradient / C.LEN",
         selector_losses_are_those_of_pytorch,
     ),
     "a compressed key's gradient is of one selection block": Plant(
-        selector_loss, "keys_kernel", "(C.LEN + C.SELECT - 2) // C.SELECT + 1", "1",
+        selector_loss, "_score_gradient", "(C.LEN + C.SELECT - 2) // C.SELECT + 1", "1",
         selector_losses_are_those_of_pytorch,
     ),
     "the selector loss's gradient lacks the scale": Plant(
@@ -395,7 +443,7 @@ PLANTS = {
         selector_losses_are_those_of_pytorch,
     ),
     "a key's gradient has queries of another document": Plant(
-        selector_loss, "keys_kernel", "i[:, None] - first_key", "i[:, None] - 0 * first_key",
+        selector_loss, "_score_gradient", "i[:, None] - first_key", "i[:, None] - 0 * first_key",
         selector_losses_are_those_of_pytorch,
     ),
     "the gate's gradient is that of a sigmoid alone": Plant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,6 +61,25 @@ def test_the_selected_blocks_are_as_good_as_the_definitions(case: Case) -> None:
     assert index.dtype == torch.int32
     assert index.shape == (case.batch, case.seq_len, case.kv_heads, case.spec.select_top)
     assert same_selection(exact_score(x, case), index.cpu(), reference_blocks(case).cpu())
+
+
+def assert_selects_as_well(case: Case, logits: float = 1) -> None:
+    """Without an lse, as the definition's normalized importance does; scores up to `logits`."""
+    x = inputs(case)
+    x.q *= logits
+    with override_choices(lambda *_: Config(16, 16, 4, 1)):
+        index = selection(x, case, "triton", normalized=False)
+    wide = x.to(torch.float64)
+    expected = selection(wide, case, "reference", normalized=False).cpu()
+    assert same_selection(exact_score(wide, case, normalized=False), index.cpu(), expected)
+
+
+@pytest.mark.parametrize("logits", [1, 300])
+@pytest.mark.parametrize(
+    "case", default(5, [replace(case, group=1) for case in PATTERNS[3:] + RANDOM]), ids=str
+)
+def test_one_head_selects_as_the_definition_without_an_lse(case: Case, logits: float) -> None:
+    assert_selects_as_well(case, logits)
 
 
 def test_the_cases_cover_every_pattern() -> None:

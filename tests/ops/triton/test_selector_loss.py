@@ -36,9 +36,9 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def assert_selector_parity(case: Case, queries: Tensor | None = None) -> None:
+def assert_selector_parity(case: Case, queries: Tensor | None = None, heads: int = 0) -> None:
     assert_exact_enough(
-        *(results(case, backend, inputs(case, dtype), queries) for backend, dtype in RULE)
+        *(results(case, backend, inputs(case, dtype), queries, heads) for backend, dtype in RULE)
     )
 
 
@@ -51,6 +51,13 @@ def test_loss_target_and_gradient_are_those_of_pytorch(case: Case) -> None:
 @pytest.mark.parametrize("name", default(3, ["packed", "batch", "large blocks", *PATTERNS]))
 def test_tiles_of_any_size_give_the_results_of_pytorch(name: str) -> None:
     assert_selector_parity(PATTERNS[name])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("name", ["packed", "batch", "odd sizes"])
+def test_queries_of_their_own_give_the_results_of_pytorch(name: str, heads: int) -> None:
+    assert_selector_parity(PATTERNS[name], heads=heads)
 
 
 @pytest.mark.parametrize("group", default(3, [5, 1, 16, 2, 7, 40]))
@@ -118,11 +125,13 @@ def test_the_gradient_of_a_small_loss_survives_half_precision() -> None:
     assert float(error) < 0.005 * float(exact.abs().max())
 
 
-@pytest.mark.parametrize("name", default(1, ["packed", "batch"]))
-def test_the_op_matches_its_declaration(name: str) -> None:
+@pytest.mark.parametrize(("name", "own"), [("packed", False), ("batch", True)])
+def test_the_op_matches_its_declaration(name: str, own: bool) -> None:
     case = PATTERNS[name]
     x = declared(case, inputs(case))
-    arguments = (x.k_cmp.requires_grad_(), *x[1:5], x.spec.to_ints(), x.scale)
+    if own:
+        x = x._replace(q_cmp=x.q[:, :, : case.kv_heads].clone().requires_grad_())
+    arguments = (x.k_cmp.requires_grad_(), *x[1:6], x.spec.to_ints(), x.scale)
     torch.library.opcheck(triton_selector_loss, arguments, test_utils=DECLARATIONS)
     loss, _, dp, by_head = triton_selector_loss(*arguments)
     backward = torch.ops.nsa.triton_selector_loss_backward.default
@@ -153,7 +162,9 @@ def recorded(case: Case, queries: int) -> list[Launch]:
         case, Inputs(*(torch.empty_like(y, device="meta") for y in inputs(case).tensors()))
     )
     cu = None if x.cu_seqlens is None else x.cu_seqlens.to("meta")
-    x = x._replace(queries=torch.empty(queries, dtype=torch.int64, device="meta"), cu_seqlens=cu)
+    sampled_tokens = torch.empty(queries, dtype=torch.int64, device="meta")
+    q = x.q.new_empty(len(x.q), queries, *x.q.shape[2:])
+    x = x._replace(q=q, queries=sampled_tokens, cu_seqlens=cu)
     with recording() as launches:
         loss, _, dp, by_head = selector_loss_forward(x)
         selector_loss_backward(loss, x, dp, by_head)
@@ -163,7 +174,7 @@ def recorded(case: Case, queries: int) -> list[Launch]:
 @pytest.mark.parametrize("name", ["packed", "batch"])
 def test_launches_are_few_and_wait_for_no_value(name: str) -> None:
     names = [launch.kernel.fn.__name__ for launch in recorded(PATTERNS[name], 32)]
-    assert names == ["mass_kernel", "divergence_kernel", "keys_kernel"]
+    assert names == ["mass_kernel", "mass_kernel", "divergence_kernel", "keys_kernel"]
 
 
 def test_no_tensor_has_a_number_per_query_and_key() -> None:
@@ -176,4 +187,4 @@ def test_no_tensor_has_a_number_per_query_and_key() -> None:
         for name, x in launch.arguments.items()
         if isinstance(x, Tensor) and name not in inputs_of_op
     }
-    assert max(sizes.values()) == sizes["sel_mass"] == 8 * 12 * 32 * 2048 // 64
+    assert max(sizes.values()) == sizes["mass"] == 8 * 12 * 32 * 2048 // 64
