@@ -64,7 +64,7 @@ def test_no_file_uses_a_word_of_the_dialect(folder: str) -> None:
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_module_has_a_docstring_and_at_most_400_lines(module: str) -> None:
+def test_a_module_has_a_docstring_and_at_most_700_lines(module: str) -> None:
     text = SOURCES[module].read_text()
     assert not text or ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
-    assert text.count("\n") <= 400, f"{module} has more than 400 lines"
+    assert text.count("\n") <= 700, f"{module} has more than 700 lines"
