@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -24,7 +25,7 @@ def atomic_write(path: Path, chunks: Iterable[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
+        with open(draft, "wb", opener=no_symlink) as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
@@ -32,6 +33,20 @@ def atomic_write(path: Path, chunks: Iterable[Any]) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def no_symlink(path: str, flags: int) -> int:
+    """Open a file, as `opener` of open(): else a symbolic link in a run's folder could redirect it.
+
+    Its target would be appended to or truncated with the rights of the run's owner.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            reason = "is a symbolic link, whose target would be written; remove it"
+            raise OSError(errno.ELOOP, reason, path) from None
+        raise
 
 
 def append_all_or_nothing(file: io.FileIO, data: bytes) -> None:
@@ -48,10 +63,16 @@ def append_all_or_nothing(file: io.FileIO, data: bytes) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Flush the directory entries of `folder`: only then does a rename survive a power cut."""
+    """Flush the directory entries of `folder`: only then does a rename survive a power cut.
+
+    Some network file systems cannot do it for folders, and answer EINVAL.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)
 

@@ -59,6 +59,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-m7c"
 
 
+def interface_towards(address: str) -> str | None:
+    """Return the network interface used to reach `address`; None for the loopback."""
+    import psutil
+
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            source = probe.getsockname()[0]
+    except OSError:
+        return None
+    if source == "::1" or source.startswith("127."):
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == source for entry in addresses):
+            return name
+    return None
+
+
 def package_version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)

@@ -11,7 +11,9 @@ from typing import Any
 REMOVE = "remove it"  # advice where nothing replaces it
 
 # Setting -> the value that this version always has, and what to do instead.
-SETTINGS: dict[str, tuple[Any, str]] = {}
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "monitor.private": (False, "run under umask 077"),
+}
 
 # Setting and withdrawn value -> the value that a resumed run has instead.
 VALUES: dict[tuple[str, Any], Any] = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from nsa.atomic_io import atomic_write_text, row_json
+from nsa.atomic_io import atomic_write_text, fsync_dir, no_symlink, row_json
 from tests.monitor.records import files_no_longer_than
 
 
@@ -19,6 +21,55 @@ def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_no_draft(tmp_path: 
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("file", "old")]
     atomic_write_text(path, "new and longer")
     assert path.read_text() == "new and longer"
+
+
+def test_the_content_is_on_disk_before_the_file_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "file", list[tuple[str, int, str]]()
+    path.write_text("old")
+
+    def fsync(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name, os.fstat(descriptor).st_size, path.read_text()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    atomic_write_text(path, "new and longer")
+    assert synced == [(f".file.{os.getpid()}", len("new and longer"), "old")]
+
+
+@pytest.mark.parametrize(("code", "ignored"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_folder_that_cannot_be_synced_is_an_error_unless_its_file_system_never_can(
+    code: int, ignored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if ignored:
+        fsync_dir(tmp_path)
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            fsync_dir(tmp_path)
+    assert synced == [str(tmp_path)]
+
+
+def test_no_file_is_written_through_a_symbolic_link(tmp_path: Path) -> None:
+    (target := tmp_path / "target").write_text("precious")
+    (tmp_path / "link").symlink_to(target)
+    (tmp_path / f".file.{os.getpid()}").symlink_to(target)  # the draft's name can be guessed
+    with pytest.raises(OSError, match="is a symbolic link, whose target would be written"):
+        no_symlink(str(tmp_path / "link"), os.O_WRONLY)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        atomic_write_text(tmp_path / "file", "new")
+    assert target.read_text() == "precious"
+    with open(tmp_path / "new", "w", opener=no_symlink) as file:
+        file.write("text")
+    assert (tmp_path / "new").read_text() == "text"
+    assert not (tmp_path / "new").stat().st_mode & 0o111
 
 
 def test_json_has_one_line_per_row() -> None:

@@ -138,8 +138,6 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch], int]:
     run.telemetry.enter("data")
 
     def fetch() -> list[Batch]:
-        if run.lock is not None:
-            run.lock.check()
         return [run.data.next_batch() for _ in range(run.config.train.accumulation)]
 
     return _fetch_on_all_ranks(run, fetch)
@@ -308,8 +306,12 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
 
 
 def _save(run: Run, required: bool = True) -> None:
-    """Save unless this step is saved already; a failure is only logged unless `required`."""
+    """Save unless this step is saved already; a failure is only logged unless `required`.
+
+    If the run's folder was deleted, save there and raise on all ranks.
+    """
     if run.saved_step != run.state.step:
+        deleted = None if run.lock is None else run.lock.find_loss()
         run.telemetry.enter("save")
         try:
             with run.throughput.paused():
@@ -321,6 +323,7 @@ def _save(run: Run, required: bool = True) -> None:
                 raise
             run.observers.on_message(f"NOT SAVED: {error}")
         run.telemetry.enter("idle")
+        run.collectives.barrier(deleted)
     if required:
         run.saver.finish()
 

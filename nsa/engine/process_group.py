@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from nsa.engine.peer_hosts import interface_towards
 from nsa.engine.rendezvous import SCHEME, remove_rendezvous
 from nsa.engine.shared_memory_op import disable_shared_memory_op
-from nsa.system import cache_folder, free_port
+from nsa.system import cache_folder, free_port, interface_towards
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 # By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL

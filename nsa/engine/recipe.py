@@ -37,8 +37,7 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     try:
         request = resolve_request(recipe, flags)
         if int(os.environ.get("RANK", 0)) == 0:
-            private = request.config.monitor.private and not flags.dry_run
-            lock = FolderLock(request.run_dir, private=private)
+            lock = FolderLock(request.run_dir)
     except ValueError as error:
         _exit_with_error(recipe, error, REFUSED)
     from nsa.engine.process_group import crash

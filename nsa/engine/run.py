@@ -15,11 +15,10 @@ from nsa.engine.data import Data
 from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.load_run import StoredRun
 from nsa.engine.loss_guard import LossGuard
-from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import RunRequest
-from nsa.engine.shutdown import ShutdownMonitor
+from nsa.engine.shutdown import RankProcess, ShutdownMonitor
 from nsa.engine.teacher import Teacher
 from nsa.engine.telemetry import RankTelemetry
 from nsa.engine.train_state import TrainState

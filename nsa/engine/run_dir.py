@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import re
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-from nsa.atomic_io import atomic_write_text
+from nsa.atomic_io import atomic_write_text, no_symlink
 from nsa.checkpoint.manifest import holds_intact, list_checkpoints
 from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
@@ -30,6 +29,13 @@ CONFIG_FILES = ("config.yaml", "ds_config.json")  # of a run's folder, and of ea
 def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
     """Return the run's folder; refuse one that holds a run unless it is resumed."""
     if requested is not None:
+        try:
+            str(requested).encode()
+        except UnicodeEncodeError:
+            shown = printable(str(requested))
+            raise ValueError(
+                f"--run-dir {shown}: is not UTF-8, so no file could name it; choose another folder"
+            ) from None
         with _refused_if_unusable(requested):
             _check_folder(requested, resume)
         return requested
@@ -130,35 +136,35 @@ def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[st
 class FolderLock:
     """A file lock that the process holds until it ends."""
 
-    def __init__(self, run_dir: Path, *, private: bool = False) -> None:
-        """Create and lock the folder; raise ValueError if that fails or another run holds it.
-
-        `private`: only its owner may enter it. Else the umask decides.
-        """
+    def __init__(self, run_dir: Path) -> None:
+        """Create and lock the folder; raise ValueError if that fails or another run holds it."""
         self._run_dir = run_dir
         self._created: list[Path] = []  # innermost first
-        self._lost: Exception | None = None
         self._file: TextIO | None = None
         with _refused_if_unusable(run_dir):
             try:
-                self._open(private)
+                self._open()
             except OSError:
                 self.undo()
                 raise
 
-    def _open(self, private: bool) -> None:
+    def _open(self) -> None:
         if self._run_dir.is_symlink():
             self._run_dir.stat()  # for a broken link or a loop its error is clearer than mkdir's
         path = self._run_dir / LOCK
         candidates = (path, self._run_dir, *self._run_dir.parents)
         self._created = [candidate for candidate in candidates if not candidate.exists()]
-        self._run_dir.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
-        if private:  # the folder may have existed
-            self._run_dir.chmod(0o700)
-        self._file = path.open("a+")
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+", opener=no_symlink)  # noqa: SIM115 (held until the end)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                self.undo()
+                raise ValueError(
+                    f"--run-dir {self._run_dir}: its file system cannot lock files "
+                    f"({error.strerror}), which keeps two runs apart; choose another folder"
+                ) from None
             self._file.seek(0)
             owner = printable(self._file.read(200))
             raise ValueError(
@@ -170,30 +176,19 @@ class FolderLock:
         self._file.write(f"process {os.getpid()} on {os.uname().nodename}, since {now}")
         self._file.flush()
 
-    def watch(self) -> None:
-        """Check every second whether the folder is gone; in a thread, because the disk may hang."""
+    def find_loss(self) -> ValueError | None:
+        """Return an error if the folder was deleted; raise RuntimeError if another run has it."""
         assert self._file is not None
-        file, path = self._file, self._run_dir / LOCK
-
-        def poll() -> None:
-            while self._lost is None:
-                time.sleep(1.0)
-                with contextlib.suppress(OSError):
-                    try:
-                        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                            self._lost = RuntimeError(f"{self._run_dir}: another run has taken it")
-                    except FileNotFoundError:
-                        self._lost = ValueError(
-                            f"{self._run_dir}: deleted while the run wrote to it, with all that it "
-                            "held; this step is saved there, so continue with --resume"
-                        )
-
-        threading.Thread(target=poll, name="run folder", daemon=True).start()
-
-    def check(self) -> None:
-        """Raise ValueError if the folder was deleted, RuntimeError if another run has taken it."""
-        if self._lost is not None:
-            raise self._lost
+        try:
+            status = os.stat(self._run_dir / LOCK)
+        except FileNotFoundError:
+            return ValueError(
+                f"{self._run_dir}: deleted while the run wrote to it, with all that it held; this "
+                "step is saved there, so continue with --resume"
+            )
+        if not os.path.samestat(status, os.fstat(self._file.fileno())):
+            raise RuntimeError(f"{self._run_dir}: another run has taken it")
+        return None
 
     def undo(self) -> None:
         """Release the folder and remove what this lock created, with all in it."""

@@ -11,15 +11,14 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 
-from nsa.engine.peer_hosts import RankProcess, find_lost_host
 from nsa.monitor.observer import warn
 from nsa.system import is_alive
 
@@ -28,6 +27,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CTRL_C_AGAIN_SECONDS = 3.0  # a second Ctrl-C after this time ends the run at once
 PEER_LOSS_GRACE_SECONDS = 5.0  # between a peer's loss and this rank's end
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+
+class RankProcess(NamedTuple):
+    """Host and process of a rank."""
+
+    host: str
+    pid: int
 
 
 class Interrupted(BaseException):
@@ -62,7 +68,6 @@ class ShutdownMonitor:
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._stopped = threading.Event()
         self._processes: dict[int, psutil.Process] = {}  # other ranks on this host
-        self._connections: Mapping[str, socket.socket] = {}  # to other hosts
         self._launcher = _find_launcher()
 
     def start(self) -> None:
@@ -71,11 +76,8 @@ class ShutdownMonitor:
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, name="nsa shutdown", daemon=True).start()
 
-    def watch(
-        self, processes: Sequence[RankProcess], connections: Mapping[str, socket.socket]
-    ) -> None:
-        """Watch those of all ranks' `processes` that run on this host, and the other hosts."""
-        self._connections = connections
+    def watch(self, processes: Sequence[RankProcess]) -> None:
+        """Watch those of all ranks' `processes` that run on this host."""
         for rank, process in enumerate(processes):
             if process.host == os.uname().nodename and process.pid != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -127,7 +129,7 @@ class ShutdownMonitor:
         for rank, process in self._processes.items():
             if not is_alive(process):
                 return f"lost rank {rank} (process {process.pid})"
-        return find_lost_host(self._connections)
+        return None
 
 
 def _find_launcher() -> psutil.Process | None:

@@ -28,7 +28,6 @@ from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.kernel_check import check_on_all_ranks
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.micro_batch import fit_on_all_ranks
-from nsa.engine.peer_hosts import connect_hosts
 from nsa.engine.process_group import crash, start_ranks, stop_ranks
 from nsa.engine.run import Run
 from nsa.engine.run_dir import FolderLock, record_run
@@ -230,11 +229,8 @@ def _create_parts(run: Run) -> None:
 
 def train(run: Run) -> None:
     """Run the training loop; close everything that reports on the run, however it ends."""
-    hosts = [process.host for process in run.processes]
     run.shutdown.start()
-    if run.lock is not None:
-        run.lock.watch()
-    run.shutdown.watch(run.processes, connect_hosts(run.collectives, run.ranks.rank, hosts))
+    run.shutdown.watch(run.processes)
     status = "failed"
     try:
         run.observers.on_start(run.info)

@@ -72,7 +72,6 @@ class MonitorConfig:
     heartbeat: float = 5.0  # seconds between heartbeats of a rank; 0: none
     kernel_check: bool = True  # on a GPU: compare each kernel with PyTorch before step 1
     health: bool = True  # attention gates and block selection of each layer, at logged steps
-    private: bool = False  # only you may enter the run's folder (0700); false: your umask decides
     report: bool = True  # report.md with plots, at each go/no-go gate and at the end
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
     ladder: LadderConfig = field(default_factory=LadderConfig)

@@ -12,7 +12,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from nsa.atomic_io import append_all_or_nothing, atomic_write_text
+from nsa.atomic_io import append_all_or_nothing, atomic_write_text, no_symlink
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import (
     LAYER_STATISTICS,
@@ -98,7 +98,7 @@ class CsvObserver(Observer):
     def _append(self, path: Path, rows: list[list[str]]) -> None:
         """Append all rows or none: on a full disk, a part of a row would damage the next one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
+        with open(path, "ab", 0, opener=no_symlink) as file:
             header = [] if file.tell() else [[*self.columns, *self._other_columns]]
             lines = "".join(",".join(row) + "\n" for row in (*header, *rows))
             append_all_or_nothing(file, lines.encode())

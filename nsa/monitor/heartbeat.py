@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nsa.atomic_io import append_all_or_nothing
+from nsa.atomic_io import append_all_or_nothing, no_symlink
 from nsa.monitor.artifacts import PHASES, older_part
 from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.memory import initialized_cuda, memory_gb
@@ -196,7 +196,7 @@ class _LineFile:
 
     def _append(self, data: bytes) -> None:
         if self._file is None or not self._is_current(self._file):
-            self._file = io.FileIO(self.path, "ab+")
+            self._file = io.FileIO(self.path, "ab+", opener=no_symlink)
         end = self._file.seek(0, os.SEEK_END)
         if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
             data = b"\n" + data  # a crash tore the last line
@@ -204,7 +204,7 @@ class _LineFile:
         if end + len(data) >= self._limit:
             os.replace(self.path, older_part(self.path))
             # Always keep it open: the watchdog finds a run's folder by its ranks' open files.
-            self._file = io.FileIO(self.path, "ab+")
+            self._file = io.FileIO(self.path, "ab+", opener=no_symlink)
 
     def _is_current(self, file: io.FileIO) -> bool:
         """Return whether the open file is still at this path; it may have been deleted."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nsa.atomic_io import no_symlink
 from nsa.monitor.writer import BackgroundWriter
 from nsa.text import first_line
 
@@ -104,5 +105,5 @@ def _counters() -> dict[str, float | None]:
 
 def _append(path: Path, line: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", opener=no_symlink) as file:
         file.write(json.dumps(line) + "\n")

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from nsa.atomic_io import atomic_write_text
+from nsa.atomic_io import atomic_write_text, no_symlink
 from nsa.monitor.observer import warn
 
 _POLL_SECONDS = 0.25
@@ -36,7 +36,7 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
     path = run_dir / "stacks" / f"rank{rank}.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab", buffering=0)
+        file = open(path, "ab", 0, opener=no_symlink)  # noqa: SIM115 (used until the end)
     except OSError as error:
         warn(f"SIGUSR1 will write no stacks: {error!r}")
         return

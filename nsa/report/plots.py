@@ -8,6 +8,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from nsa.atomic_io import no_symlink
+
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_FROM = 50  # points; shorter curves are not smoothed
@@ -68,7 +70,8 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(out)
+        with open(out, "wb", opener=no_symlink) as file:
+            figure.savefig(file)
     except ValueError as error:
         raise ValueError(f"{out}: {error}") from error
 

@@ -14,6 +14,7 @@ import pytest
 
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
+from nsa.withdrawn import SETTINGS, VALUES
 from tests.docs.pages import PAGES, name, prose
 from tests.ranks import ROOT
 
@@ -83,6 +84,8 @@ def test_settings_exist_and_take_the_values_that_are_shown(page: Path) -> None:
         setting, _, value = word.partition("=")
         section, *names = setting.split(".")
         if section not in SECTIONS or not names or names[-1] in ("py", "json", "safetensors"):
+            continue
+        if page.name == "CHANGELOG.md" and (setting in SETTINGS or (setting, value) in VALUES):
             continue
         node: object = RunConfig()
         for part in setting.split("."):

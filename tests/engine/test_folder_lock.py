@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,16 +123,52 @@ def test_an_unusable_folder_is_one_line_and_exit_code_2_also_in_a_dry_run(
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_private_folder_is_closed_to_others_and_otherwise_the_umask_decides(
-    exists: bool, tmp_path: Path
+def test_a_lock_that_is_a_symbolic_link_is_refused_and_its_target_kept(tmp_path: Path) -> None:
+    (precious := tmp_path / "precious").write_text("content")
+    (run_dir := tmp_path / "run").mkdir()
+    (run_dir / ".lock").symlink_to(precious)
+    with pytest.raises(ValueError, match=r"is a symbolic link, .* remove it"):
+        FolderLock(run_dir)
+    assert precious.read_text() == "content"
+
+
+def test_the_lock_names_its_owner_and_no_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("process 1 on a node with a long name, since 2020\n" * 9)
+    FolderLock(tmp_path)
+    text = (tmp_path / ".lock").read_text()
+    assert text.startswith(f"process {os.getpid()} on {os.uname().nodename}, since 20")
+    assert "2020" not in text
+
+
+def test_a_file_system_without_locks_is_refused_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = os.umask(0o022)
-    try:
-        for name, private, mode in (("a", True, 0o700), ("b", False, 0o755)):
-            if exists:
-                (tmp_path / name).mkdir()
-            FolderLock(tmp_path / name, private=private)
-            assert (tmp_path / name).stat().st_mode & 0o777 == mode
-    finally:
-        os.umask(before)
+    """Such as NFS without its lock daemon; no file system here is without."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("nsa.engine.run_dir.fcntl.flock", unsupported)
+    with pytest.raises(ValueError, match=r"cannot lock files \(No locks available\)") as refused:
+        FolderLock(tmp_path / "run")
+    assert "in use" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"--run-dir .*caf\\udce9: is not UTF-8") as refused:
+        choose_run_dir(folder, "m7c", resume=False)
+    str(refused.value).encode()
+
+
+def test_a_deleted_folder_and_one_that_another_run_has_taken_are_told_apart(
+    tmp_path: Path,
+) -> None:
+    lock = FolderLock(tmp_path / "run")
+    assert lock.find_loss() is None
+    shutil.rmtree(tmp_path / "run")
+    assert "deleted while the run wrote to it" in str(lock.find_loss())
+    FolderLock(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="another run has taken it"):
+        lock.find_loss()

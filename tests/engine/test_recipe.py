@@ -221,8 +221,7 @@ def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_dry_run_leaves_an_existing_folder_as_it_is(tmp_path: Path) -> None:
     (run := tmp_path / "run").mkdir(mode=0o755)
-    private = ("--set=monitor.private=true", "--run-dir=run")
-    succeed(on_one_rank("m7c.py", *TINY, *private, "--dry-run", folder=tmp_path))
+    succeed(on_one_rank("m7c.py", *TINY, "--run-dir=run", "--dry-run", folder=tmp_path))
     assert run.stat().st_mode & 0o777 == 0o755
     assert list(run.iterdir()) == []
 

@@ -201,7 +201,7 @@ def test_a_deleted_folder_is_noticed_and_the_step_is_saved(
     path, _ = checkpoint.newest_valid(run.dir / "checkpoints")
     assert path is not None
     saved = int(path.name[4:])
-    assert step <= saved < STEPS, "noticed at once"
+    assert step <= saved < STEPS, "noticed at the next save"
     resumed = on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
     assert resumed.returncode == 3, "the last gate misses the rows that were deleted"
     assert "no record of steps 1-" in resumed.stderr
