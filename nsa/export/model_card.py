@@ -53,8 +53,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 {tokenizer}```
 
-With the package `nsa` installed, `import nsa` replaces `trust_remote_code=True`, and the code in
-this folder is not run.
+With the package `nsa` installed, `import nsa.model.hf` replaces `trust_remote_code=True`, and the
+code in this folder is not run.
 """
 LLAMA = """
 Before you publish this folder, check the license at the top. This is a plain Llama: transformers

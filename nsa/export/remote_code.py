@@ -22,9 +22,6 @@ AUTO_MAP = {
     "AutoConfig": f"{FILE_NAMES[CONFIGURATION]}.NSAConfig",
     "AutoModel": f"{FILE_NAMES[MODELING]}.NSAModel",
     "AutoModelForCausalLM": f"{FILE_NAMES[MODELING]}.NSAForCausalLM",
-    "AutoModelForSequenceClassification": f"{FILE_NAMES[MODELING]}.NSAForSequenceClassification",
-    "AutoModelForTokenClassification": f"{FILE_NAMES[MODELING]}.NSAForTokenClassification",
-    "AutoModelForQuestionAnswering": f"{FILE_NAMES[MODELING]}.NSAForQuestionAnswering",
 }
 # transformers requires every package that a file imports outside of a `try`, even in a function.
 OPTIONAL = {"triton", "deepspeed", "flash_attn"}

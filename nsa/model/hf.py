@@ -1,12 +1,10 @@
 """Hugging Face models: `LanguageModel` for transformers' Auto classes, generate() and Trainer.
 
-    NSAModel                       hidden states; the `base_model` of the others
-    NSAForCausalLM                 logits and loss, generate()
-    NSAForSequenceClassification   one score per class from each sequence's last token
-    NSAForTokenClassification      one score per class from each token
-    NSAForQuestionAnswering        where an answer starts and ends
+    NSAModel         hidden states; the `base_model` of the other
+    NSAForCausalLM   logits and loss, generate()
 
-`nsa export` packs this module with the weights as remote code (`nsa/export/remote_code.py`).
+Importing this module registers both. `nsa export` packs it with the weights as remote code
+(`nsa/export/remote_code.py`).
 """
 
 from __future__ import annotations
@@ -21,24 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     GenerationMixin,
     PreTrainedModel,
 )
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
@@ -100,22 +88,6 @@ class NSAPreTrainedModel(PreTrainedModel):
         tied = self.config.tie_word_embeddings
         base.core.__dict__["head"] = None if tied else self.get_output_embeddings()
         return embeddings
-
-    def _with_selector_loss(
-        self, loss: Tensor, output: NSAModelOutput, labels: Tensor, items: Any = None
-    ) -> Tensor:
-        """Add the weighted selector loss, in training.
-
-        Trainer sums the losses of accumulated micro-batches, which have `items` labels together; so
-        a micro-batch counts by its labels.
-        """
-        if output.selector_loss is None or not output.selector_loss.requires_grad:
-            return loss
-        weight = self.config.attention["selector_loss"]
-        if items is not None:
-            total = torch.as_tensor(items, device=labels.device)
-            weight = weight * (labels != IGNORE_INDEX).sum() / total
-        return loss + weight * output.selector_loss
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -318,67 +290,21 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, shift_labels=shifted, **kwargs
             )
-            items = kwargs.get("num_items_in_batch")
-            loss = self._with_selector_loss(loss, output, shifted, items)
+            selector_loss, items = output.selector_loss, kwargs.get("num_items_in_batch")
+            if selector_loss is not None and selector_loss.requires_grad:
+                weight = self.config.attention["selector_loss"]
+                if items is not None:  # Trainer sums micro-batches: each counts by its labels
+                    total = torch.as_tensor(items, device=shifted.device)
+                    weight = weight * (shifted != IGNORE_INDEX).sum() / total
+                loss = loss + weight * selector_loss
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=cache, hidden_states=output.hidden_states
         )
 
 
-class NSAForSequenceClassification(NSAPreTrainedModel):
-    """`NSAModel` with a linear head on each sequence's last token; padding needs attention_mask."""
-
-    def __init__(self, config: NSAConfig) -> None:
-        super().__init__(config)
-        self.num_labels: int = config.num_labels  # type: ignore[assignment]
-        self.model = NSAModel(config)
-        self.score = nn.Linear(config.width, self.num_labels, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast:
-        """Return logits [B, labels], and the loss if labels [B] are given; inputs: `NSAModel`."""
-        kwargs |= {"inputs_embeds": inputs_embeds, "return_dict": True}
-        output = self.model(input_ids, attention_mask, **kwargs)
-        last = keep_columns(output.last_hidden_state, attention_mask, 1)
-        logits = self.score(last[:, 0])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, pooled_logits=logits, config=self.config
-            )
-            loss = self._with_selector_loss(loss, output, labels)
-        return SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-        )
-
-
-class NSAForTokenClassification(GenericForTokenClassification, NSAPreTrainedModel):
-    """`NSAModel` with transformers' linear head on every token."""
-
-
-class NSAForQuestionAnswering(GenericForQuestionAnswering, NSAPreTrainedModel):
-    """`NSAModel` with transformers' head for the start and end of an answer in the text."""
-
-    get_input_embeddings = NSAPreTrainedModel.get_input_embeddings
-    set_input_embeddings = NSAPreTrainedModel.set_input_embeddings
-
-
+AutoConfig.register(NSAConfig.model_type, NSAConfig, exist_ok=True)
 AutoModel.register(NSAConfig, NSAModel, exist_ok=True)
 AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(NSAConfig, NSAForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(NSAConfig, NSAForTokenClassification, exist_ok=True)
-AutoModelForQuestionAnswering.register(NSAConfig, NSAForQuestionAnswering, exist_ok=True)
 # Trainer shifts labels for label smoothing only for classes listed here.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name__
 

@@ -260,26 +260,13 @@ import torch
 from transformers import AutoConfig
 if os.fork() == 0:  # transformers first, then nsa
     sys.path.append(root)
-    import nsa
-    assert "transformers.modeling_utils" not in sys.modules  # takes seconds
+    import nsa.model.hf
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     os._exit(type(config).__module__ != "nsa.model.hf_config")
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import AutoModel, AutoModelForSequenceClassification
-from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 base = AutoModel.from_pretrained(folder, trust_remote_code=True)
-classifier = AutoModelForSequenceClassification.from_pretrained(
-    folder, trust_remote_code=True, num_labels=3
-)
-assert classifier(torch.arange(96)[None]).logits.shape == (1, 3)
-tagger = AutoModelForTokenClassification.from_pretrained(
-    folder, trust_remote_code=True, num_labels=3
-)
-assert tagger(torch.arange(96)[None]).logits.shape == (1, 96, 3)
-reader = AutoModelForQuestionAnswering.from_pretrained(folder, trust_remote_code=True)
-assert reader(torch.arange(96)[None]).start_logits.shape == (1, 96)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
 outputs = {
@@ -296,7 +283,7 @@ for file in os.listdir(folder):  # kernels among them, which only a GPU would ne
         importlib.import_module(f"{package}.{file[:-3]}")
 assert "nsa" not in sys.modules
 sys.path.append(root)
-import nsa
+import nsa.model.hf
 local = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 outputs["package"] = type(local).__module__
 outputs["beside"] = local(torch.arange(96)[None]).logits

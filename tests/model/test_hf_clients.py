@@ -13,26 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
-from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
-import nsa  # noqa: F401 - registers the model
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.export.hf_tokenizer import write_tokenizer
-from nsa.model.hf import NSAForCausalLM, NSAForSequenceClassification, NSAModel
+from nsa.model.hf import NSAForCausalLM, NSAModel
 from nsa.model.hf_config import NSAConfig
 from tests.model.models import build, tiny, tokens
 from tests.model.test_hf import MASK, wrapped
-from tests.ranks import spawn_ranks
+from tests.ranks import ROOT
 
 OLD_EXPORT = Path(__file__).with_name("old_export.json")  # as exports were before NSAModel
 
@@ -222,52 +218,6 @@ def test_copies_of_a_model_are_independent() -> None:
     assert model.model.core.embed is model.model.embed is not replica.embed
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_classifier_reads_each_sequences_last_token(side: str, tmp_path: Path) -> None:
-    mask = MASK if side == "left" else MASK.flip(1)
-    wrapped().save_pretrained(tmp_path / "causal")
-    ids = tokens(24, batch=3)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "causal", num_labels=4, output_loading_info=True
-    )
-    assert type(model) is NSAForSequenceClassification
-    assert info["missing_keys"] == {"score.weight"}
-    output = model(ids, attention_mask=mask, labels=torch.tensor([0, 3, 1]))
-    for row, real in enumerate(mask.bool()):
-        state = model.model(ids[row : row + 1, real]).last_hidden_state[0, -1]
-        torch.testing.assert_close(output.logits[row], model.score(state))
-    expected = F.cross_entropy(output.logits, torch.tensor([0, 3, 1]))
-    torch.testing.assert_close(output.loss, expected)
-    output.loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    model.save_pretrained(tmp_path / "saved")
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
-    # Weights that lie elsewhere in memory may round differently.
-    torch.testing.assert_close(again(ids, attention_mask=mask).logits, output.logits)
-
-
-@pytest.mark.parametrize("task", ["TokenClassification", "QuestionAnswering"])
-def test_transformers_own_heads_read_every_token(task: str, tmp_path: Path) -> None:
-    wrapped(dtype=torch.float32).save_pretrained(tmp_path / "causal")
-    auto = getattr(transformers, f"AutoModelFor{task}")
-    model = auto.from_pretrained(tmp_path / "causal", num_labels=3)
-    assert type(model).__name__ == f"NSAFor{task}"
-    ids, labels = tokens(24, batch=3), {"labels": torch.zeros(3, 24, dtype=torch.long)}
-    if task == "QuestionAnswering":
-        labels = {name: torch.tensor([9, 22, 3]) for name in ("start_positions", "end_positions")}
-    output = model(ids, attention_mask=MASK, **labels)
-    for row, real in enumerate(MASK.bool()):
-        alone = model(ids[row : row + 1, real])
-        for name in ("logits", "start_logits", "end_logits"):
-            if name in output:
-                torch.testing.assert_close(output[name][row, real], alone[name][0])
-    output.loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    embedding = torch.nn.Embedding(61, 24)
-    model.set_input_embeddings(embedding)
-    assert model.get_input_embeddings() is model.model.core.embed is embedding
-
-
 def test_padded_batches_break_a_compiled_graph_in_one_place() -> None:
     torch._dynamo.reset()
     counters.clear()
@@ -308,30 +258,15 @@ def test_continuous_batching_is_refused() -> None:
         wrapped()(tokens(8), cache=object(), position_ids=torch.arange(8)[None])
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import nsa; from transformers import LlamaForCausalLM",
-        *(
-            pytest.param(order, marks=pytest.mark.full)
-            for order in (
-                "from nsa.model import LanguageModel; from transformers import LlamaForCausalLM",
-                "from transformers import LlamaForCausalLM; import nsa",
-                "import nsa; from transformers import AutoModelForCausalLM",
-            )
-        ),
-    ],
-)
-def test_any_order_of_imports_registers_the_model(imports: str, tmp_path: Path) -> None:
-    """In a fresh process: transformers imports its modules when they are used."""
-    check = "; from transformers import AutoModelForCausalLM as A; import nsa.model.hf_config as c"
-    check += "; print(A._model_mapping[c.NSAConfig].__name__)"
-    (program := tmp_path / "imports.py").write_text(imports + check)
-    if imports.startswith("from transformers"):
-        command = [sys.executable, str(program)]
-        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
-    else:  # forked from a process that has imported nsa and not transformers
-        process = spawn_ranks(program, ranks=0)
-        process.codes(120)
-        printed = process.text("out")
-    assert printed == "NSAForCausalLM\n"
+@pytest.mark.parametrize("first", ["import transformers", "import nsa.model.hf"])
+def test_importing_the_module_registers_the_model(first: str, tmp_path: Path) -> None:
+    wrapped().save_pretrained(tmp_path)
+    program = f"""{first}
+import nsa.model.hf
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+print(type(AutoConfig.from_pretrained({str(tmp_path)!r})).__name__)
+for auto in AutoModel, AutoModelForCausalLM:
+    print(type(auto.from_pretrained({str(tmp_path)!r})).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["NSAConfig", "NSAModel", "NSAForCausalLM"], done.stderr

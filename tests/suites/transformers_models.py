@@ -24,7 +24,6 @@ except ImportError:  # older versions have none
         pass
 
 
-TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 SPEC = {
     **{"block_len": 4, "block_stride": 2, "select_len": 4, "select_top": 4},
     **{"init_blocks": 1, "local_blocks": 1, "window": 4},
@@ -36,13 +35,7 @@ SHAPE = {
 }
 # The mixin finds out by a class's name which labels it takes.
 modeling_auto.MODEL_MAPPING_NAMES["nsa"] = "NSAModel"
-for task, table in zip(
-    TASKS,
-    ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING"),
-    strict=True,
-):
-    names = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES")
-    names["nsa"] = f"NSAFor{task}"
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nsa"] = "NSAForCausalLM"
 
 
 class Tester:
@@ -66,7 +59,7 @@ class Tester:
 
 
 class NSATest(ModelTesterMixin, TrainingTesterMixin, unittest.TestCase):
-    all_model_classes = (hf.NSAModel, *(getattr(hf, f"NSAFor{task}") for task in TASKS))
+    all_model_classes = (hf.NSAModel, hf.NSAForCausalLM)
     has_attentions = False
     test_generation_tester_mixin_inheritance = None  # the archive has no tests of generation
 
