@@ -51,6 +51,24 @@ def read_text(path: Path, errors: str = "strict") -> str:
         return file.read().decode("utf-8", errors)
 
 
+def check_links(folder: Path) -> None:
+    """Raise a ValueError for a link out of a folder whose files are copied into another.
+
+    Links of a hub cache, from its snapshots to its blobs, are allowed, and links to weights.
+    """
+    real = os.path.realpath(folder)
+    allowed = [real]
+    if Path(real).parent.name == "snapshots":
+        allowed.append(str(Path(real).parent.parent / "blobs"))
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        target = os.path.realpath(path)
+        inside = any(target.startswith(f"{root}{os.sep}") for root in allowed)
+        if not inside and path.suffix != ".safetensors":
+            raise ValueError(
+                f"{path}: is a link to a file outside of its folder; copy the file there"
+            )
+
+
 def parse_json(text: str | bytes, **options: Any) -> Any:
     """Like json.loads, but raise a ValueError if the value is nested too deeply."""
     try:
@@ -59,6 +77,17 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         raise ValueError("nested too deeply") from None
     check_depth(value)
     return value
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise a ValueError that names the file."""
+    try:
+        tree = parse_json(read_text(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: not the JSON of a configuration: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: not the JSON of a configuration: it is no object")
+    return tree
 
 
 class _YAMLLoader(yaml.SafeLoader):

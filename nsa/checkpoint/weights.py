@@ -135,8 +135,11 @@ def set_weights(
                 f"the weights of '{source}' do not fit this model: {name} is {there} there and "
                 f"{here} here; set model.* as in that run's config.yaml"
             )
-        if not weights[name].is_floating_point():
-            raise ValueError(f"the weights of '{source}': {name} is {weights[name].dtype}")
+        dtype = weights[name].dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:  # fp8 is no dtype of this model
+            raise ValueError(
+                f"the weights of '{source}': {name} is {dtype}; save the model in bfloat16"
+            )
     model.load_state_dict(weights, assign=assign)
 
 

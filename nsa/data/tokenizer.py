@@ -19,6 +19,8 @@ from nsa.data.config import DataConfig
 from nsa.data.hub import hub_url, probe
 from nsa.data.source import DataError, Source
 from nsa.system import with_timeout
+from nsa.text import first_line
+from nsa.untrusted import matches, read_settings
 
 TokenArray = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
@@ -198,7 +200,7 @@ def _load(name: str) -> HubTokenizer:
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
     # Only of an imported model: other runs never saw a start, and their tokenizer must not change.
-    imported = (_folder(name) / ORIGIN).is_file()
+    imported = (tokenizer_folder(name) / ORIGIN).is_file()
     starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
     start = loaded.bos_token if imported and starts else None
     return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token, start)
@@ -206,7 +208,7 @@ def _load(name: str) -> HubTokenizer:
 
 def load_pretrained(name: str) -> Any:
     """Return transformers' tokenizer for data.tokenizer=hf:<folder or name>."""
-    path, folder = name.removeprefix("hf:").strip(), _folder(name)
+    path, folder = name.removeprefix("hf:").strip(), tokenizer_folder(name)
     if not folder.is_dir() and path.startswith(("/", ".", "~")):
         raise DataError(f"data.tokenizer = {name!r}: no such folder")
     try:
@@ -217,7 +219,7 @@ def load_pretrained(name: str) -> Any:
         return _from_hub(name, path)
 
 
-def _folder(name: str) -> Path:
+def tokenizer_folder(name: str) -> Path:
     """Return the folder that data.tokenizer=hf:<folder> names; it may not exist."""
     return Path(name.removeprefix("hf:").strip()).expanduser()
 
@@ -229,20 +231,20 @@ def largest_id(file: Path) -> int:
     try:
         vocabulary = Backend.from_file(str(file)).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library has no class of its own
-        raise ValueError(f"{file}: cannot be read ({error}); save the tokenizer again") from None
+        reason = first_line(error)
+        raise ValueError(f"{file}: cannot be read ({reason}); save the tokenizer again") from None
     return max(vocabulary.values(), default=-1)
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a generated text: the end of text, and those of its model's files."""
-    folder = _folder(tokenizer.name)
-    found: Any = []
-    if isinstance(tokenizer, HubTokenizer) and (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        found = GenerationConfig.from_pretrained(folder).eos_token_id or []
-    found = found if isinstance(found, list) else [found]
-    return sorted({tokenizer.eos_id, *(id for id in found if id < tokenizer.vocab_size)})
+    file = tokenizer_folder(tokenizer.name) / "generation_config.json"
+    stops: Any = []
+    if isinstance(tokenizer, HubTokenizer) and file.is_file():
+        stops = read_settings(file).get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [stops]
+    ids = (id for id in stops if matches(id, int) and id < tokenizer.vocab_size)
+    return sorted({tokenizer.eos_id, *ids})
 
 
 def _from_pretrained(path: str, offline: bool = True) -> Any:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import resource
+import signal
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
+from nsa.system import text_or_empty
+from nsa.text import first_line
 from nsa.untrusted import printable, short_repr
 
 if TYPE_CHECKING:
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
     from nsa.model import LanguageModel
 
 LONG_PROMPT = 8_192  # tokens of all prompts; shorter ones are read in seconds
+# A chat template is a program: of the CPU, and memory beyond what the process has.
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 2**30
 
 
 def add_parser(verbs: Any) -> None:
@@ -73,7 +80,7 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
     """Return a prompt's ids, int64 [T]."""
     import numpy as np
 
-    from nsa.data.tokenizer import HubTokenizer, load_pretrained
+    from nsa.data.tokenizer import HubTokenizer, load_pretrained, tokenizer_folder
 
     if not args.chat:
         return tokenizer.with_start(tokenizer.encode(text)).astype("int64")
@@ -84,10 +91,43 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
             "add chat_template.jinja to its folder"
         )
     message = {"role": "user", "content": text.decode("utf-8", "replace")}
-    encoded = source.apply_chat_template(
-        [message], add_generation_prompt=True, return_dict=True, return_tensors="np"
-    )
-    return np.asarray(encoded["input_ids"][0], dtype=np.int64)
+    try:
+        with _limits():
+            chat = source.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template may raise any
+        folder = tokenizer_folder(tokenizer.name)
+        file = folder / "chat_template.jinja"
+        raise ValueError(
+            f"{file if file.is_file() else folder / 'tokenizer_config.json'}: the chat template "
+            f"ends with {type(error).__name__}: {first_line(error)}; leave --chat out, or change it"
+        ) from None
+    return np.array(source(chat, add_special_tokens=False).input_ids, dtype=np.int64)
+
+
+class _TimeoutError(BaseException):
+    """No Exception, which jinja's optimizer would drop."""
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Raise a TimeoutError or MemoryError if the body needs more than the limits above."""
+
+    def stop(*_: object) -> None:
+        raise _TimeoutError
+
+    size = int(text_or_empty("/proc/self/statm").split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + TEMPLATE_BYTES, before[1]))
+    try:
+        yield
+    except _TimeoutError:
+        raise TimeoutError(f"no text after {TEMPLATE_SECONDS} seconds") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:

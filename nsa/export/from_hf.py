@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights
 from nsa.data.tokenizer import ORIGIN
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import read_config
+from nsa.export.hf_tokenizer import TOKENIZER_FILES
 from nsa.export.origin import HUB_NAME
 from nsa.model.config import ROPE_TYPES, AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
-from nsa.untrusted import parse_json, read_text
+from nsa.untrusted import check_links, read_settings, short_repr
 
 CONFIG = "config.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
-    *("generation_config.json", ORIGIN),
-)
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # each is enough for a tokenizer
 LLAMA_NAMES = {
     "self_attn.q_proj": "attention.q",
@@ -48,6 +45,7 @@ LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 DIFFERENT = {  # what a known architecture has that this model has not
     "gpt2": "learned positions and LayerNorm",
+    "granite": "multipliers of embeddings, attention, residuals and logits",
     "gemma": "scaled embeddings and a gated GELU",
     "gemma2": "norms after attention and MLP, and capped logits",
     "gemma3_text": "norms after attention and MLP, and sliding windows",
@@ -68,7 +66,7 @@ class SourceModel:
     read_weights: Callable[[], dict[str, Tensor]]  # under this package's names; slow
     tokenizer_files: list[Path]
     default_attention: str  # attention kind of the import without --attention
-    has_run_config: bool  # False: settings of training and tokenizer are unknown
+    hf_config: dict[str, Any] | None  # config.json, if settings of training are unknown
 
     @property
     def has_tokenizer(self) -> bool:
@@ -97,11 +95,13 @@ def read_model(folder: Path) -> SourceModel:
             f"{folder}: {CONFIG} without model.safetensors; save the model with transformers' "
             "save_pretrained"
         )
-    try:
-        tree = parse_json(read_text(path))
-        model_type = tree.get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: not the JSON of a configuration: {error}") from None
+    tree = read_settings(path)
+    model_type = tree.get("model_type")
+    if tree.get("configuration_files", [CONFIG]) != [CONFIG]:
+        raise ValueError(
+            f"{path}: configuration_files = {short_repr(tree['configuration_files'])}: "
+            "transformers would read another file instead; remove this key"
+        )
     if model_type not in ("nsa", *LLAMAS):
         raise ValueError(
             f"{path}: model_type = {model_type!r}: "
@@ -112,12 +112,27 @@ def read_model(folder: Path) -> SourceModel:
         model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder, tree)
     except ValueError:
         raise
-    except Exception as error:  # what transformers raises depends on the wrong value
+    except Exception as error:  # a value of another type than the settings have
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path}: not a configuration of {model_type}: {reason}") from error
-    if not model.has_run_config:
+    if model.hf_config is not None:
         model.config.data.tokenizer = f"hf:{folder}"  # may be missing
     return model
+
+
+def parse_config(tree: dict[str, Any], file: Path) -> Any:
+    """Return transformers' config of a tree of `file`, which is not read again.
+
+    Raise a ValueError if it is none of LLAMAS.
+    """
+    model_type = tree.get("model_type")
+    if model_type not in LLAMAS:
+        raise ValueError(f"{file}: model_type = {model_type!r}: is none of {', '.join(LLAMAS)}")
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(deepcopy(tree))
+    except Exception as error:  # what transformers raises depends on the wrong value
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{file}: not a configuration of {model_type}: {reason}") from error
 
 
 def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
@@ -129,17 +144,16 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     model.attention.backend = config.model.attention.backend
     model.attention.selector_loss = config.model.attention.selector_loss
     model.activation_checkpointing = config.model.activation_checkpointing
-    config.model, config.data.seq_len = model, saved.max_position_embeddings
-    return _source_model(folder, config, model.attention.kind, has_run_config)
+    config.model = model
+    if not has_run_config:
+        config.data.seq_len = saved.max_position_embeddings
+    return _source_model(folder, config, model.attention.kind, None if has_run_config else tree)
 
 
 def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
-    llama: Any = AutoConfig.from_pretrained(folder)
+    llama = parse_config(tree, folder / CONFIG)
     longest = _longest(llama)
     _refuse_others(folder, llama, longest)
-    rope = {name: value for name, value in llama.rope_parameters.items() if value is not None}
-    rope_type = rope.pop("rope_type", "default")
-    rope.pop("partial_rotary_factor", None)  # 1
     model_type = tree["model_type"]
     config = RunConfig()
     config.data.seq_len = min(config.data.seq_len, longest)
@@ -150,9 +164,7 @@ def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
         heads=heads,
         kv_heads=llama.num_key_value_heads,
         mlp_width=llama.intermediate_size,
-        rope_theta=rope.pop("rope_theta"),
-        rope_type=rope_type,
-        rope_extension={name: float(value) for name, value in rope.items()} or None,
+        **rope_settings(llama),
         no_rope_every=_no_rope_every(folder, llama),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
@@ -163,11 +175,20 @@ def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
         tied_head=llama.tie_word_embeddings,
         attention=AttentionConfig(kind="dense"),
     )
-    source = _source_model(folder, config, "nsa", has_run_config=False)
+    source = _source_model(folder, config, "nsa", tree)
     source.read_weights = lambda: rename_llama_weights(
         read_weights(folder), folder, llama.tie_word_embeddings
     )
     return source
+
+
+def rope_settings(llama: Any) -> dict[str, Any]:
+    """Return ModelConfig's settings of RoPE."""
+    rope = {name: value for name, value in llama.rope_parameters.items() if value is not None}
+    rope.pop("partial_rotary_factor", None)  # 1
+    rope_type, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta")
+    extension = {name: float(value) for name, value in rope.items()} or None
+    return {"rope_theta": theta, "rope_type": rope_type, "rope_extension": extension}
 
 
 def _longest(llama: Any) -> int:
@@ -185,6 +206,7 @@ def _refuse_others(folder: Path, llama: Any, longest: int) -> None:
     window = longest if longest < usual else None  # a longer one is no limit in training
     older = f"one of {', '.join(ROPE_TYPES)}; import a checkpoint from before the extension"
     for name, value, supported, only in (
+        ("quantization_config", getattr(llama, "quantization_config", None), (None,), "None"),
         ("attention_bias", getattr(llama, "attention_bias", False), (False,), "False"),
         ("mlp_bias", getattr(llama, "mlp_bias", False), (False,), "False"),
         ("hidden_act", llama.hidden_act, ("silu",), "'silu'"),
@@ -195,7 +217,7 @@ def _refuse_others(folder: Path, llama: Any, longest: int) -> None:
     ):
         if value not in supported:
             raise ValueError(
-                f"{folder / CONFIG}: {name} = {value!r}: this model supports only {only}"
+                f"{folder / CONFIG}: {name} = {short_repr(value)}: this model supports only {only}"
             )
 
 
@@ -245,7 +267,8 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
 
 
 def _source_model(
-    folder: Path, config: RunConfig, attention: str, has_run_config: bool = True
+    folder: Path, config: RunConfig, attention: str, hf_config: dict[str, Any] | None = None
 ) -> SourceModel:
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return SourceModel(config, lambda: read_weights(folder), files, attention, has_run_config)
+    check_links(folder)
+    files = [folder / name for name in (*TOKENIZER_FILES, ORIGIN) if (folder / name).is_file()]
+    return SourceModel(config, lambda: read_weights(folder), files, attention, hf_config)

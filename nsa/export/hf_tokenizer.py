@@ -1,11 +1,15 @@
 """Hugging Face tokenizer files: AutoTokenizer encodes any text to the same ids as the run's.
 
-A tokenizer with special tokens of its own keeps them, its chat template and its start of text: it
-then reads "<|im_start|>" in a text as that token, while training took it for plain text.
+The tokenizer of an imported model stays as it is, and one with special tokens of its own keeps
+them, its chat template and its start of text: it then reads "<|im_start|>" in a text as that token,
+while training took it for plain text.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -15,12 +19,22 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nsa.data.tokenizer import (
     END_OF_TEXT,
+    ORIGIN,
     ByteTokenizer,
     HubTokenizer,
     Tokenizer,
     load_pretrained,
+    tokenizer_folder,
 )
+from nsa.untrusted import check_links, read_settings
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    "generation_config.json",
+)
+# Of the machine that wrote a tokenizer_config.json, and code that is in another folder.
+DROPPED = ("local_files_only", "is_local", "auto_map")
 PAD = "<|pad|>"
 BYTE_SPECIALS = {
     "<|startoftext|>": ByteTokenizer.bos_id,  # reserved; the model was never trained on it
@@ -29,16 +43,45 @@ BYTE_SPECIALS = {
 }
 
 
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    """Copy an imported model's tokenizer and generation settings; JSON settings are checked."""
+    for file in files:
+        if not file.name.endswith("_config.json"):
+            shutil.copyfile(file, folder / file.name)
+            continue
+        settings = read_settings(file)
+        kept = {name: value for name, value in settings.items() if name not in DROPPED}
+        text = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+        (folder / file.name).write_text(text, encoding="utf-8")
+
+
+def imported_files(tokenizer: Tokenizer | None) -> list[Path]:
+    """Return the files of an imported model's own tokenizer; none for another tokenizer."""
+    if not isinstance(tokenizer, HubTokenizer):
+        return []
+    source = tokenizer_folder(tokenizer.name)
+    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    return files if (source / ORIGIN).is_file() else []
+
+
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`."""
     if isinstance(tokenizer, HubTokenizer):
+        if (local := tokenizer_folder(tokenizer.name)).is_dir():
+            check_links(local)
+        if files := imported_files(tokenizer):
+            copy_files(files, folder)
+            return
         source = load_pretrained(tokenizer.name)
         special = set(source.all_special_tokens) | {
             token.content for token in source.added_tokens_decoder.values() if token.special
         }
         if source.chat_template or tokenizer.start_id is not None or len(special) > 1:
-            source.model_max_length, source.padding_side = seq_len, "left"
+            source.model_max_length = source.init_kwargs["model_max_length"] = seq_len
+            source.padding_side = source.init_kwargs["padding_side"] = "left"
             source.pad_token = source.pad_token or source.eos_token
+            for name in DROPPED:
+                source.init_kwargs.pop(name, None)
             source.save_pretrained(folder)
             return
         _, serialized, eos, _ = tokenizer.definition

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -19,6 +18,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.load_run import model_with
 from nsa.engine.resolve import LARGEST, resolve_config, to_yaml
 from nsa.export.from_hf import SourceModel, read_model
+from nsa.export.hf_tokenizer import copy_files
 from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.origin import write_origin
 from nsa.export.to_hf import output_folder, write_weights
@@ -41,18 +41,16 @@ def import_run(args: argparse.Namespace) -> int:
             widen_mlp_compressor(config.model)
         # Before the weights are read: a missing dataset is refused in seconds.
         samples = _gap_samples(args, source, config) if args.gap else None
-        read = source.read_weights()
-        _check_values(read, args.source)
-        old_model = model_with(read, source.config, args.source)
+        old_model = model_with(source.read_weights(), source.config, args.source)
         weights = dict(old_model.state_dict())
+        _check_values(weights, args.source)
         if old_kind != new_kind:
             weights = dense_to_nsa(weights, config.model, shares)
         model = model_with(weights, config, args.source)
-        for file in source.tokenizer_files:
-            shutil.copyfile(file, draft / file.name)
+        copy_files(source.tokenizer_files, draft)
         write_weights(weights, draft)
-        if not source.has_run_config:
-            write_origin(args.source, draft)
+        if source.hf_config is not None:
+            write_origin(args.source, source.hf_config, draft)
         (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.to}: {parameters:,} parameters, {new_kind} attention")
@@ -144,7 +142,7 @@ def _set_steps(base: RunConfig, config: RunConfig, tokens: float) -> None:
 
 def _check_tokenizer(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> None:
     """Refuse a missing tokenizer, and the byte tokenizer for fewer ids than it has."""
-    if source.has_run_config:
+    if source.hf_config is None:
         return
     file = args.source / "tokenizer.json"
     if file.is_file() and args.tokenizer is None:

@@ -1,24 +1,20 @@
 """Model card: the README.md of an exported model, from its run's records.
 
-The Hub reads its metadata, between the ---: license, language, datasets and validation figures. No
-local path is written: of a local file or folder only its name.
+The Hub reads its metadata, between the ---: license, language and datasets. No local path is
+written: of a local file or folder only its name.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import ModelCardData
 
 from nsa.data.config import DataConfig
 from nsa.data.hub import FINEWEB_EDU
 from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import is_path
-from nsa.engine.config import RunConfig
 from nsa.engine.load_run import LoadedRun
-from nsa.evaluate.perplexity import perplexity
 from nsa.export.origin import Origin
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json, read_table
@@ -32,15 +28,11 @@ CARD = """\
 # {title}
 
 {about}
-
-## Training
-
-{facts}
-"""
+{training}
+Before you publish this folder: {license}.
+{loading}"""
 LOADING = """
-All settings are in `config.yaml`, which a recipe takes as `--config`. Before you publish this
-folder, check that file for local paths, and the license at the top: it is the code's, and the
-dataset may require another.
+All settings are in `config.yaml`, which a recipe takes as `--config`; check it for local paths.
 
 ## Loading
 
@@ -57,8 +49,8 @@ With the package `nsa` installed, `import nsa.model.hf` replaces `trust_remote_c
 code in this folder is not run.
 """
 LLAMA = """
-Before you publish this folder, check the license at the top. This is a plain Llama: transformers
-≥ 5.0 loads it by `AutoModelForCausalLM.from_pretrained` without other code.
+This is a plain Llama: transformers ≥ 5.0 loads it by `AutoModelForCausalLM.from_pretrained`
+without other code.
 """
 TOKENIZER = """\
 tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
@@ -80,104 +72,81 @@ RECORDED = (  # in env.json
 
 
 def model_card(run: LoadedRun, origin: Origin | None = None, llama: bool = False) -> str:
-    """Return Markdown with the figures that were logged up to the exported step."""
-    names = _source_names(run.config.data)
-    latest = _last_rows(run)
-    facts = [("dataset", ", ".join(_without_path(name) for name in names)), *_facts(run, latest)]
-    step = "" if run.step is None else f", step {run.step:,}"
+    """Return Markdown with the figures that were logged up to the exported step.
+
+    Without a step nothing is known of a training: it is an import, or an export of an export.
+    """
+    sources = _sources(run.config.data) if run.step is not None else []
+    title = plain(run.folder.name) + ("" if run.step is None else f", step {run.step:,}")
+    license = "the license at the top is the code's, and the dataset may require another"
+    if origin is not None:
+        license = f"the license at the top is that of {plain(origin.name)}"
+        if not origin.license:
+            license = f"state the license of {plain(origin.name)} at the top"
     loading = LLAMA if llama else LOADING
     return CARD.format(
-        metadata=_metadata(run, names, latest, origin).to_yaml(),
-        title=plain(run.folder.name) + step,
-        about=_about(run.config, origin),
-        facts="\n".join(table(("", ""), facts)),
-    ) + loading.format(tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER)
+        metadata=_metadata(run, sources, origin).to_yaml(),
+        title=title,
+        about=_about(run, origin),
+        training=_training(run, sources),
+        license=license,
+        loading=loading.format(tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER),
+    )
 
 
-def _about(config: RunConfig, origin: Origin | None) -> str:
-    model, attention = config.model, config.model.attention
+def _about(run: LoadedRun, origin: Origin | None) -> str:
+    model, attention = run.config.model, run.config.model.attention
     kind = "dense causal attention"
     if attention.kind == "nsa":
         names = {"cmp": "compressed", "sel": "selected", "win": "sliding window"}
         branches = ", ".join(names[branch] for branch in attention.branch_names)
         kind = f"Native Sparse Attention (arXiv 2502.11089; branches: {branches})"
-    return (
-        f"A Llama-like decoder of {parameter_count(model) / 1e6:,.1f}M parameters with {kind}, "
-        f"trained on sequences of {config.data.seq_len:,} tokens. "
-        + ("It completes text; it is not instruction-tuned." if origin is None else _from(origin))
-    )
+    about = f"A Llama-like decoder of {parameter_count(model) / 1e6:,.1f}M parameters with {kind}"
+    if run.step is not None:
+        about += f", trained on sequences of {run.config.data.seq_len:,} tokens"
+    if origin is None:
+        return f"{about}. It completes text; it is not instruction-tuned."
+    license = plain(origin.license) if origin.license else "not recorded"
+    return f"{about}. Its weights come from {plain(origin.name)}, whose license is {license}."
 
 
-def _from(origin: Origin) -> str:
-    license = origin["license"]
-    stated = f"whose license is {plain(license)}" if license else "whose license is not recorded"
-    return f"Its weights come from {plain(origin['name'])}, {stated}."
-
-
-def _metadata(
-    run: LoadedRun,
-    names: list[str],
-    latest: dict[str, dict[str, float]],
-    origin: Origin | None,
-) -> ModelCardData:
-    """Return license, tags, languages, the datasets on the Hub, and figures as its model-index."""
-    public = [name for name in names if _local_path(name) is None]
+def _metadata(run: LoadedRun, sources: list[str], origin: Origin | None) -> ModelCardData:
+    """Return license, tags, languages, and the datasets on the Hub."""
+    public = [name for name in sources if _local_path(name) is None]
     ids = [FINEWEB_EDU[0] if name == "fineweb_edu" else name.removeprefix("hf:") for name in public]
-    hub = [id for id in ids if "/" in id]
-    kinds = [name.partition(":")[0] for name in names]
-    languages = {LANGUAGES[kind] for kind in kinds if kind in LANGUAGES}
-    figures = {}  # name on the Hub: value and step
-    if row := latest.get("val_loss"):
-        figures["perplexity"] = perplexity(row["val_loss"]), row["step"]
-    if row := latest.get("bits_per_byte"):
-        figures["bits_per_byte"] = row["bits_per_byte"], row["step"]
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=hub[0] if len(names) == len(hub) == 1 else "custom",
-            dataset_name=", ".join(_without_path(name) for name in names),
-            dataset_split="validation",
-            metric_type=metric,
-            metric_value=round(figure, 4),
-            metric_name=f"{metric.replace('_', ' ')} at step {step:.0f}",
-        )
-        for metric, (figure, step) in figures.items()
-        if math.isfinite(figure)
-    ]
+    kinds = {name.partition(":")[0] for name in sources}
+    languages = sorted(LANGUAGES[kind] for kind in kinds if kind in LANGUAGES)
     return ModelCardData(
-        license="apache-2.0" if origin is None else origin["license"] or "other",
-        base_model=origin["name"] if origin and "/" in (origin["name"] or "") else None,
-        language=sorted(languages) if set(kinds) <= set(LANGUAGES) else None,
+        license="apache-2.0" if origin is None else origin.license or "other",
+        base_model=origin.name if origin is not None and "/" in origin.name else None,
+        language=(languages or None) if kinds <= set(LANGUAGES) else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["native-sparse-attention"] if run.config.model.attention.kind == "nsa" else None,
-        datasets=hub or None,
-        metrics=[result.metric_type for result in results] or None,
-        model_name=plain(run.folder.name) if results else None,
-        eval_results=results or None,
+        datasets=[id for id in ids if "/" in id] or None,
     )
 
 
-def _facts(run: LoadedRun, latest: dict[str, dict[str, float]]) -> Iterator[tuple[str, object]]:
-    """Yield name and value of each figure, setting and version that the run recorded."""
-    if run.step is not None:
-        yield "steps", f"{run.step:,} of {run.config.train.steps:,}"
-        for name, (column, form) in FIGURES.items():
-            if row := latest.get(column):
-                yield name, f"{row[column]:{form}} (step {row['step']:,.0f})"
+def _training(run: LoadedRun, sources: list[str]) -> str:
+    """Return the table of the run's datasets, figures and versions; nothing without a step."""
+    if run.step is None:
+        return ""
+    facts: list[tuple[str, object]] = [
+        ("dataset", ", ".join(map(_without_path, sources))),
+        ("steps", f"{run.step:,} of {run.config.train.steps:,}"),
+    ]
+    rows = [row for row in read_table(run.folder / "metrics.csv").rows if row["step"] <= run.step]
+    latest = {column: row for row in rows for column in row}  # the last row that has it
+    for name, (column, form) in FIGURES.items():
+        if row := latest.get(column):
+            facts.append((name, f"{row[column]:{form}} (step {row['step']:,.0f})"))
     env = read_json(run.folder / "env.json")
     recorded = env | (env.get("packages") or {})
-    yield from ((name, recorded[name]) for name in RECORDED if recorded.get(name) is not None)
+    facts += [(name, recorded[name]) for name in RECORDED if recorded.get(name) is not None]
+    return "\n".join(["", "## Training", "", *table(("", ""), facts), ""])
 
 
-def _last_rows(run: LoadedRun) -> dict[str, dict[str, float]]:
-    """Return for each column of metrics.csv the last row that has it, up to the exported step."""
-    logged = read_table(run.folder / "metrics.csv").rows
-    rows = [row for row in logged if row["step"] <= (run.step or -1)]
-    return {column: row for row in rows for column in row}
-
-
-def _source_names(data: DataConfig) -> list[str]:
+def _sources(data: DataConfig) -> list[str]:
     """Return the data's sources; of a prepared folder, what it was prepared from."""
     return [
         read_index(Path(name).expanduser()).stamp.source if is_prepared(name) else name

@@ -1,29 +1,37 @@
-"""Origin of an imported model: its name and license, which the card of an export names."""
+"""Origin of an imported model: its name, license and config.json, which its exports keep."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard
 
 from nsa.data.tokenizer import ORIGIN
-from nsa.untrusted import matches, parse_json, printable, read_text
+from nsa.untrusted import matches, printable, read_settings, read_text
 
-Origin = dict[str, str | None]  # name and license
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def write_origin(source: Path, folder: Path) -> None:
-    """Record the name and license of a transformers folder."""
-    try:
-        saved = parse_json(read_text(source / "config.json")).get("_name_or_path", "")
-    except ValueError:
-        saved = ""
-    name = saved if HUB_NAME.fullmatch(str(saved)) else source.resolve().name
-    origin = {"name": name, "license": _license(source)}
-    (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+@dataclass(frozen=True)
+class Origin:
+    name: str
+    license: str | None
+    config: dict[str, Any] | None  # a Llama's config.json; imports of earlier versions lack it
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def write_origin(source: Path, config: dict[str, Any], folder: Path) -> None:
+    """Record the name, license and config.json of a transformers folder."""
+    saved = str(config.get("_name_or_path", ""))
+    name = saved if HUB_NAME.fullmatch(saved) else source.resolve().name
+    origin = Origin(name, _license(source), None if config["model_type"] == "nsa" else config)
+    (folder / ORIGIN).write_text(origin.to_json(), encoding="utf-8")
 
 
 def _license(source: Path) -> str | None:
@@ -39,11 +47,12 @@ def _license(source: Path) -> str | None:
 
 
 def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
-    """Return name and license of the model that a run started from, if it was imported."""
+    """Return the origin of the model that a run started from, if it was imported."""
     for folder in (run_folder, *([Path(start_from)] if start_from else [])):
         file = folder / ORIGIN
         if file.is_file():
-            origin = parse_json(read_text(file))
-            if matches(origin, {"name": str, "license": (str, type(None))}):
-                return {"name": printable(origin["name"]), "license": origin["license"]}
+            saved = {"config": None} | read_settings(file)
+            shape = {"name": str, "license": (str, type(None)), "config": (dict, type(None))}
+            if matches(saved, shape):
+                return Origin(printable(saved["name"]), saved["license"], saved["config"])
     return None

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from nsa.atomic_io import check_new_folder, fsync_dir
 from nsa.checkpoint.weights import SAFETENSORS
@@ -24,10 +24,12 @@ from nsa.data.tokenizer import ORIGIN, stop_ids
 from nsa.dtypes import DTYPES
 from nsa.engine.load_run import LoadedRun, find_run, load_run
 from nsa.engine.resolve import to_yaml
-from nsa.export.hf_tokenizer import write_tokenizer
+from nsa.export.from_hf import parse_config
+from nsa.export.hf_tokenizer import imported_files, write_tokenizer
 from nsa.export.model_card import model_card
 from nsa.export.origin import find_origin
 from nsa.export.remote_code import AUTO_MAP, remote_code
+from nsa.export.source_config import TOKEN_IDS, changes, merge
 from nsa.export.to_llama import check_llama, llama_config, llama_name
 from nsa.model.hf_config import NSAConfig
 
@@ -51,49 +53,55 @@ def _write(run: LoadedRun, folder: Path, llama: bool) -> None:
     weights = run.model.state_dict()
     rename = llama_name if llama else _name
     write_weights({rename(name): weight for name, weight in weights.items()}, folder)
-    token_ids = _special_token_ids(run)
-    more = token_ids | {
-        "max_position_embeddings": run.config.data.seq_len,
-        "dtype": run.model.embed.weight.dtype,
-    }
     origin = find_origin(run.folder, run.config.train.start_from)
-    texts = {
-        "generation_config.json": _json(_generation_config(run, token_ids).to_diff_dict()),
-        "README.md": model_card(run, origin, llama),
-    }
+    source = None if origin is None else origin.config
+    original = None if source is None else parse_config(source, run.folder / ORIGIN)
+    fields = _fields(run, original)
+    texts = {"README.md": model_card(run, origin, llama)}
     if llama:
-        texts["config.json"] = _json(llama_config(run.config.model, **more).to_diff_dict())
+        config: PretrainedConfig = llama_config(run.config.model, **fields)
     else:
-        config = NSAConfig.of(run.config.model, architectures=["NSAForCausalLM"], **more)
-        texts["config.json"] = _json(config.to_diff_dict() | {"auto_map": AUTO_MAP})
+        config = NSAConfig.of(run.config.model, architectures=["NSAForCausalLM"], **fields)
         texts |= {"config.yaml": to_yaml(run.config), **remote_code()}
+    tree = config.to_diff_dict()
+    if source is not None and original is not None:
+        tree = merge(config, source, original)
+    if not llama:
+        tree |= {"auto_map": AUTO_MAP}
+    texts["config.json"] = _json(tree)
+    generation = {name: fields[name] for name in TOKEN_IDS}
+    if run.tokenizer is not None and len(stops := stop_ids(run.tokenizer)) > 1:
+        generation["eos_token_id"] = stops  # at the end of a chat's turn too
+    texts["generation_config.json"] = _json(GenerationConfig(**generation).to_diff_dict())
     if origin is not None:
-        texts[ORIGIN] = _json(origin)
+        texts[ORIGIN] = origin.to_json()
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     if run.tokenizer is not None:
         write_tokenizer(run.tokenizer, folder, run.config.data.seq_len)
+    for line in changes(tree, source):
+        print(f"config.json: {line}")
+
+
+def _fields(run: LoadedRun, original: PretrainedConfig | None) -> dict[str, Any]:
+    """Return dtype, positions and the ids for generate(); an imported model keeps its own.
+
+    Of other models a text starts with the token that ended the previous one.
+    """
+    positions, ids = run.config.data.seq_len, dict.fromkeys(TOKEN_IDS)
+    if original is not None:
+        positions = max(positions, original.max_position_embeddings)
+    if original is not None and (run.tokenizer is None or imported_files(run.tokenizer)):
+        ids = {name: getattr(original, name) for name in TOKEN_IDS}
+    elif run.tokenizer is not None:
+        eos, start = run.tokenizer.eos_id, run.tokenizer.start_id
+        pad = getattr(run.tokenizer, "pad_id", eos)
+        ids = dict(zip(TOKEN_IDS, (eos if start is None else start, eos, pad), strict=True))
+    return {"max_position_embeddings": positions, "dtype": run.model.embed.weight.dtype, **ids}
 
 
 def _name(name: str) -> str:
     return ("lm_" if name == "head.weight" else "model.") + name
-
-
-def _special_token_ids(run: LoadedRun) -> dict[str, int | None]:
-    """Return the ids for generate(); a text starts with the token that ended the previous one."""
-    if run.tokenizer is None:
-        return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    eos, start = run.tokenizer.eos_id, run.tokenizer.start_id
-    pad = getattr(run.tokenizer, "pad_id", eos)
-    first = eos if start is None else start
-    return {"bos_token_id": first, "eos_token_id": eos, "pad_token_id": pad}
-
-
-def _generation_config(run: LoadedRun, token_ids: dict[str, int | None]) -> GenerationConfig:
-    """Return the ids for generate(), which may stop at several: at the end of a chat's turn too."""
-    stops = [] if run.tokenizer is None else stop_ids(run.tokenizer)
-    more = {"eos_token_id": stops} if len(stops) > 1 else {}
-    return GenerationConfig(**token_ids | more)
 
 
 def _json(tree: dict[str, Any]) -> str:

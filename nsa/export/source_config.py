@@ -1,0 +1,65 @@
+"""config.json of an imported model's export: fields that training did not change are the source's.
+
+Servers and converters read them, for example how many positions a model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nsa.export.from_hf import rope_settings
+from nsa.model.hf_config import SHAPE, NSAConfig
+from nsa.untrusted import printable, short_repr
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OWN = {NSAConfig.attribute_map.get(name, name) for name in SHAPE} | {
+    *("model_type", "architectures", "dtype", "transformers_version", "max_position_embeddings"),
+    *TOKEN_IDS,
+}
+# Of the source's files, its machine, or code that an export does not have.
+DROPPED = {
+    *("_name_or_path", "auto_map", "configuration_files", "torch_dtype", "attn_implementation"),
+    *("_attn_implementation", "experts_implementation", "_experts_implementation"),
+}
+ROPE = {"rope_parameters", "rope_scaling", "rope_theta"}
+OF_MODEL_TYPE = {  # they mean nothing, or something else, for another architecture
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("no_rope_layers", "no_rope_layer_interval", "rope_scaling"),
+}
+
+
+def merge(
+    config: PretrainedConfig, source: dict[str, Any], original: PretrainedConfig
+) -> dict[str, Any]:
+    """Return config.json: the model's shape from `config`, and every other field of the source.
+
+    `original` is the source as transformers reads it.
+    """
+    dropped = set(DROPPED)
+    if config.model_type != source["model_type"]:
+        dropped |= OF_MODEL_TYPE
+    if _rope(config) != rope_settings(original):
+        dropped |= ROPE
+    kept = {name: value for name, value in source.items() if name not in dropped}
+    own = config.to_dict()
+    return config.to_diff_dict() | kept | {name: own[name] for name in OWN & own.keys()}
+
+
+def _rope(config: PretrainedConfig) -> dict[str, Any]:
+    if isinstance(config, NSAConfig):
+        model = config.model_config()
+        return {
+            name: getattr(model, name) for name in ("rope_theta", "rope_type", "rope_extension")
+        }
+    return rope_settings(config)
+
+
+def changes(tree: dict[str, Any], source: dict[str, Any] | None) -> Iterator[str]:
+    """Yield a line for each field of the source that differs in an export's config.json."""
+    for name, old in sorted((source or {}).items()):
+        new = tree.get("dtype" if name == "torch_dtype" else name)
+        if new != old and name not in ("transformers_version", "_name_or_path"):
+            yield f"{printable(name)} = {short_repr(new)}, was {short_repr(old)}"

@@ -1,0 +1,242 @@
+"""A model that is imported and exported keeps what training did not change, and leaks nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from nsa.cli import main
+from nsa.export.to_hf import export
+from nsa.model.hf import NSAForCausalLM
+from tests.export.llamas import (
+    SMALL,
+    add_chat_tokenizer,
+    imported,
+    llama,
+    refused,
+)
+
+# As of a model that others trained: positions, ids and fields of no default.
+FIELDS: dict[str, Any] = {
+    "max_position_embeddings": 8_192,
+    "bos_token_id": 0,
+    "eos_token_id": 3,
+    "pad_token_id": 2,
+    "use_cache": False,
+    "pretraining_tp": 2,
+    "transformers.js_config": {"dtype": "q4"},
+    "rope_theta": 3e4,  # as transformers 4 wrote it
+    "rope_scaling": None,
+    "torch_dtype": "float32",
+}
+GENERATION = {"bos_token_id": 0, "eos_token_id": [1, 3], "temperature": 0.2, "do_sample": True}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original") / "model"
+    llama(folder)
+    add_chat_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"], config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config | FIELDS))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"model_max_length": 8_192, "local_files_only": True}
+    file.write_text(json.dumps(settings | {"is_local": True, "auto_map": {"AutoTokenizer": "x.X"}}))
+    return folder
+
+
+def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    tree = json.loads((folder / name).read_text())
+    return {key: value for key, value in tree.items() if key != "transformers_version"}
+
+
+@pytest.mark.parametrize("attention", ["dense", "nsa"])
+def test_an_export_of_an_import_keeps_the_sources_fields(
+    attention: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported(original, tmp_path / "run", f"--attention={attention}", *SMALL)
+    capsys.readouterr()
+    to = export(tmp_path / "run", tmp_path / "hf", llama=attention == "dense")
+    config, before = settings(to), settings(original)
+    lines = capsys.readouterr().out.splitlines()
+    lost = [] if attention == "dense" else ["architectures", "model_type"]
+    assert [line.split()[1] for line in lines] == lost
+    assert {name for name in before if config.get(name) != before[name]} == {*lost, "torch_dtype"}
+    assert config["dtype"] == "float32"
+    assert settings(to, "generation_config.json") == GENERATION
+    tokenizer = settings(to, "tokenizer_config.json")
+    assert tokenizer["model_max_length"] == 8_192
+    gone = {"local_files_only", "is_local", "auto_map"}
+    assert settings(original, "tokenizer_config.json").keys() - tokenizer.keys() == gone
+    kind = LlamaForCausalLM if attention == "dense" else NSAForCausalLM
+    model = kind.from_pretrained(to)
+    assert model.config.max_position_embeddings == 8_192
+    assert model.config.bos_token_id == AutoTokenizer.from_pretrained(to).bos_token_id == 0
+    assert model.generation_config.temperature == 0.2
+    again = export(tmp_path / "run", tmp_path / "again", "bf16", llama=attention == "dense")
+    assert settings(again)["dtype"] == "bfloat16"
+    assert "config.json: torch_dtype = 'bfloat16', was 'float32'" in capsys.readouterr().out
+
+
+def test_what_an_import_changes_is_changed_in_the_export_and_printed(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["--set=model.rope_theta=5e4", "--set=data.seq_len=16384", "--tokenizer=byte"]
+    imported(original, tmp_path / "run", "--attention=dense", *changes)
+    capsys.readouterr()
+    config = settings(export(tmp_path / "run", tmp_path / "hf", llama=True))
+    lines = capsys.readouterr().out
+    assert "config.json: max_position_embeddings = 16384, was 8192\n" in lines
+    assert "config.json: rope_theta = None, was 30000.0\n" in lines
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e4}
+    assert "rope_theta" not in config
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [257, 257, 258]
+    assert settings(tmp_path / "hf", "generation_config.json")["eos_token_id"] == 257
+
+
+def test_another_model_types_fields_of_attention_are_left_out(tmp_path: Path) -> None:
+    llama(tmp_path / "mistral")
+    file = tmp_path / "mistral/config.json"
+    tree = json.loads(file.read_text()) | {"model_type": "mistral", "sliding_window": 4_096}
+    file.write_text(json.dumps(tree | {"auto_map": {"AutoConfig": "evil.Evil"}}))
+    imported(tmp_path / "mistral", tmp_path / "run", "--attention=dense")
+    config = settings(export(tmp_path / "run", tmp_path / "hf", llama=True))
+    assert config["model_type"] == "llama"
+    assert not {"sliding_window", "auto_map"} & config.keys()
+
+
+def test_the_card_of_an_untrained_import_claims_no_training(original: Path, tmp_path: Path) -> None:
+    (source := tmp_path / "tiny-llama").mkdir()
+    shutil.copytree(original, source, dirs_exist_ok=True)
+    for license, sentence in (
+        ("mit", "the license at the top is that of tiny-llama"),
+        (None, "state the license of tiny-llama at the top"),
+    ):
+        (source / "README.md").write_text(f"---\nlicense: {license}\n---\n" if license else "")
+        imported(source, tmp_path / f"run-{license}", *SMALL)
+        folder = export(tmp_path / f"run-{license}", tmp_path / f"hf-{license}")
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.license == (license or "other")
+        assert (card.data.language, card.data.get("datasets")) == (None, None)
+        assert f"Before you publish this folder: {sentence}." in card.text
+        for claim in ("the code's", "trained on", "## Training", "embedded"):
+            assert claim not in card.text
+
+
+def test_a_link_out_of_the_folder_is_refused(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (secret := tmp_path / "secret").write_text("a key")
+    folder = tmp_path / "models" / "model"
+    shutil.copytree(original, folder)
+    (folder / "merges.txt").symlink_to("tokenizer.json")  # stays inside
+    imported(folder, tmp_path / "run")
+    for name in ("merges.txt", "chat_template.jinja", "config.json", "additional_chat_templates"):
+        shutil.rmtree(folder)
+        shutil.copytree(original, folder)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret)
+        capsys.readouterr()
+        assert name == "config.json" or "is a link to a file outside" in refused(capsys, folder)
+    folder = tmp_path / "run"  # and an import of someone else's, at its export
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to(secret)
+    assert main(["export", str(folder), "--to", str(tmp_path / "hf")]) == 2
+    assert "chat_template.jinja: is a link to a file outside" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_snapshot_of_the_hubs_cache_links_to_its_blobs(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(original, blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    imported(snapshot, tmp_path / "run")
+    (tmp_path / "secret").write_text("a key")
+    (blobs / "chat_template.jinja").unlink()
+    (blobs / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    assert "is a link to a file outside" in refused(capsys, snapshot)
+
+
+def test_a_second_configuration_file_is_neither_read_nor_run(
+    original: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers would read it instead of config.json, and ask whether to run its code."""
+    folder = tmp_path / "model"
+    shutil.copytree(original, folder)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    second = settings(folder) | {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
+    (folder / "config.4.0.0.json").write_text(json.dumps(second))
+    first = settings(folder) | {"configuration_files": ["config.4.0.0.json"]}
+    (folder / "config.json").write_text(json.dumps(first))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    assert "configuration_files = ['config.4.0.0.json']: transf" in refused(capsys, folder)
+    (folder / "config.json").write_text(json.dumps(settings(folder) | {"model_type": "granite"}))
+    assert "configuration_files" in refused(capsys, folder)
+    del first["configuration_files"]
+    (folder / "config.json").write_text(json.dumps(first | {"model_type": "granite"}))
+    assert "granite': has multipliers of embeddings" in refused(capsys, folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_in_fp8_are_refused(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(original, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+    error = refused(capsys, folder)
+    assert "blocks.1.mlp.up.weight is torch.float8_e4m3fn; save the model in bfloat16" in error
+    quantized = settings(folder) | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(quantized))
+    assert "quantization_config = {'quant_method': 'fp8'}" in refused(capsys, folder)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", '{"eos_token_id": ' * 200])
+def test_generation_settings_that_are_no_settings_are_refused(
+    content: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(original, folder)
+    imported(folder, tmp_path / "run")
+    for place in (folder, tmp_path / "run"):
+        (place / "generation_config.json").write_text(content)
+    capsys.readouterr()
+    assert "generation_config.json: not the JSON of a configuration" in refused(capsys, folder)
+    assert main(["generate", str(tmp_path / "run"), "--prompt=a", "--max-new-tokens=1"]) == 2
+    assert "generation_config.json: not the JSON of a conf" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_an_origin_is_exported_without_the_machines_settings(
+    tmp_path: Path,
+) -> None:
+    from nsa.data.config import DataConfig
+    from nsa.data.tokenizer import build_tokenizer
+    from nsa.export.hf_tokenizer import write_tokenizer
+
+    (tmp_path / "chat").mkdir()
+    add_chat_tokenizer(tmp_path / "chat")
+    tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path / 'chat'}"))
+    write_tokenizer(tokenizer, tmp_path / "written", 96)
+    tree = settings(tmp_path / "written", "tokenizer_config.json")
+    assert not {"local_files_only", "is_local"} & tree.keys()
+    assert (tree["model_max_length"], tree["padding_side"]) == (96, "left")
