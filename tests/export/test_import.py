@@ -60,6 +60,25 @@ def test_sequences_so_short_that_nothing_is_skipped_are_warned_about(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "seq_len"),
+    [
+        ("llama", {}, 512),
+        ("llama", {"max_position_embeddings": 4_096}, 2_048),
+        ("mistral", {"sliding_window": 4_096}, 512),  # above its positions
+        ("mistral", {"sliding_window": 3_000, "max_position_embeddings": 8_192}, 2_048),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 512),
+    ],
+)
+def test_sequences_are_as_long_as_the_recipes_or_as_the_models_attention_sees(
+    model_type: str, changes: dict[str, Any], seq_len: int, llama_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(llama_folder / "model.safetensors")
+    tree = json.loads((llama_folder / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(tree | changes))
+    assert read_model(tmp_path).config.data.seq_len == seq_len
+
+
 @pytest.fixture(scope="module")
 def dense_logits(llama_folder: Path) -> torch.Tensor:
     return logits(LlamaForCausalLM.from_pretrained(llama_folder).eval(), tokens(100))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,3 +169,42 @@ def test_a_chat_without_a_template_is_refused(
     imported(llama_folder, tmp_path / "run")
     assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt=hello"]) == 2
     assert "--chat: the tokenizer 'byte' has no chat template" in capsys.readouterr().err
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLE = (
+    "{% set n = namespace(x='ab') %}{% for _ in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (LOOP, "TimeoutError: no text after 0.5 seconds"),
+        ("{{ 9 ** (9 ** 9) }}", "TimeoutError: no text after 0.5 seconds"),
+        (DOUBLE, "MemoryError"),
+        ("{{ raise_exception('only two turns') }}", "TemplateError: only two turns"),
+        ("{{ messages[0].content / 2 }}", "TypeError"),
+        ("{% for %}", "TemplateSyntaxError"),
+    ],
+)
+def test_a_chat_template_that_fails_or_never_ends_is_one_line_with_its_file(
+    template: str,
+    reason: str,
+    chat_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr("nsa.evaluate.generate.TEMPLATE_SECONDS", 0.5)
+    imported(chat_llama, tmp_path / "run")
+    (tmp_path / "run/chat_template.jinja").write_text(template)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt=hello"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    file = tmp_path / "run/chat_template.jinja"
+    assert f"nsa: {file}: the chat template ends with {reason}" in error
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
