@@ -43,11 +43,18 @@ def _open_without_waiting(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NONBLOCK)  # without effect on regular files
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
+def open_limited(path: Path, limit: int) -> FileIO:
+    """Open a regular file; raise a ValueError that names it if it has more than `limit` bytes."""
+    file = open_regular(path)
+    if os.fstat(file.fileno()).st_size > limit:
+        file.close()
+        raise ValueError(f"{path}: has more than {limit:,} bytes")
+    return file
+
+
+def read_text(path: Path, errors: str = "strict", limit: int = MAX_TEXT_BYTES) -> str:
     """Return the UTF-8 text of a regular file; OSError or ValueError if it cannot be read."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
-            raise ValueError(f"{path}: has more than {MAX_TEXT_BYTES:,} bytes")
+    with open_limited(path, limit) as file:
         return file.read().decode("utf-8", errors)
 
 

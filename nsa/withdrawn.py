@@ -13,6 +13,16 @@ REMOVE = "remove it"  # advice where nothing replaces it
 # Setting -> the value that this version always has, and what to do instead.
 SETTINGS: dict[str, tuple[Any, str]] = {
     "monitor.private": (False, "run under umask 077"),
+    "monitor.progress": (True, REMOVE),
+    "monitor.report": (True, REMOVE),
+    "monitor.ladder.sanity": (1, REMOVE),
+    "monitor.ladder.max_memory_growth": (0.05, REMOVE),
+    "monitor.ladder.max_pause": (120.0, REMOVE),
+    "monitor.ladder.max_gpu_imbalance": (0.1, REMOVE),
+    "monitor.ladder.max_skipped": (0.0, REMOVE),
+    "monitor.ladder.min_gate": (0.0, REMOVE),
+    "monitor.ladder.min_gpu_busy": (0.8, REMOVE),
+    "monitor.ladder.max_step_spread": (2.0, REMOVE),
 }
 
 # Setting and withdrawn value -> the value that a resumed run has instead.

@@ -86,7 +86,6 @@ def demo() -> RunConfig:
         eval_every=50,
     )
     config.monitor.log_every = 1
-    config.monitor.ladder.max_step_spread = 0.0  # step times on shared CPUs vary
     config.checkpoint.every = 100
     return config
 

@@ -35,7 +35,7 @@ PRELOADED = (
     "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
     "torch.utils.serialization",
-    "tensorboard.plugins.hparams.metadata",
+    "matplotlib.backends.backend_agg",
     # Imported by deepspeed.initialize(), which would take 3 seconds.
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",

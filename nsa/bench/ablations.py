@@ -59,7 +59,6 @@ COMMON = (
     "train.eval_every=0",  # evaluate at the end only,
     "train.eval_samples=256",  # but on more validation data
     "checkpoint.keep=1",
-    "monitor.report=false",
     # NSA in all steps, φ `mean`: also where the recipe's selector learns otherwise.
     "train.dense_steps=0",
     "attention.compressor=mean",

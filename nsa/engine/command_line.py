@@ -182,8 +182,8 @@ def _choose_profile(requested: str | None) -> tuple[str, list[str]]:
     if get_accelerator().device_name() != "cpu":
         return "production", []
     return "demo", [
-        "NO ACCELERATOR FOUND: running the `demo` profile, a small model on short sequences, "
-        "instead of the 125M production run; --profile production overrides this"
+        "NO ACCELERATOR FOUND: running the `demo` profile, few steps on short sequences, instead "
+        "of `production`; --profile production overrides this"
     ]
 
 

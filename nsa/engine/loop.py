@@ -32,9 +32,13 @@ from nsa.engine.shutdown import Interrupted
 from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import record_result
 from nsa.gates.schedule import Gate
+from nsa.monitor.artifacts import read_table
+from nsa.monitor.csv_files import METRICS_FILE, SELECTION_FILE
 from nsa.monitor.history import RankHistory
 from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import StepRecord
+
+SELECTION_BYTES = 2**20  # at the end of selection.csv that a gate reads: hundreds of logged steps
 
 
 def train(run: Run) -> str:
@@ -98,9 +102,7 @@ def _judge_if_due(run: Run) -> None:
     for gate in run.gates:
         if gate.step == run.state.step:
             with run.throughput.paused():
-                histories = run.collectives.gather(
-                    run.telemetry.rank_history.up_to(gate.step), RankHistory
-                )
+                histories = run.collectives.gather(run.telemetry.history(), RankHistory)
                 no_go = _judge(run, gate, histories) if run.ranks.rank == 0 else None
                 no_go = run.collectives.broadcast(no_go, str | None)
             if no_go is not None:
@@ -108,25 +110,27 @@ def _judge_if_due(run: Run) -> None:
 
 
 def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
-    """Judge from all ranks' histories, on rank 0; return the reason of a No-Go."""
-    monitor, logged = run.config.monitor, run.telemetry.run_history
+    """Judge from what all ranks have recorded, on rank 0; return the reason of a No-Go."""
+    monitor, run_dir = run.config.monitor, run.request.run_dir
     try:
+        for history in histories:
+            if history.problem:
+                raise ValueError(f"rank {history.rank}: {history.problem}")
         inputs = GateInputs(
-            previous_step=gate.previous_step,
             step=gate.step,
             log_every=monitor.log_every,
-            metrics=logged.metrics,
-            selection=logged.selection,
+            metrics=read_table(run_dir / METRICS_FILE),
+            selection=read_table(run_dir / SELECTION_FILE, newest=SELECTION_BYTES),
             histories=histories,
             sparse_after=run.config.train.switch_step,
+            on_gpu=run.device.type == "cuda",
         )
         decision = judge(gate, inputs, monitor.ladder)
-        record_result(run.request.run_dir, decision)
+        record_result(run_dir, decision)
     except Exception as error:  # the other ranks wait for the decision
         run.observers.on_message(f"go/no-go gate {gate.name} is NOT JUDGED: {error!r}")
         return None
     run.observers.on_message(decision.summary)
-    run.observers.on_gate(gate.name, decision.go)
     return None if decision.go else decision.summary
 
 

@@ -1,6 +1,6 @@
 """What a run records: heartbeat, memory and traces of each rank, and rank 0's observers.
 
-Observers write trackers, CSV files, progress and the report. None of it uses collectives.
+Observers write trackers, CSV files and progress. None of it uses collectives.
 """
 
 from __future__ import annotations
@@ -11,25 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
-from nsa.gates.schedule import schedule
-from nsa.monitor.csv_files import (
-    FALLBACKS_FILE,
-    METRICS_FILE,
-    SELECTION_FILE,
-    TEACHER_FILE,
-    FallbacksCsv,
-    MetricsCsv,
-    SelectionCsv,
-    TeacherCsv,
-)
+from nsa.monitor.csv_files import FallbacksCsv, MetricsCsv, SelectionCsv, TeacherCsv
 from nsa.monitor.dtypes import DtypeReport
 from nsa.monitor.heartbeat import Heartbeat
-from nsa.monitor.history import HistoryRecorder, RunHistory
+from nsa.monitor.history import RankHistory, read_rank
 from nsa.monitor.memory import MemorySnapshots
 from nsa.monitor.observer import Observer, warn
 from nsa.monitor.profile import StepProfiler
@@ -38,7 +26,7 @@ from nsa.monitor.stacks import dump_stacks_on_signal
 from nsa.monitor.tensorboard import BackgroundMonitor, TrackerObserver
 from nsa.monitor.writer import BackgroundWriter, Observers
 from nsa.ops import fallback_counts
-from nsa.report.report import Reporter, write_report
+from nsa.report.report import write_report
 
 
 class RankTelemetry:
@@ -46,11 +34,9 @@ class RankTelemetry:
 
     def __init__(self, request: RunRequest, ranks: Ranks, state: TrainState) -> None:
         run_dir, rank, monitor = request.run_dir, ranks.rank, request.config.monitor
+        self._run_dir, self._rank = run_dir, rank
         dump_stacks_on_signal(run_dir, rank)
-        gates = schedule(monitor.ladder, request.config.train.steps)
-        windows = [(gate.previous_step, gate.step) for gate in gates]
-        self.rank_history = HistoryRecorder(run_dir, rank, windows)
-        self.run_history = RunHistory()  # filled on rank 0 only
+        self.csv_files = BackgroundWriter("CSV files") if rank == 0 else None
         self.heartbeat = Heartbeat(
             run_dir,
             rank=rank,
@@ -59,7 +45,6 @@ class RankTelemetry:
             step=state.step,
             tokens=state.tokens,
             skipped=state.skipped,
-            history=self.rank_history,
         )
         self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every)
         self.profiler = StepProfiler(run_dir, rank, request.profile_steps)
@@ -90,6 +75,12 @@ class RankTelemetry:
             self._write_dtypes()
             self._write_dtypes = None
 
+    def history(self) -> RankHistory:
+        """Return what this rank has recorded, from its files, written up to here."""
+        if self.heartbeat.flush() and (self.csv_files is None or self.csv_files.flush()):
+            return read_rank(self._run_dir, self._rank)
+        return RankHistory(self._rank, problem="the disk did not take the newest lines")
+
     def close(self, status: str) -> None:
         """Record the end of the run with `status`."""
         self.profiler.close()
@@ -115,16 +106,14 @@ def trackers(request: RunRequest) -> dict[str, Any]:
     return blocks
 
 
-def build_observers(request: RunRequest, engine: Any, run_history: RunHistory) -> Observers:
-    """Return the observers of rank 0; the other ranks have none."""
-    if dist.get_rank() != 0:
+def build_observers(
+    request: RunRequest, engine: Any, csv_files: BackgroundWriter | None
+) -> Observers:
+    """Return the observers of rank 0; the other ranks have none, and no writer of CSV files."""
+    if csv_files is None:
         return Observers([])
     monitor = request.config.monitor
-    observers: list[tuple[Observer, BackgroundWriter | None]] = [(run_history, None)]
-
-    def add(name: str, observer: Observer) -> None:
-        observers.append((observer, BackgroundWriter(name)))
-
+    observers: list[tuple[Observer, BackgroundWriter | None]] = []
     if engine.monitor.enabled:
         config = asdict(request.config)
         hparams = {name: config[name] for name in ("model", "data", "train")}
@@ -133,17 +122,15 @@ def build_observers(request: RunRequest, engine: Any, run_history: RunHistory) -
         tracker = TrackerObserver(engine.monitor, hparams, request.config_files())
         observers.append((tracker, writer))
         engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
+    tables: list[Observer] = [FallbacksCsv(fallback_counts)]
     if monitor.csv:
-        add(METRICS_FILE, MetricsCsv())
+        tables.append(MetricsCsv())
     if monitor.health:
-        add(SELECTION_FILE, SelectionCsv(request.config.model.attention.selector_loss > 0))
-    add(FALLBACKS_FILE, FallbacksCsv(fallback_counts))
+        tables.append(SelectionCsv(request.config.model.attention.selector_loss > 0))
     if request.config.train.teacher is not None:
-        add(TEACHER_FILE, TeacherCsv())
-    if monitor.progress:
-        add("progress", Progress())
-    if monitor.report:
-        add("report", Reporter())
+        tables.append(TeacherCsv())
+    observers += [(table, csv_files) for table in tables]
+    observers.append((Progress(), BackgroundWriter("progress")))
     return Observers(observers)
 
 

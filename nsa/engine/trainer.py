@@ -196,7 +196,7 @@ def _create_parts(run: Run) -> None:
         flops_per_token=flops_per_token(config.model, config.data.seq_len),
         notes=run.notes,
     )
-    run.observers = build_observers(request, run.engine, run.telemetry.run_history)
+    run.observers = build_observers(request, run.engine, run.telemetry.csv_files)
     if rank == 0:
         run.telemetry.report_dtypes(run.engine, request.run_dir / "dtypes.txt")
     run.reduction_check = ReductionCheck(run.engine)
@@ -252,5 +252,5 @@ def train(run: Run) -> None:
         run.observers.close()
         run.telemetry.close(status)
         run.data.close()
-        if run.ranks.rank == 0 and run.config.monitor.report:
+        if run.ranks.rank == 0:
             write_final_report(run.request.run_dir)

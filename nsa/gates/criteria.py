@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import fmean, median
 
-from nsa.constants import BRANCHES, SHORT_RUN
+from nsa.constants import SHORT_RUN
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.gates.results import Criterion, GateResult, gate_result
 from nsa.gates.schedule import GATE_NAMES, PREFLIGHT, Gate
@@ -17,10 +17,16 @@ from nsa.monitor.artifacts import Row, Table, finite_number
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import RankHistory
 
+MAX_PAUSE = 120.0  # seconds without a step, outside evaluation and saving
+MAX_STEP_SPREAD = 2.0  # p90 / median step time
+MIN_GPU_BUSY = 0.8  # mean GPU utilization of each rank, 0 to 1
+MAX_GPU_IMBALANCE = 0.1  # highest - lowest GPU utilization of a rank
+MAX_MEMORY_GROWTH = 0.05  # growth of peak memory in the run's second half, a fraction
 MIN_TIMED_STEPS = 20  # logged steps needed to judge the spread of step times
 MIN_STEPS_FOR_GROWTH = SHORT_RUN  # in shorter runs caches still fill in the first half
 # Before, attention is spread evenly, so that any blocks hold as much.
 MIN_STEPS_FOR_RECALL = SHORT_RUN
+RECALL_STEPS = 40  # newest logged steps that recall is a mean of
 MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 
 
@@ -28,13 +34,13 @@ MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 class GateInputs:
     """What a run has recorded up to the step of a gate."""
 
-    previous_step: int  # step of the previous gate; 0: none
     step: int
     log_every: int
     metrics: Table  # rows of metrics.csv
     selection: Table  # the newest rows of selection.csv
     histories: list[RankHistory]  # of each rank
     sparse_after: int = 0  # steps in which attention is dense, train.dense_steps
+    on_gpu: bool = False
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -45,20 +51,19 @@ class GateInputs:
         values = [(row["step"], row[column]) for row in self.rows if column in row]
         return values, self.source(column, len(values))
 
-    def recent(self, column: str) -> list[float]:
-        """Return the finite values since the previous gate, without each launch's first step.
+    def timed(self, column: str) -> list[float]:
+        """Return the finite values of a column without each launch's first step.
 
         That step compiles and fills caches; its row has no tokens/s.
         """
-        rows = [row for row in self.rows if row["step"] > self.previous_step]
         return [
             row[column]
-            for row in rows
+            for row in self.rows
             if "tokens_per_s" in row and math.isfinite(row.get(column, math.nan))
         ]
 
-    def source(self, column: str, count: int, since: int = 0) -> str:
-        text = f"metrics.csv, {column}, {count:,} rows, steps {since + 1:,} to {self.step:,}"
+    def source(self, column: str, count: int) -> str:
+        text = f"metrics.csv, {column}, {count:,} rows, steps 1 to {self.step:,}"
         return f"{text}; {self.metrics.problem}" if self.metrics.problem else text
 
 
@@ -71,7 +76,20 @@ Measurement = tuple[float, str]  # value, source
 
 def judge(gate: Gate, inputs: GateInputs, config: LadderConfig) -> GateResult:
     """Return Go or No-Go, with all criteria of the gate and of those before it."""
-    return gate_result(gate.name, gate.step, _judge_criteria(gate.name, inputs, config))
+    criteria = [_steps_recorded(inputs), _loss_finite(inputs)]
+    for first_gate, name, limit, comparison, measure in _criteria(config):
+        if GATE_NAMES.index(gate.name) < GATE_NAMES.index(first_gate):
+            continue
+        shown = f"{comparison} {limit:g}" if limit else ""
+        try:
+            if not limit:
+                raise NotMeasured("switched off in monitor.ladder")
+            value, source = measure(inputs)
+            ok = _COMPARE[comparison](value, limit)
+            criteria.append(Criterion(name, ok, finite_number(value), shown, source))
+        except NotMeasured as reason:
+            criteria.append(Criterion(name, None, None, shown, str(reason)))
+    return gate_result(gate.name, gate.step, criteria)
 
 
 def preflight(checks: Iterable[Check]) -> GateResult:
@@ -86,67 +104,45 @@ def preflight(checks: Iterable[Check]) -> GateResult:
     return gate_result(PREFLIGHT, 0, criteria)
 
 
-def _judge_criteria(gate: str, inputs: GateInputs, config: LadderConfig) -> list[Criterion]:
-    """Judge a run by the criteria of `gate` and of all gates before it."""
-    criteria = [_steps_recorded(inputs), _slowest_rank(inputs), _loss_finite(inputs)]
-    for first_gate, name, setting, comparison, measure in _CRITERIA:
-        if GATE_NAMES.index(gate) >= GATE_NAMES.index(first_gate):
-            threshold = float(getattr(config, setting))
-            limit = f"{comparison} {threshold:g}" if threshold else ""
-            try:
-                if not threshold:
-                    raise NotMeasured(f"switched off by monitor.ladder.{setting}")
-                value, source = measure(inputs)
-                ok = _COMPARE[comparison](value, threshold)
-                criteria.append(Criterion(name, ok, finite_number(value), limit, source))
-            except NotMeasured as reason:
-                criteria.append(Criterion(name, None, None, limit, str(reason)))
-    return [*criteria, _validation_loss(inputs)] if gate == "production" else criteria
-
-
 def _steps_recorded(inputs: GateInputs) -> Criterion:
-    """Require each step up to the gate in a logged row or in rank 0's heartbeats.
+    """Require each step up to the gate, and every rank's last one, in a row or a heartbeat.
 
-    A row covers the `log_every` steps up to its own.
+    A row covers the `log_every` steps up to its own; heartbeats of rank 0 fill the gaps between
+    rows. Without any row (monitor.csv=false) only the ranks' last steps count.
     """
     spans = [(int(row["step"]) - inputs.log_every, int(row["step"])) for row in inputs.rows]
-    spans += inputs.histories[0].spans
-    gaps = list(_gaps(spans, inputs.step))
+    gaps = list(_gaps([*spans, *inputs.histories[0].spans], inputs.step)) if spans else []
     missing = sum(last - first + 1 for first, last in gaps)
-    source = f"metrics.csv (rows: {len(inputs.rows):,}) and rank 0's heartbeats"
+    slowest = min(inputs.histories, key=lambda history: history.step)
+    source = f"metrics.csv (rows: {len(spans):,}), heartbeats of {len(inputs.histories)} ranks"
     if gaps:
         shown = ", ".join(f"{first:,}-{last:,}" for first, last in gaps[:5])
         more = f" and {len(gaps) - 5} more gaps" if len(gaps) > 5 else ""
         source += f"; no record of steps {shown}{more}"
-    value = float(inputs.step - missing)
-    return Criterion("steps recorded", not gaps, value, f"all {inputs.step:,}", source)
+    if slowest.step < inputs.step:
+        source += f"; rank {slowest.rank} has recorded {slowest.step:,} steps"
+    value = min(inputs.step - missing, slowest.step)
+    return Criterion(
+        "steps recorded", value >= inputs.step, float(value), f"all {inputs.step:,}", source
+    )
 
 
 def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
     """Yield the first and last step of each gap that the spans (from, to] leave in 1 … `step`."""
     reached = 0
-    for start, end in sorted(spans):
-        if start > reached:
+    for start, end in sorted((start, end) for start, end in spans):
+        if start > reached and reached < step:
             yield reached + 1, min(start, step)
         reached = max(reached, end)
     if reached < step:
         yield reached + 1, step
 
 
-def _slowest_rank(inputs: GateInputs) -> Criterion:
-    name, limit = "slowest rank's step", f"{inputs.step:,}"
-    if not any(history.lines for history in inputs.histories):
-        return Criterion(name, None, None, limit, "no heartbeats (monitor.heartbeat)")
-    slowest = min(inputs.histories, key=lambda history: history.step)
-    source = f"heartbeats of {len(inputs.histories)} ranks; rank {slowest.rank} is the slowest"
-    return Criterion(name, slowest.step >= inputs.step, float(slowest.step), limit, source)
-
-
 def _loss_finite(inputs: GateInputs) -> Criterion:
     """Tolerate one non-finite loss per skipped step, whose gradients never reached the weights."""
     losses, source = inputs.values("loss")
     bad = [step for step, loss in losses if not math.isfinite(loss)]
-    skipped = _skipped(inputs) or 0
+    skipped = max(history.skipped or 0 for history in inputs.histories)
     if bad:
         source += f"; not finite at step {', '.join(f'{step:,.0f}' for step in bad[:5])}"
     if bad and skipped:
@@ -168,29 +164,29 @@ def _loss_ratio(inputs: GateInputs) -> Measurement:
 
 
 def _longest_pause(inputs: GateInputs) -> Measurement:
-    if not all(history.lines for history in inputs.histories):
-        raise NotMeasured("not every rank has heartbeats")
     worst = max(inputs.histories, key=lambda history: history.pause)
-    source = f"heartbeats of {len(inputs.histories)} ranks; {worst.pause_at or 'no pause'}"
-    return worst.pause, source
+    source = f"heartbeats of {len(inputs.histories)} ranks since the last start"
+    return worst.pause, f"{source}; {worst.pause_at or 'no pause'}"
 
 
 def _step_time_spread(inputs: GateInputs) -> Measurement:
-    times = sorted(inputs.recent("seconds"))
+    if not inputs.on_gpu:
+        raise NotMeasured("step times on shared CPUs vary")
+    times = sorted(inputs.timed("seconds"))
     if len(times) < MIN_TIMED_STEPS or median(times) <= 0:
         raise NotMeasured(
             f"{len(times)} logged steps were timed after warm-up, {MIN_TIMED_STEPS} are needed"
         )
     middle, p90 = median(times), times[math.ceil(0.9 * len(times)) - 1]
-    source = inputs.source("seconds", len(times), inputs.previous_step)
+    source = inputs.source("seconds", len(times))
     return p90 / middle, f"{source}; median {middle:.3g} s, p90 {p90:.3g} s"
 
 
 def _tokens_per_s(inputs: GateInputs) -> Measurement:
-    rates = inputs.recent("tokens_per_s")
+    rates = inputs.timed("tokens_per_s")
     if not rates:
-        raise NotMeasured("no logged tokens/s since the previous gate")
-    return median(rates), inputs.source("tokens_per_s", len(rates), inputs.previous_step)
+        raise NotMeasured("metrics.csv holds no tokens/s")
+    return median(rates), inputs.source("tokens_per_s", len(rates))
 
 
 def _utilization(inputs: GateInputs, reduce: Callable[[list[float]], float]) -> Measurement:
@@ -200,35 +196,6 @@ def _utilization(inputs: GateInputs, reduce: Callable[[list[float]], float]) -> 
     values = [mean for mean in means.values() if mean is not None]
     shown = ", ".join(f"rank {rank} {mean:.2f}" for rank, mean in list(means.items())[:8])
     return reduce(values), f"gpu_busy of heartbeats between steps: {shown}"
-
-
-def _skipped_fraction(inputs: GateInputs) -> Measurement:
-    skipped = _skipped(inputs)
-    if skipped is None:
-        raise NotMeasured("no heartbeats")
-    return skipped / inputs.step, f"heartbeats: {skipped:,} of {inputs.step:,} steps"
-
-
-def _skipped(inputs: GateInputs) -> int | None:
-    counts = (history.skipped for history in inputs.histories)
-    return max((count for count in counts if count is not None), default=None)
-
-
-def _min_mean_gate(inputs: GateInputs) -> Measurement:
-    rows = [row for row in inputs.selection.rows if row["step"] <= inputs.step]
-    newest = rows[-1]["step"] if rows else 0
-    layers = [row for row in rows if row["step"] == newest > inputs.previous_step]
-    means = {
-        branch: fmean(row[f"gate_{branch}"] for row in layers)
-        for branch in BRANCHES
-        if layers and all(f"gate_{branch}" in row for row in layers)
-    }
-    if not means:
-        why = inputs.selection.problem or "no gates were logged since the previous gate"
-        raise NotMeasured(f"{why} (dense attention has no gates)")
-    shown = ", ".join(f"{branch} {mean:.3f}" for branch, mean in means.items())
-    source = f"selection.csv, {len(layers)} layers at step {newest:,.0f}: {shown}"
-    return math.nan if any(map(math.isnan, means.values())) else min(means.values()), source
 
 
 def _recall(inputs: GateInputs) -> Measurement:
@@ -241,14 +208,16 @@ def _recall(inputs: GateInputs) -> Measurement:
         raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_RECALL} are needed")
     if inputs.step <= inputs.sparse_after:
         raise NotMeasured(f"attention is dense until step {inputs.sparse_after:,}")
+    rows = [row for row in inputs.selection.rows if row["step"] <= inputs.step]
+    newest = sorted({row["step"] for row in rows})[-RECALL_STEPS:]
     layers: dict[float, list[Row]] = {}
-    for row in inputs.selection.rows:
-        if inputs.previous_step < row["step"] <= inputs.step and row.get("recall_random"):
+    for row in rows:
+        if row["step"] >= newest[0] and row.get("recall_random"):
             layers.setdefault(row["layer"], []).append(row)
     if not layers:
         raise NotMeasured(
-            f"{inputs.selection.problem or 'selection.csv holds no recall since the previous gate'}"
-            " (it needs the selector loss, and more blocks than are selected)"
+            f"{inputs.selection.problem or 'selection.csv holds no recall'} (it needs the selector "
+            "loss, and more blocks than are selected)"
         )
     recall = {
         layer: [fmean(row[name] for row in rows) for name in ("recall", "recall_random")]
@@ -267,7 +236,7 @@ def _recall(inputs: GateInputs) -> Measurement:
 def _peak_memory(inputs: GateInputs) -> Measurement:
     peaks = {history.rank: history.memory[-1][1] for history in inputs.histories if history.memory}
     logged = [row["memory_gb"] for row in inputs.rows if row.get("memory_gb")]
-    if logged:  # on rank 0; its heartbeats may be off, or too rare in a short run
+    if logged:  # on rank 0, whose heartbeats may be too rare in a short run
         peaks[0] = max(*logged, peaks.get(0, 0.0))
     if not peaks:
         raise NotMeasured("no memory in heartbeats or metrics.csv")
@@ -284,42 +253,51 @@ def _memory_growth(inputs: GateInputs) -> Measurement:
     growth = {}
     for history in inputs.histories:
         early = [memory for step, memory in history.memory if 2 * step <= first + inputs.step]
+        # A long run's early heartbeats are gone; peaks only rise, so its first peak was as high.
+        early = early or [memory for _, memory in history.memory[:1]]
         if not early:
-            raise NotMeasured(f"rank {history.rank} recorded no memory in the first half")
+            raise NotMeasured(f"rank {history.rank} recorded no memory")
         growth[history.rank] = history.memory[-1][1] / early[-1] - 1
     worst = max(growth, key=lambda rank: growth[rank])
     return growth[worst], f"heartbeats of {len(growth)} ranks; rank {worst} grew the most"
 
 
-def _validation_loss(inputs: GateInputs) -> Criterion:
-    name, limit = "validation loss", "finite"
-    losses, _ = inputs.values("val_loss")
-    if not losses:
-        return Criterion(name, None, None, limit, "metrics.csv holds no val_loss")
-    step, loss = losses[-1]
-    source = f"metrics.csv, val_loss of step {step:,.0f}, the last of {len(losses):,}"
-    return Criterion(name, math.isfinite(loss), finite_number(loss), limit, source)
-
-
 _COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
-# First gate that has the criterion, its name, the setting of `monitor.ladder` that limits it (0 or
-# false: off), the comparison, the measurement. require_fall = true is a limit of 1.
-_CRITERIA: tuple[tuple[str, str, str, str, Callable[[GateInputs], Measurement]], ...] = (
-    ("smoke", "final / initial loss", "require_fall", "below", _loss_ratio),
-    ("smoke", "longest pause, seconds", "max_pause", "at most", _longest_pause),
-    ("smoke", "p90 / median step time", "max_step_spread", "at most", _step_time_spread),
-    ("smoke", "median tokens/s", "min_tokens_per_s", "at least", _tokens_per_s),
-    ("smoke", "min GPU utilization", "min_gpu_busy", "at least", partial(_utilization, reduce=min)),
-    (
-        "smoke",
-        "GPU utilization spread",
-        "max_gpu_imbalance",
-        "at most",
-        partial(_utilization, reduce=lambda values: max(values) - min(values)),
-    ),
-    ("smoke", "skipped-step fraction", "max_skipped", "at most", _skipped_fraction),
-    ("smoke", "min mean gate", "min_gate", "at least", _min_mean_gate),
-    ("extended", "recall of selected / random blocks", "min_recall", "at least", _recall),
-    ("extended", "peak memory of any rank, GB", "max_memory_gb", "below", _peak_memory),
-    ("extended", "peak-memory growth, second half", "max_memory_growth", "at most", _memory_growth),
-)
+
+
+def _criteria(
+    config: LadderConfig,
+) -> list[tuple[str, str, float, str, Callable[[GateInputs], Measurement]]]:
+    """Return the first gate that has the criterion, name, limit (0: off), comparison and value."""
+    busy = partial(_utilization, reduce=min)
+    spread = partial(_utilization, reduce=lambda values: max(values) - min(values))
+    smoke, extended = "smoke", "extended"
+    return [
+        (smoke, "final / initial loss", float(config.require_fall), "below", _loss_ratio),
+        (smoke, "longest pause, seconds", MAX_PAUSE, "at most", _longest_pause),
+        (smoke, "p90 / median step time", MAX_STEP_SPREAD, "at most", _step_time_spread),
+        (smoke, "median tokens/s", config.min_tokens_per_s, "at least", _tokens_per_s),
+        (smoke, "min GPU utilization", MIN_GPU_BUSY, "at least", busy),
+        (smoke, "GPU utilization spread", MAX_GPU_IMBALANCE, "at most", spread),
+        (
+            extended,
+            "recall of selected / random blocks",
+            config.min_recall,
+            "at least",
+            _recall,
+        ),
+        (
+            extended,
+            "peak memory of any rank, GB",
+            config.max_memory_gb,
+            "below",
+            _peak_memory,
+        ),
+        (
+            extended,
+            "peak-memory growth, second half",
+            MAX_MEMORY_GROWTH,
+            "at most",
+            _memory_growth,
+        ),
+    ]

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from nsa.monitor.config import LadderConfig
 
 PREFLIGHT = "preflight"
+SANITY_STEP = 1
 GATE_NAMES = (PREFLIGHT, "sanity", "smoke", "extended", "production")
 
 
@@ -22,18 +23,17 @@ class Gate:
 
     name: str
     step: int
-    previous_step: int = 0  # step of the previous gate; speed is judged after it
 
 
 def schedule(config: LadderConfig, total_steps: int) -> list[Gate]:
     """Return the gates of a run of `total_steps`; production is at its last step."""
-    early = {name: getattr(config, name) for name in ("sanity", "smoke", "extended")}
-    steps = {name: step for name, step in early.items() if step < total_steps}
-    steps["production"] = total_steps
-    return [
-        Gate(name, step, previous_step)
-        for (name, step), previous_step in zip(steps.items(), (0, *steps.values()), strict=False)
-    ]
+    gates = [Gate(name, _step(name, config)) for name in ("sanity", "smoke", "extended")]
+    gates = [gate for gate in gates if gate.step < total_steps]
+    return [*gates, Gate("production", total_steps)]
+
+
+def _step(name: str, config: LadderConfig) -> int:
+    return {"sanity": SANITY_STEP, "smoke": config.smoke, "extended": config.extended}[name]
 
 
 def until_step(text: str, config: LadderConfig, total_steps: int) -> int:
@@ -50,7 +50,7 @@ def until_step(text: str, config: LadderConfig, total_steps: int) -> int:
         )
     if name == PREFLIGHT:
         return 0
-    step: int = total_steps if name == "production" else getattr(config, name)
+    step = total_steps if name == "production" else _step(name, config)
     if step > total_steps:
         raise ValueError(
             f"--until {name}: this go/no-go gate is at step {step:,}, but the run ends at "

@@ -22,6 +22,8 @@ _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "token
 _MAY_BE_NULL = ("loss", "memory_gb", "gpu_busy")
 _MAX_PID = 2**31 - 1
 _TAIL = 64 * 1024  # bytes at a heartbeat file's end that hold its last complete line
+MAX_HEARTBEAT_BYTES = 2**26  # the writer starts a new file at a quarter of this
+MAX_FILE_BYTES = 2**25  # of a table or a JSON file; those of a long run have half as much
 
 Row = dict[str, float]  # by column; cells that are empty or hold no number are left out
 
@@ -37,14 +39,17 @@ class Table:
 PARTS = "layer", "first"  # columns that tell the rows of a step apart
 
 
-def read_table(path: Path) -> Table:
-    """Read a CSV file whose first column is `step`.
+def read_table(path: Path, newest: int | None = None) -> Table:
+    """Read a CSV file whose first column is `step`; `newest` reads only that many bytes at its end.
 
     A later row replaces an earlier one of the same step (and of PARTS, if there is such a column).
     """
     table = Table()
     try:
-        text = untrusted.read_text(path, "replace")
+        if newest is None:
+            text = untrusted.read_text(path, "replace", MAX_FILE_BYTES)
+        else:
+            text = _read_end(path, newest)
     except (OSError, ValueError) as error:
         table.problem = f"{path.name} cannot be read: {getattr(error, 'strerror', error)}"
         return table
@@ -62,6 +67,18 @@ def read_table(path: Path) -> Table:
     elif not rows:
         table.problem = f"{path.name} holds no rows"
     return table
+
+
+def _read_end(path: Path, newest: int) -> str:
+    """Return the header and the rows in the last `newest` bytes, without a part of a row."""
+    with untrusted.open_regular(path) as file:
+        header = file.readline(_TAIL)
+        start = max(len(header), file.seek(0, os.SEEK_END) - newest)
+        file.seek(start)
+        rows = file.read(newest)
+    if start > len(header):
+        rows = rows.partition(b"\n")[2]
+    return (header + rows).decode("utf-8", "replace")
 
 
 def _row(columns: list[str], line: str) -> Row | None:
@@ -141,9 +158,19 @@ def read_json(path: Path) -> dict[str, Any]:
 def try_read_text(path: Path) -> str | None:
     """Return a file's text, with invalid bytes replaced; None if it cannot be read."""
     try:
-        return untrusted.read_text(path, "replace")
+        return untrusted.read_text(path, "replace", MAX_FILE_BYTES)
     except (OSError, ValueError):
         return None
+
+
+def too_large(run_dir: Path) -> list[str]:
+    """Return a line for each table and JSON file of a run that is too large to be read."""
+    files = [path for path in sorted(run_dir.iterdir()) if path.suffix in (".csv", ".json")]
+    return [
+        f"{path.name}: has more than {MAX_FILE_BYTES:,} bytes"
+        for path in files
+        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES
+    ]
 
 
 def finite_number(value: object) -> float | None:

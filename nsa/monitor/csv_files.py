@@ -1,14 +1,14 @@
 """`metrics.csv`, `selection.csv`, `teacher.csv` and `fallbacks.csv`, written while a run trains.
 
-A resumed run drops the rows of the steps that run again. A file with other columns,
-of another version or other settings, keeps them and gets the missing ones; a file that is no such
-table is renamed.
+A resumed run drops the rows of the steps that run again. A file with other columns, of another
+version or other settings, is moved to `metrics.1.csv`, or the next free number.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -42,7 +42,6 @@ class CsvObserver(Observer):
     file_name: str
     columns: tuple[str, ...]
     number = "{:.6g}"  # format of a float
-    _other_columns: tuple[str, ...] = ()  # of the file's earlier rows; empty in new ones
     _path: Path | None = None  # None before `on_start`, and if that raised
 
     def rows(self, record: StepRecord) -> Sequence[Cells]:
@@ -56,8 +55,7 @@ class CsvObserver(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         if self._path is not None and (rows := self.rows(record)):
-            columns = (*self.columns, *("" for _ in self._other_columns))
-            cells = [[self._cell(row.get(column)) for column in columns] for row in rows]
+            cells = [[self._cell(row.get(column)) for column in self.columns] for row in rows]
             self._append(self._path, cells)
 
     def _cell(self, value: float | None) -> str:
@@ -70,50 +68,28 @@ class CsvObserver(Observer):
         if not path.exists():
             return
         header, *lines = path.read_text(errors="replace").split("\n")
-        columns = header.split(",")
-        if header and not self._recognises(columns):
-            aside = _free_name(path)
+        if header and header != ",".join(self.columns):
+            numbered = (path.with_suffix(f".{number}.csv") for number in itertools.count(1))
+            aside = next(name for name in numbered if not name.exists())
             path.rename(aside)
             warn(f"{path}: has other columns ({header[:80]!r}); moved to {aside.name}")
             return
         kept = [
             line
             for line in lines[:-1]
-            if line.count(",") == len(columns) - 1
+            if line.count(",") == len(self.columns) - 1
             and (number := line.partition(",")[0]).isdecimal()
             and int(number) <= step
         ]
-        others = (column for column in columns if kept and column not in self.columns)
-        self._other_columns = tuple(others)
-        merged = (*self.columns, *self._other_columns)
-        rows = [_rearranged(line, columns, merged) for line in kept]
-        atomic_write_text(path, "\n".join([",".join(merged), *rows]) + "\n")
-
-    def _recognises(self, columns: list[str]) -> bool:
-        """Return whether a file with these columns is this table: by its key and most others."""
-        key = [name for name in self.columns if name in ("step", "layer")]
-        unique, known = len(set(columns)), len(set(columns) & set(self.columns))
-        return columns[: len(key)] == key and unique == len(columns) < 2 * known
+        atomic_write_text(path, "\n".join([",".join(self.columns), *kept]) + "\n")
 
     def _append(self, path: Path, rows: list[list[str]]) -> None:
         """Append all rows or none: on a full disk, a part of a row would damage the next one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", 0, opener=no_symlink) as file:
-            header = [] if file.tell() else [[*self.columns, *self._other_columns]]
+            header = [] if file.tell() else [self.columns]
             lines = "".join(",".join(row) + "\n" for row in (*header, *rows))
             append_all_or_nothing(file, lines.encode())
-
-
-def _rearranged(line: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """Return a row with columns `before` as one with columns `after`; new cells are empty."""
-    cells = dict(zip(before, line.split(","), strict=True))
-    return ",".join(cells.get(column, "") for column in after)
-
-
-def _free_name(path: Path) -> Path:
-    """Return metrics.other.csv for metrics.csv, or metrics.other2.csv and so on if it exists."""
-    names = (path.with_suffix(f".other{n}.csv") for n in ("", *range(2, 1_000)))
-    return next(name for name in names if not name.exists())
 
 
 class MetricsCsv(CsvObserver):

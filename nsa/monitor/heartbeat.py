@@ -20,7 +20,6 @@ from typing import Any
 
 from nsa.atomic_io import append_all_or_nothing, no_symlink
 from nsa.monitor.artifacts import PHASES, older_part
-from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.memory import initialized_cuda, memory_gb
 from nsa.monitor.observer import warn
 from nsa.monitor.stacks import CurrentCollective
@@ -34,8 +33,8 @@ class Heartbeat:
     """Records the step and phase of a rank without delaying the training thread.
 
     `seconds` is the time between two progress lines; 0 records nothing. `step`, `tokens` and
-    `skipped` are those of the checkpoint that a resumed run loads. `history` receives each line
-    too. A full disk costs lines, not the run.
+    `skipped` are those of the checkpoint that a resumed run loads. A full disk costs lines, not the
+    run.
     """
 
     def __init__(
@@ -49,13 +48,11 @@ class Heartbeat:
         tokens: int = 0,
         skipped: int = 0,
         limit: int = 16 * 2**20,
-        history: HistoryRecorder | None = None,
     ) -> None:
         self._file = _LineFile(folder / f"heartbeat_rank{rank}.jsonl", limit)
         process = {"pid": os.getpid(), "host": platform.node()}
         self._constant = {"rank": rank, **process, "backend": backend}
         self._seconds = seconds
-        self._history = history
         # (phase, its start, micro-step): one tuple, so that the thread reads all three together.
         self._position = ("setup", time.monotonic(), 0)
         self._step, self._tokens, self._skipped = step, tokens, skipped
@@ -68,7 +65,9 @@ class Heartbeat:
         self._overflowed = 0  # lines that were dropped from the full deque
         self._order = threading.Lock()  # keeps the lines in the order of their times
         self._status: str | None = None  # how the run ended
-        self._closing = threading.Event()
+        self._wake = threading.Event()
+        self._flushes = threading.Condition()
+        self._flushes_requested = self._flushes_done = 0
         self._thread: threading.Thread | None = None
         if seconds > 0:
             self._record("start")
@@ -96,11 +95,21 @@ class Heartbeat:
         """Set the loss of the last logged step; JSON has no NaN, so a non-finite loss is null."""
         self._loss = loss if math.isfinite(loss) else None
 
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Write the lines so far; return False if the disk refuses them for `timeout` seconds."""
+        if self._thread is None:
+            return True
+        with self._flushes:
+            self._flushes_requested += 1
+            this = self._flushes_requested
+            self._wake.set()
+            return self._flushes.wait_for(lambda: self._flushes_done >= this, timeout)
+
     def close(self, status: str) -> None:
         """Write the last line; wait only a few seconds for a disk that hangs."""
         if self._thread is not None and self._status is None:
             self._status = status
-            self._closing.set()
+            self._wake.set()
             self._thread.join(_CLOSE_SECONDS)
             if lost := self._overflowed + self._file.lost:
                 warn(f"{self._file.path.name}: {lost} lines lost in this run")
@@ -129,14 +138,13 @@ class Heartbeat:
             }
             self._overflowed += len(self._lines) == _BACKLOG
             self._lines.append(line)
-            if self._history is not None:
-                self._history.add(line)
 
     def _work(self) -> None:
         due = time.monotonic() + self._seconds
         failed = False
         while True:
-            status = self._status
+            self._wake.clear()
+            flushes, status = self._flushes_requested, self._status
             try:
                 if status is not None:  # written by this thread, so that no line follows it
                     self._record("end", status=status)
@@ -146,13 +154,17 @@ class Heartbeat:
                 with self._order:
                     lines, self._lines = self._lines, deque(maxlen=_BACKLOG)
                 self._file.write(lines)
+                if not self._file.backlog:
+                    with self._flushes:
+                        self._flushes_done = flushes
+                        self._flushes.notify_all()
             except Exception as error:
                 if not failed:
                     warn(f"{self._file.path.name}: a heartbeat could not be written: {error!r}")
                 failed = True
             if status is not None:
                 return
-            self._closing.wait(min(self._seconds, _BATCH_SECONDS))
+            self._wake.wait(min(self._seconds, _BATCH_SECONDS))
 
     def _record_progress(self) -> None:
         """Record memory, GPU utilization and collectives, which this thread reads."""
@@ -174,19 +186,19 @@ class _LineFile:
         self.lost = 0
         self._limit = limit
         self._file: io.FileIO | None = None
-        self._backlog: list[dict[str, Any]] = []
+        self.backlog: list[dict[str, Any]] = []
         self._warned = False
 
     def write(self, lines: Iterable[dict[str, Any]]) -> None:
         """Append `lines`; those that the disk refuses are kept for the next call."""
-        self._backlog += lines
-        self.lost += max(0, len(self._backlog) - _BACKLOG)
-        del self._backlog[:-_BACKLOG]
-        if not self._backlog:
+        self.backlog += lines
+        self.lost += max(0, len(self.backlog) - _BACKLOG)
+        del self.backlog[:-_BACKLOG]
+        if not self.backlog:
             return
         try:
-            self._append("".join(json.dumps(line) + "\n" for line in self._backlog).encode())
-            self._backlog.clear()
+            self._append("".join(json.dumps(line) + "\n" for line in self.backlog).encode())
+            self.backlog.clear()
         except FileNotFoundError:
             pass  # the run's folder is created only after all checks have passed
         except OSError as error:

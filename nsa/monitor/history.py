@@ -1,76 +1,88 @@
-"""History of a run: kept in memory for the gates, read from files for a report.
-
-RankHistory    steps, pauses and memory of one rank, from its heartbeat lines
-RunHistory     rows of metrics.csv and selection.csv, on rank 0
-"""
+"""History of a rank, read from its heartbeat files: steps, pauses, memory and GPU utilization."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import io
-import math
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.artifacts import Row, Table, older_part, read_table, valid_beats
-from nsa.monitor.csv_files import METRICS_FILE, SELECTION_FILE
-from nsa.monitor.observer import METRICS_COLUMNS, Observer, RunInfo, StepRecord
-from nsa.untrusted import open_regular
+from nsa.monitor.artifacts import MAX_HEARTBEAT_BYTES, older_part, valid_beats
+from nsa.untrusted import open_limited
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
 TRAINING = ("data", "forward", "backward", "step")
-SELECTION_ROWS = 500  # newest rows of selection.csv to keep, a few logged steps
 
 
 @dataclass
 class RankHistory:
-    """One rank's history between two steps; its size does not grow with the number of steps."""
+    """What one rank recorded; its size does not grow with the number of steps."""
 
     rank: int
-    from_step: int = 0  # pauses and GPU utilization count from here on
-    to_step: float = math.inf  # later lines are ignored
+    problem: str = ""  # why a file could not be read
     lines: int = 0
     step: int = 0  # the highest completed step
     spans: list[tuple[int, int]] = field(default_factory=list)  # (from, to] of each process
     processes: int = 0
-    pause: float = 0.0  # seconds: the longest time without a step, within a process
+    pause: float = 0.0  # seconds: the last process's longest time without a step
     pause_at: str = ""  # rank and step of that pause
     memory: list[tuple[int, float]] = field(default_factory=list)  # (step, GB), rising peaks
-    gpu_busy: Counter[float] = field(default_factory=Counter)  # how often each value was sampled
+    gpu_samples: int = 0
+    gpu_busy: float = 0.0  # sum of the samples taken between steps
     skipped: int | None = None
     status: str = ""  # how the last process ended
-    first_time: float | None = None
-    last_time: float | None = None
     backend: str = ""
-    # Of the current process.
-    _pid: object = None
-    _first: int | None = None  # steps done before its first one; None: no step has ended
-    _done: int = 0  # steps done
-    _mono: float | None = None
-    _phase: str = ""
-    _waited: float | None = None  # seconds since the last step; None: no step has ended
 
     @property
     def gpu_utilization(self) -> float | None:
         """The mean over samples taken between steps."""
-        samples = sum(self.gpu_busy.values())
-        total = math.fsum(value * count for value, count in self.gpu_busy.items())
-        return total / samples if samples else None
+        return self.gpu_busy / self.gpu_samples if self.gpu_samples else None
+
+
+def read_rank(run_dir: Path, rank: int) -> RankHistory:
+    """Read the history of a rank from its heartbeat files."""
+    reader = _Reader(RankHistory(rank))
+    path = run_dir / f"heartbeat_rank{rank}.jsonl"
+    for part in (older_part(path), path):
+        try:
+            for line in _lines(part):
+                reader.add(line)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            reader.history.problem = f"{part.name} cannot be read: {error}"
+    reader.end_process()
+    return reader.history
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of a heartbeat file; step_end has the information of step_start too."""
+    with open_limited(path, MAX_HEARTBEAT_BYTES) as file:
+        lines = io.BufferedReader(file)
+        yield from valid_beats(line for line in lines if b'"step_start"' not in line)
+
+
+class _Reader:
+    """Adds heartbeat lines to a history, and keeps what it needs of the current process."""
+
+    def __init__(self, history: RankHistory) -> None:
+        self.history = history
+        self._pid: object = None
+        self._first: int | None = None  # steps done before its first one; None: no step has ended
+        self._done = 0  # steps done
+        self._mono: float | None = None
+        self._phase = ""
+        self._waited: float | None = None  # seconds since the last step; None: no step has ended
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add the next heartbeat line."""
-        step, event, phase = int(line["step"]), line["event"], line["phase"]
-        if event == "step_start" or step > self.to_step:  # step_end has the same information
-            return
+        """Add the next line."""
+        step, event, phase, history = int(line["step"]), line["event"], line["phase"], self.history
         if event == "start" or line["pid"] != self._pid:
             self.end_process()
-            self._pid, self.status = line["pid"], ""
-            self.processes += 1
+            self._pid = line["pid"]
+            history.processes += 1
+            history.status, history.pause, history.pause_at = "", 0.0, ""
         self._add_time(line["mono"], line["since"], phase)
         if self._first is None and event == "step_end":
             # Not taken from earlier lines: they may be from before the checkpoint was loaded.
@@ -82,10 +94,10 @@ class RankHistory:
 
     def end_process(self) -> None:
         """End a process; a hang before it failed or was killed counts as a pause."""
-        failed = not self.status or self.status.startswith("failed")
+        status = self.history.status
         if self._first is not None:
-            self.spans.append((self._first, self._done))
-            if failed and self._done < self.to_step:
+            self.history.spans.append((self._first, self._done))
+            if not status or status.startswith("failed"):
                 self._end_pause()
         self._pid, self._mono, self._waited, self._first = None, None, None, None
 
@@ -102,98 +114,23 @@ class RankHistory:
         self._mono, self._phase = mono, phase
 
     def _end_pause(self) -> None:
-        if self._waited is not None and self._waited > self.pause and self._done >= self.from_step:
-            self.pause = self._waited
-            self.pause_at = f"rank {self.rank}, before step {self._done + 1:,}"
+        history = self.history
+        if self._waited is not None and self._waited > history.pause:
+            history.pause = self._waited
+            history.pause_at = f"rank {history.rank}, before step {self._done + 1:,}"
 
     def _add_values(self, line: dict[str, Any], step: int, phase: str) -> None:
-        self.lines += 1
-        self.step = max(self.step, step)
-        self.backend = str(line.get("backend") or self.backend)
+        history = self.history
+        history.lines += 1
+        history.step = max(history.step, step)
+        history.backend = str(line.get("backend") or history.backend)
         if line["event"] == "end":
-            self.status = str(line.get("status") or "")
-        self.first_time = line["time"] if self.first_time is None else self.first_time
-        self.last_time = line["time"]
+            history.status = str(line.get("status") or "")
         if line["event"] == "step_end":  # others may be from before the checkpoint was loaded
-            self.skipped = int(line["skipped"])
+            history.skipped = int(line["skipped"])
         memory, busy = line.get("memory_gb"), line.get("gpu_busy")
-        if memory and (not self.memory or memory > self.memory[-1][1]):
-            self.memory.append((step, memory))
-        if busy is not None and phase in TRAINING and step >= self.from_step:
-            self.gpu_busy[busy] += 1
-
-
-class HistoryRecorder:
-    """Keeps the history of this rank for each gate, including earlier processes of the run.
-
-    `windows` has (step of the previous gate, step of the gate) for each gate. Lines of earlier
-    processes are read on creation, before this process writes any. All methods are thread-safe.
-    """
-
-    def __init__(self, run_dir: Path, rank: int, windows: Iterable[tuple[int, int]]) -> None:
-        self._lock = threading.Lock()
-        self._histories = {end: RankHistory(rank, start, end) for start, end in windows}
-        for line in _heartbeat_lines(run_dir, rank):
-            self.add(line)
-
-    def add(self, line: dict[str, Any]) -> None:
-        """Add a heartbeat line of this process."""
-        with self._lock:
-            for history in self._histories.values():
-                history.add(line)
-
-    def up_to(self, step: int) -> RankHistory:
-        """Return a copy of the history for the gate at `step`."""
-        with self._lock:
-            history = copy.deepcopy(self._histories[step])
-        history.end_process()
-        return history
-
-
-def read_rank(run_dir: Path, rank: int) -> RankHistory:
-    """Build the history of one rank over all steps from its files."""
-    history = RankHistory(rank)
-    for line in _heartbeat_lines(run_dir, rank):
-        history.add(line)
-    history.end_process()
-    return history
-
-
-def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
-    path = run_dir / f"heartbeat_rank{rank}.jsonl"
-    for part in (older_part(path), path):
-        with contextlib.suppress(OSError), open_regular(part) as file:
-            lines = io.BufferedReader(file)
-            yield from valid_beats(line for line in lines if b'"step_start"' not in line)
-
-
-class RunHistory(Observer):
-    """Keeps the rows of metrics.csv and the newest of selection.csv.
-
-    A resumed run reads the rows of earlier processes once, at its start. 50,000 steps logged every
-    10 take about 4 MB.
-    """
-
-    def __init__(self) -> None:
-        self.metrics, self.selection = Table(), Table()
-
-    def on_start(self, info: RunInfo) -> None:
-        if info.start_step:
-            self.load(info.run_dir, info.start_step)
-
-    def load(self, run_dir: Path, step: int) -> None:
-        """Read the rows up to `step` that earlier processes wrote."""
-        self.metrics = read_table(run_dir / METRICS_FILE)
-        self.selection = read_table(run_dir / SELECTION_FILE)
-        for table in (self.metrics, self.selection):
-            table.rows = [row for row in table.rows if 1 <= row["step"] <= step]
-        del self.selection.rows[:-SELECTION_ROWS]
-
-    def on_step(self, record: StepRecord) -> None:
-        self.metrics.rows.append(_numbers({name: vars(record)[name] for name in METRICS_COLUMNS}))
-        self.selection.rows += map(_numbers, record.layers)
-        del self.selection.rows[:-SELECTION_ROWS]
-
-
-def _numbers(cells: Mapping[str, float | None]) -> Row:
-    return {name: float(value) for name, value in cells.items() if value is not None}
+        if memory and (not history.memory or memory > history.memory[-1][1]):
+            history.memory.append((step, memory))
+        if busy is not None and phase in TRAINING:
+            history.gpu_busy += busy
+            history.gpu_samples += 1

@@ -124,9 +124,6 @@ class Observer:
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
         """Called once the checkpoint of `step` is on disk; saving paused training for `seconds`."""
 
-    def on_gate(self, name: str, go: bool) -> None:
-        """Called at each gate, after gates.json was written."""
-
     def on_message(self, text: str) -> None:
         """Called with a line for the user."""
 

@@ -1,6 +1,6 @@
 """TensorBoard and DeepSpeed's other trackers, written off the training thread.
 
-All get scalars and settings; TensorBoard also gets histograms, hparams and texts.
+All get scalars; W&B and Comet also the settings, TensorBoard histograms and texts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,6 @@ from nsa.monitor.observer import (
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
-HPARAMS_METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")
-SHOWN_FIRST = (  # columns of HPARAMS; the user may tick the others
-    "deepspeed.stage",
-    "model.attention.branches",
-    "model.attention.compressor",
-    "model.attention.kind",
-    "train.learning_rate",
-)
 HISTOGRAMS_EVERY = 10  # logged steps: a histogram is as large as fifty scalars
 _GATE_EDGES = [index / GATE_BINS for index in range(GATE_BINS + 1)]
 _DISTANCE_EDGES = [math.log2(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
@@ -63,7 +55,7 @@ class BackgroundMonitor:
 class TrackerObserver(Observer):
     """Writes the scalars of every logged step, and histograms at every tenth.
 
-    The nested `settings` become a row of HPARAMS, `texts` pages of TEXT. Scalars go to DeepSpeed's
+    W&B and Comet get the nested `settings`, TensorBoard the `texts`. Scalars go to DeepSpeed's
     `monitor`, which flushes; the rest, which it cannot write, to the client of each tracker.
     """
 
@@ -92,7 +84,9 @@ class TrackerObserver(Observer):
             # steps but saved no checkpoint.
             restart = Event(session_log=SessionLog(status=SessionLog.START))
             self._board.file_writer.add_event(restart, info.start_step + 1)
-            _describe_run(self._board, info, self._settings, self._texts)
+            for name, text in self._texts.items():
+                self._board.add_text(f"run/{name}", f"```\n{text}```", info.start_step + 1)
+            self._board.flush()
 
     def on_end(self, status: str) -> None:
         """End the trackers' runs here: the process skips their exit handlers."""
@@ -100,10 +94,6 @@ class TrackerObserver(Observer):
             self._wandb.finish(exit_code=int(status.startswith(("failed", "no-go"))))
         if self._comet is not None:
             self._comet.end()
-        # Only here: TensorBoard keeps the first end, and a run that ends otherwise may be resumed.
-        if self._board is not None and status == "finished":
-            self._board.file_writer.add_summary(_hparams({})[2])
-            self._board.flush()
 
     def on_step(self, record: StepRecord) -> None:
         scalars = {tag: getattr(record, name) for name, tag in TAGS.items()}
@@ -123,40 +113,14 @@ class TrackerObserver(Observer):
         )
 
 
-def _describe_run(
-    board: Any, info: RunInfo, settings: Mapping[str, Any], texts: Mapping[str, str]
-) -> None:
-    """Write the settings as hparams, and the texts at the run's first step."""
-    about = {"recipe": info.name, "profile": info.profile, "ranks": info.world_size}
-    for summary in _hparams(dict(_flatten({"run": about, **settings})))[:2]:
-        board.file_writer.add_summary(summary)
-    for name, text in texts.items():
-        board.add_text(f"run/{name}", f"```\n{text}```", info.start_step + 1)
-    board.flush()
-
-
 def _flatten(tree: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; values that hparams cannot hold become text."""
+    """Yield dotted names and values; values other than numbers become text."""
     for key, value in tree.items():
         name = f"{parents}{key}"
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{name}.")
         else:
             yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _hparams(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the summaries of the HPARAMS page: columns, this run's values, and its success."""
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # late: optional
-    from torch.utils.tensorboard.summary import hparams
-
-    columns, start, end = hparams(settings, dict.fromkeys(HPARAMS_METRICS))
-    plugin_data = columns.value[0].metadata.plugin_data
-    page = HParamsPluginData.FromString(plugin_data.content)
-    for column in page.experiment.hparam_infos:
-        column.differs = column.name in SHOWN_FIRST  # TensorBoard shows these by default
-    plugin_data.content = page.SerializeToString()
-    return columns, start, end
 
 
 def _scalars(health: Health) -> dict[str, float | None]:

@@ -43,6 +43,11 @@ class BackgroundWriter:
             threading.Thread(target=warn, args=(text,), daemon=True).start()
         return False
 
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Finish the jobs so far; return False if that takes longer than `timeout` seconds."""
+        done = threading.Event()
+        return self.submit(done.set) and done.wait(timeout)
+
     def close(self, timeout: float = 10.0) -> None:
         """Finish the queue within `timeout` seconds, and warn of what was lost."""
         if self._closed:

@@ -9,24 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.report.plots import Panel, draw
-from nsa.report.summary import Summary, lookup, summarise
+from nsa.report.plots import draw
+from nsa.report.summary import Summary, curve_panels, lookup, summarise
 from nsa.text import align
 
-_PANELS = (
-    ("loss", "training loss (nats per token)"),
-    ("bits_per_byte", "validation bits per byte"),
-    ("tokens_per_s", "tokens/s, all ranks"),
-    ("grad_norm", "gradient norm"),
-)
 # What must be equal for figures to be comparable, and what a difference means.
-_DATASET = "training and validation text differ, so only speed is comparable"
+_DATASET = ("source", "subset", "split", "files", "pattern", "held_out")
 _MUST_BE_EQUAL = {
-    "data.source": _DATASET,
-    "data.subset": _DATASET,
-    "data.split": _DATASET,
-    "data.files": _DATASET,
-    "data.held_out": _DATASET,
+    **{
+        f"data.{name}": "training and validation text differ, so only speed is comparable"
+        for name in _DATASET
+    },
     "data.tokenizer": "losses per token are not comparable; bits/byte are",
     "data.seq_len": "tokens see different amounts of context",
     "train.steps": "learning rates differ at the same step",
@@ -90,13 +83,7 @@ def compare_runs(runs: Mapping[str, Summary], out: Path) -> list[str]:
             raise ValueError(
                 f"{run.run_dir}: {run.metrics.problem}; choose a run with logged steps"
             )
-    panels = []
-    for column, title in _PANELS:
-        curves = {label: run.points(column) for label, run in runs.items()}
-        if any(steps for steps, _ in curves.values()):
-            marked, logarithmic = column == "bits_per_byte", column == "grad_norm"
-            panels.append(Panel(title, curves, marked=marked, logarithmic=logarithmic))
-    draw(panels, out)
+    draw(curve_panels(runs), out)
     return align([_HEADER, *(_row(label, run) for label, run in runs.items())])
 
 

@@ -13,8 +13,6 @@ from nsa.atomic_io import no_symlink
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_FROM = 50  # points; shorter curves are not smoothed
-_MAX_POINTS = 600  # of a curve's faint band; a picture cannot show more
-COLUMNS = 2  # panels in a row: a page is about 900 pixels wide
 _SMALLEST_RANGE = 1e-3  # of a y axis, relative to its values: a smaller one shows rounding noise
 _CHARACTERS_PER_INCH = 11  # in the legend and the titles
 
@@ -29,7 +27,6 @@ class Panel:
     curves: Mapping[str, Points]  # by label
     marked: bool = False  # draw a marker at each point
     ordered: bool = False  # the curves are layers, first to last: shade them
-    smoothed: bool = True  # draw the running mean of long curves
     fraction: bool = False  # y axis from 0 to 1
     logarithmic: bool = False  # y axis
     x: str = "step"
@@ -43,7 +40,7 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
     from matplotlib.figure import Figure  # late: takes a second
 
     # A Figure without pyplot draws with Agg and touches no global state and no display.
-    columns = min(COLUMNS, len(panels))
+    columns = min(2, len(panels))  # a page is about 900 pixels wide
     rows = -(-len(panels) // columns)
     size = (width * columns, (3.2 if rows > 1 else 3.8) * rows)
     figure = Figure(figsize=size, dpi=100, layout="constrained")
@@ -60,13 +57,9 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
     if len(labelled) > 1 or not all(panel.ordered for panel in panels):
         widest = max(map(len, labelled), default=0) + 6  # with the line before it
         fitting = max(1, int(size[0] * _CHARACTERS_PER_INCH) // widest)
+        style = {"loc": "outside upper left", "frameon": False, "fontsize": "small"}
         figure.legend(
-            list(labelled.values()),
-            list(labelled),
-            loc="outside upper left",
-            ncols=min(fitting, len(labelled)),
-            frameon=False,
-            fontsize="small",
+            list(labelled.values()), list(labelled), ncols=min(fitting, len(labelled)), **style
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -86,49 +79,39 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> 
     axis.xaxis.set_major_formatter("{x:,.7g}")
     axis.set_title(fill(panel.title, characters), loc="left", fontsize="medium")
     axis.grid(alpha=0.25, linewidth=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.margins(x=0.01)
-    drawn: list[Points] = []
     for label, (steps, values) in panel.curves.items():
         if not steps:
             continue
-        dashed = (steps, values) in drawn  # else it would hide the equal curve below it
-        drawn.append((steps, values))
-        line = {"linewidth": 1.4, "linestyle": (0, (3, 4)) if dashed else "-"}
         index = curves.index(label)
-        name = fill(label.replace("$", r"\$"), characters)
         colour: Any = COLOURS[index % len(COLOURS)]
         if panel.ordered:
             colour = colormaps["viridis"](0.9 * index / max(1, len(curves) - 1))
+        line = {
+            "label": fill(label.replace("$", r"\$"), characters),
+            "color": colour,
+            "linewidth": 1.4,
+            "marker": "o" if panel.marked or len(steps) == 1 else None,  # a line needs two points
+            "markersize": 3,
+        }
         if panel.marked:
-            style = {"marker": "o", "markersize": 3}
-            error = panel.errors.get(label)
-            axis.errorbar(steps, values, error, label=name, color=colour, **line, **style)
+            axis.errorbar(steps, values, panel.errors.get(label), **line)
             continue
-        if panel.smoothed and len(values) >= _SMOOTHED_FROM:
-            if not panel.ordered:  # a faint band from the lowest to the highest neighbouring value
-                stride = -(-len(values) // _MAX_POINTS)
-                parts = [values[at : at + stride] for at in range(0, len(values), stride)]
-                limits = list(map(min, parts)), list(map(max, parts))
-                faint = {"color": colour, "alpha": 0.25, "linewidth": 0.8}
-                axis.fill_between(steps[::stride], *limits, **faint)
+        if len(values) >= _SMOOTHED_FROM:
+            if not panel.ordered:  # all values behind the mean, so that spikes are visible
+                axis.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
             values = running_mean(values, len(values) // 50)
-        marker = "o" if len(steps) == 1 else None  # a line needs two points
-        axis.plot(steps, values, label=name, color=colour, marker=marker, **line)
+        axis.plot(steps, values, **line)
     _scale_y(axis, panel)
 
 
 def _scale_y(axis: Any, panel: Panel) -> None:
     """Set the limits and plain numbers, without an offset or a factor beside the axis."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     low, high = axis.dataLim.intervaly
     if low > high:  # no points
         return
     if panel.logarithmic and low > 0:
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-        axis.yaxis.set_minor_formatter(NullFormatter())
     elif panel.fraction:
         axis.set_ylim(-0.02, 1.02)
     elif high - low < _SMALLEST_RANGE * abs(high):

@@ -1,6 +1,6 @@
-"""`report.md` of a run: go/no-go results with evidence, facts, settings and plots.
+"""`report.md` of a run: go/no-go results with evidence, facts, settings and two pictures.
 
-A plot is drawn only if its values were recorded.
+A panel is drawn only if its values were recorded.
 """
 
 from __future__ import annotations
@@ -8,54 +8,36 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.constants import BRANCHES
 from nsa.gates.results import GateResult
 from nsa.gates.schedule import GATE_NAMES
-from nsa.monitor.artifacts import Table, read_json, read_table, try_read_text
-from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS_FILE, TEACHER_FILE
-from nsa.monitor.observer import TEACHER_COLUMNS, Observer, RunInfo
+from nsa.monitor.artifacts import read_json, read_table, too_large, try_read_text
+from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE, TEACHER_FILE
+from nsa.monitor.history import RankHistory
+from nsa.monitor.observer import TEACHER_COLUMNS
 from nsa.report.markdown import plain, table
-from nsa.report.plots import Panel, Points, draw
-from nsa.report.summary import Summary, lookup, summarise
+from nsa.report.plots import Panel, draw
+from nsa.report.summary import Summary, curve_panels, lookup, summarise
 
 FILE_NAME, PLOTS = "report.md", "report"
-_SETTINGS = (
-    "model.layers",
-    "model.width",
-    "model.attention.kind",
-    "model.attention.branches",
-    "model.attention.compressor",
-    "model.attention.selector_loss",
-    "model.activation_checkpointing",
-    "data.source",
-    "data.tokenizer",
-    "data.seq_len",
-    "train.steps",
-    "train.dense_steps",
-    "train.micro_batch",
-    "train.accumulation",
-    "train.learning_rate",
-    "train.teacher",
-    "train.precision",
-    "train.seed",
-    "train.on_bad_step",
-)
-_SELECTION = {
+_SETTINGS = {
+    "model": ("layers", "width"),
+    "model.attention": ("kind", "branches", "compressor"),
+    "data": ("source", "tokenizer", "seq_len"),
+    "train": ("dense_steps", "micro_batch", "accumulation", "learning_rate", "precision", "seed"),
+}
+_LAYERS = {  # column of selection.csv -> title
+    "gate_cmp": "mean gate, cmp",
+    "gate_sel": "mean gate, sel",
+    "gate_win": "mean gate, win",
     "entropy": "entropy of free blocks",
     "overlap": "overlap with the previous token's blocks",
-    "forced": "fraction of forced blocks",
-    "distance": "mean distance of free blocks, in blocks",
-    "selector_loss": "selector loss, nats",
     "recall": "recall of selected blocks",
-    "recall_random": "recall of as many random blocks",
 }
 _MET = {True: "yes", False: "**NO**", None: "not measured"}
 
@@ -74,17 +56,16 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.md` and its plots for a run in any state."""
+    """Write `report.md` and its pictures for a run in any state."""
     run = summarise(run_dir)
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.csv", "gates.json")):
         raise ValueError(
             f"{run_dir} holds no config.yaml, metrics.csv or gates.json; give the folder of a run"
         )
-    env = read_json(run_dir / "env.json")
     lines = [
         f"# {plain(run.name)}: {plain(_decision(run.gates))}",
         *_gate_sections(run.gates),
-        *_facts(run, env),
+        *_facts(run),
         *_versus_teacher(run),
         *_settings(run),
     ]
@@ -92,16 +73,6 @@ def write_report(run_dir: Path) -> Path:
         lines += [*_heading(title), "", f"![{title}]({path})"]
     atomic_write_text(run_dir / FILE_NAME, "\n".join(lines) + "\n")
     return run_dir / FILE_NAME
-
-
-class Reporter(Observer):
-    """Writes the report at each gate."""
-
-    def on_start(self, info: RunInfo) -> None:
-        self._run_dir = info.run_dir
-
-    def on_gate(self, name: str, go: bool) -> None:
-        write_report(self._run_dir)
 
 
 def _decision(gates: Sequence[GateResult]) -> str:
@@ -129,20 +100,20 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
         yield from ("", f"Not judged: {', '.join(missing)}.")
 
 
-def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
-    halt = read_json(run.run_dir / "halt.json")
-    packages = ("torch", "deepspeed", "triton")
-    versions = [(name, lookup(env, f"packages.{name}")) for name in packages]
+def _facts(run: Summary) -> Iterator[str]:
+    env, halt = read_json(run.run_dir / "env.json"), read_json(run.run_dir / "halt.json")
     devices = lookup(env, "cuda.devices") or lookup(env, "cpu.model")
-    yield from (*_heading("Run"), "")
+    devices = devices if isinstance(devices, list) else [devices]
+    versions = {name: lookup(env, f"packages.{name}") for name in ("torch", "deepspeed", "triton")}
+    problems = [run.metrics.problem, *(history.problem for history in run.histories)]
     rows = [
         ("recipe, profile", _join(env.get("recipe"), env.get("profile"))),
         ("git commit", env.get("git_commit") or ""),
+        ("hardware", _join(env.get("host"), *devices)),
         (
-            "hardware",
-            _join(env.get("host"), *(devices if isinstance(devices, list) else [devices])),
+            "versions",
+            _join(*(f"{name} {version}" for name, version in versions.items() if version)),
         ),
-        ("versions", _join(*(f"{name} {version}" for name, version in versions if version))),
         ("steps", f"{run.steps:,}"),
         ("tokens", _format(run.last("tokens"), ",.0f")),
         ("median tokens/s", _speed(run)),
@@ -150,13 +121,13 @@ def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
         ("final training loss", run.final("loss", ".4f")),
         ("final validation loss", run.final("val_loss", ".4f")),
         ("final bits per byte", run.final("bits_per_byte", ".4f")),
-        *_heartbeat_facts(run),
+        *_heartbeat_facts(run.histories),
         ("skipped steps", _format(run.skipped, ",d")),
         ("halted by the watchdog", "; ".join(f"{key}: {value}" for key, value in halt.items())),
-        ("backend fallbacks", _fallbacks(run.run_dir)),
-        ("unreadable", run.metrics.problem),
+        ("backend fallbacks", "; ".join(_fallbacks(run.run_dir))),
+        ("unreadable", "; ".join(filter(None, [*problems, *too_large(run.run_dir)]))),
     ]
-    yield from table(("", ""), [row for row in rows if row[1]])
+    yield from (*_heading("Run"), "", *table(("", ""), [row for row in rows if row[1]]))
     notes = env.get("notes")
     for note in notes if isinstance(notes, list) else ():
         yield from ("", plain(note))
@@ -175,70 +146,45 @@ def _speed(run: Summary) -> str:
     return f"{text}; dense steps {median(dense):,.0f}, sparse {median(sparse):,.0f}"
 
 
-def _heartbeat_facts(run: Summary) -> Iterator[tuple[str, str]]:
-    """Yield elapsed time, resumes, longest pause, engine and end of the run."""
-    if not run.histories or not run.histories[0].lines:
-        return
-    history = run.histories[0]
-    passed = timedelta(seconds=max(0, round((history.last_time or 0) - (history.first_time or 0))))
-    yield "elapsed", f"{passed} on {len(run.histories)} ranks, pauses between launches included"
-    yield "resumes", f"{max(0, history.processes - 1):,}"
-    worst = max(run.histories, key=lambda history: history.pause)
-    yield "longest pause", f"{worst.pause:.1f} s ({worst.pause_at})" if worst.pause_at else ""
-    yield "engine", history.backend
-    yield "end", history.status or "none recorded: still running, or killed"
+def _heartbeat_facts(histories: Sequence[RankHistory]) -> list[tuple[str, str]]:
+    if not any(history.lines for history in histories):
+        return []
+    first, worst = histories[0], max(histories, key=lambda history: history.pause)
+    pause = f"{worst.pause:.1f} s ({worst.pause_at})" if worst.pause_at else ""
+    return [
+        ("ranks, engine", f"{len(histories)}, {first.backend}"),
+        ("resumes", f"{max(0, first.processes - 1):,}"),
+        ("longest pause since the last start", pause),
+        ("end", first.status or "none recorded: still running, or killed"),
+    ]
 
 
-def _fallbacks(run_dir: Path) -> str:
+def _fallbacks(run_dir: Path) -> list[str]:
     # Python 3.10's csv refuses zero bytes, which a crash of the machine may leave.
     text = (try_read_text(run_dir / FALLBACKS_FILE) or "").replace("\0", "")
-    rows = csv.DictReader(text.splitlines())
-    calls: dict[str, Counter[str]] = {}  # by backend and reason, then by operation
-    for row in rows:
-        if all(row.get(column) for column in FALLBACK_COLUMNS) and row["calls"].isdecimal():
-            same = calls.setdefault("not on {backend}: {reason}".format_map(row), Counter())
-            same[row["operation"]] += int(row["calls"])
-    return "; ".join(
-        f"{reason}: {', '.join(f'{name} ({count} calls)' for name, count in counts.items())}"
-        for reason, counts in [*calls.items()][:10]
-    )
+    rows = [row for row in csv.DictReader(text.splitlines()) if all(map(row.get, FALLBACK_COLUMNS))]
+    line = "{operation} not on {backend}: {reason} ({calls} calls)"
+    return [line.format_map(row) for row in rows[:20]]
 
 
 def _versus_teacher(run: Summary) -> Iterator[str]:
     """Compare with the run's teacher at the last validation, by position."""
     rows = read_table(run.run_dir / TEACHER_FILE).rows
-    last = [row for row in rows if row["step"] == rows[-1]["step"]]
-    last = [row for row in last if all(name in row for name in TEACHER_COLUMNS)]
-    if not last:
-        return
-    teacher, step = lookup(run.config, "train.teacher"), last[0]["step"]
-    yield from (*_heading("Compared with the teacher"), "")
-    yield from (f"{plain(teacher)}, on the validation split at step {step:,.0f}.", "")
-    tokens = sum(row["tokens"] for row in last)
-    total = {
-        name: sum(row[name] * row["tokens"] for row in last) / tokens
-        for name in TEACHER_COLUMNS[3:]
-    }
-    total |= {"first": last[0]["first"], "last": last[-1]["last"], "tokens": tokens}
-    yield from table(
-        ("positions", "tokens", "loss", "teacher's", "difference", "KL, nats", "same top-1"),
-        [
-            (
-                f"{row['first'] + 1:,.0f} to {row['last'] + 1:,.0f}",
-                f"{row['tokens']:,.0f}",
-                *(f"{row[name]:.4f}" for name in ("loss", "teacher_loss")),
-                f"{row['loss'] - row['teacher_loss']:+.4f}",
-                f"{row['kl']:.4f}",
-                f"{row['same_top1']:.1%}",
-            )
-            for row in [*last, total]
-        ],
-    )
+    if last := [row for row in rows if row["step"] == rows[-1]["step"]]:
+        yield from (*_heading(f"Compared with the teacher at step {last[0]['step']:,.0f}"), "")
+        yield from table(
+            TEACHER_COLUMNS,
+            [
+                [f"{row[name]:.6g}" if name in row else "" for name in TEACHER_COLUMNS]
+                for row in last
+            ],
+        )
 
 
 def _settings(run: Summary) -> Iterator[str]:
     stage = lookup(read_json(run.run_dir / "ds_config.json"), "zero_optimization.stage")
-    rows = [*((name, lookup(run.config, name)) for name in _SETTINGS), ("ZeRO stage", stage)]
+    names = [f"{section}.{name}" for section, names in _SETTINGS.items() for name in names]
+    rows = [*((name, lookup(run.config, name)) for name in names), ("ZeRO stage", stage)]
     if present := [row for row in rows if row[1] != ""]:
         yield from (*_heading("Settings"), "", *table(("setting", "value"), present))
         yield from ("", "All settings: `config.yaml` and `ds_config.json`.")
@@ -262,55 +208,27 @@ def _format(value: float | None, spec: str) -> str:
 
 def draw_plots(run: Summary) -> list[tuple[str, str]]:
     """Draw into `<run>/report/`; return titles and paths relative to report.md."""
-    drawn = []
-    for name, title, panels in _plots(run):
-        present = [panel for panel in panels if any(steps for steps, _ in panel.curves.values())]
-        if present:
-            draw(present, run.run_dir / PLOTS / f"{name}.png", width=4.5 if present[1:] else 7.0)
-            drawn.append((title, f"{PLOTS}/{name}.png"))
-    return drawn
+    pictures = (
+        ("curves", "Curves", curve_panels({run.name: run})),
+        ("layers", "Gates and selection by layer, first (dark) to last", _layer_panels(run)),
+    )
+    for name, _, panels in pictures:
+        if panels:
+            draw(panels, run.run_dir / PLOTS / f"{name}.png")
+    return [(title, f"{PLOTS}/{name}.png") for name, title, panels in pictures if panels]
 
 
-def _plots(run: Summary) -> Iterator[tuple[str, str, list[Panel]]]:
-    loss = {"training": run.points("loss"), "validation": run.points("val_loss")}
-    yield "loss", "Loss", [Panel("loss (nats per token)", loss)]
-    for name, title, column in (
-        ("learning_rate", "Learning rate", "lr"),
-        ("gradient_norm", "Gradient norm", "grad_norm"),
-        ("tokens_per_s", "Tokens/s", "tokens_per_s"),
-    ):
-        curve = {run.name: run.points(column)}
-        panel = Panel(
-            title.lower(), curve, smoothed=column != "lr", logarithmic=column == "grad_norm"
-        )
-        yield name, title, [panel]
-    yield "memory", "Peak memory", [Panel("peak memory, GB", _memory(run))]
-    health = read_table(run.run_dir / "selection.csv")
-    gates = [_by_layer(health, f"gate_{branch}", f"mean gate, {branch}") for branch in BRANCHES]
-    yield "gates", "Mean gates by layer, first (dark) to last", gates
-    selection = [_by_layer(health, column, title) for column, title in _SELECTION.items()]
-    yield "selection", "Block selection by layer, first (dark) to last", selection
-
-
-def _memory(run: Summary) -> dict[str, Points]:
-    """Return the peaks of each rank from heartbeats, else of rank 0 from metrics.csv."""
-    curves: dict[str, Points] = {
-        f"rank {history.rank}": (
-            [float(step) for step, _ in history.memory] + [float(history.step)],
-            [memory for _, memory in history.memory] + [history.memory[-1][1]],
-        )
-        for history in run.histories
-        if history.memory
-    }
-    return curves or {"rank 0": run.points("memory_gb")}
-
-
-def _by_layer(health: Table, column: str, title: str) -> Panel:
-    curves: dict[str, tuple[list[float], list[float]]] = {}
-    fraction = column not in ("distance", "selector_loss")
-    for row in health.rows:
-        if "layer" in row and math.isfinite(row.get(column, math.nan)):
-            steps, values = curves.setdefault(f"layer {row['layer']:.0f}", ([], []))
-            steps.append(row["step"])
-            values.append(row[column])
-    return Panel(title, curves, ordered=True, fraction=fraction)
+def _layer_panels(run: Summary) -> list[Panel]:
+    """Return a panel for each column of selection.csv, with a curve for each layer."""
+    rows = read_table(run.run_dir / SELECTION_FILE).rows
+    panels = []
+    for column, title in _LAYERS.items():
+        curves: dict[str, tuple[list[float], list[float]]] = {}
+        for row in rows:
+            if "layer" in row and math.isfinite(row.get(column, math.nan)):
+                steps, values = curves.setdefault(f"layer {row['layer']:.0f}", ([], []))
+                steps.append(row["step"])
+                values.append(row[column])
+        if curves:
+            panels.append(Panel(title, curves, ordered=True, fraction=True))
+    return panels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,17 @@ from statistics import median
 from nsa.gates.results import GateResult, read_results
 from nsa.monitor.artifacts import Table, list_ranks, read_table, try_read_text
 from nsa.monitor.history import RankHistory, read_rank
+from nsa.report.plots import Panel
 from nsa.untrusted import parse_yaml
+
+_PANELS = (
+    ("loss", "training loss (nats per token)"),
+    ("bits_per_byte", "validation bits per byte"),
+    ("tokens_per_s", "tokens/s, all ranks"),
+    ("grad_norm", "gradient norm"),
+    ("lr", "learning rate"),
+    ("memory_gb", "peak memory of rank 0, GB"),
+)
 
 
 @dataclass
@@ -104,3 +115,14 @@ def summarise(run_dir: Path) -> Summary:
         histories=[read_rank(run_dir, rank) for rank in list_ranks(run_dir)],
         gates=read_results(run_dir),
     )
+
+
+def curve_panels(runs: Mapping[str, Summary]) -> list[Panel]:
+    """Return a panel for each recorded column of metrics.csv, with a curve for each run."""
+    panels = []
+    for column, title in _PANELS:
+        curves = {label: run.points(column) for label, run in runs.items()}
+        if any(steps for steps, _ in curves.values()):
+            marked, logarithmic = column == "bits_per_byte", column == "grad_norm"
+            panels.append(Panel(title, curves, marked=marked, logarithmic=logarithmic))
+    return panels

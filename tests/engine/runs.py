@@ -32,7 +32,6 @@ TINY = [
         "train.eval_samples=8",
         "train.warmup_steps=2",
         "checkpoint.every=3",
-        "monitor.report=false",  # takes seconds; tests/report covers it
     )
 ]
 Finished = subprocess.CompletedProcess[str]

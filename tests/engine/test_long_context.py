@@ -73,7 +73,7 @@ def test_start_from_loads_the_weights_of_another_run_and_nothing_else(
 
 def test_the_32k_recipe_continues_its_short_run_on_four_times_the_tokens(tmp_path: Path) -> None:
     small = [*TINY[:3], *TINY[4:6], "--set=train.eval_every=0", "--set=train.eval_samples=2"]
-    small += ["--set=train.warmup_steps=2", "--set=monitor.report=false"]
+    small += ["--set=train.warmup_steps=2"]
     short = ["--profile=demo_short", "--steps=12", "--set=data.seq_len=64", "--run-dir=short"]
     succeed(on_one_rank("m7c_32k.py", *small, *short, folder=tmp_path))
     start = ["--set=train.start_from=short", "--set=data.seq_len=256", "--run-dir=long"]

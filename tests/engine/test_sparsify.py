@@ -23,7 +23,7 @@ from tests.ranks import ROOT
 LONG = ["--set=data.seq_len=256"]  # so long that a query cannot select all of its blocks
 STEPS = ["--steps=6", "--set=train.selector_steps=3", "--set=checkpoint.every=1"]
 STEPS += ["--set=checkpoint.keep=9", "--set=monitor.log_every=1", "--set=train.eval_every=0"]
-STEPS += ["--set=monitor.report=false", "--set=train.eval_samples=8"]
+STEPS += ["--set=train.eval_samples=8"]
 
 
 @pytest.fixture(scope="module")

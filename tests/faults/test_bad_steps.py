@@ -23,7 +23,6 @@ def run_with(folder: Path, policy: str, value: str, where: str, rank: int) -> Ru
     settings = [
         f"--set=train.on_bad_step={policy}",
         "--set=monitor.log_every=5",  # a logged loss that is not finite is a No-Go
-        "--set=monitor.ladder.max_skipped=0.1",  # of all steps; one of twelve is skipped
     ]
     run = start_faulty(folder, value, where, *settings, step=BAD_STEP, ranks=[rank]).end()
     fault_time(run)

@@ -16,18 +16,26 @@ from nsa.monitor.config import LadderConfig
 
 def test_a_run_passes_the_gates_before_its_end_and_then_production() -> None:
     assert schedule(LadderConfig(), 50_000) == [
-        Gate("sanity", 1, previous_step=0),
-        Gate("smoke", 300, previous_step=1),
-        Gate("extended", 1_000, previous_step=300),
-        Gate("production", 50_000, previous_step=1_000),
+        Gate("sanity", 1),
+        Gate("smoke", 300),
+        Gate("extended", 1_000),
+        Gate("production", 50_000),
     ]
-    assert schedule(LadderConfig(), 300) == [Gate("sanity", 1), Gate("production", 300, 1)]
+    assert schedule(LadderConfig(), 300) == [Gate("sanity", 1), Gate("production", 300)]
     assert schedule(LadderConfig(), 1) == [Gate("production", 1)]
 
 
 @pytest.mark.parametrize(
     ("text", "step"),
-    [("250", 250), ("99999", 50_000), ("smoke", 300), ("Extended", 1_000), ("preflight", 0)],
+    [
+        ("250", 250),
+        ("99999", 50_000),
+        ("smoke", 300),
+        ("Extended", 1_000),
+        ("preflight", 0),
+        ("sanity", 1),
+        ("production", 50_000),
+    ],
 )
 def test_until_accepts_steps_and_gates(text: str, step: int) -> None:
     assert until_step(text, LadderConfig(), 50_000) == step

@@ -13,7 +13,7 @@ from nsa.monitor.observer import Health, StepRecord
 from tests.monitor.records import make_info, make_layer, make_record
 
 Beat = dict[str, Any]
-CONFIG = LadderConfig(min_gate=0.0)  # the runs below have no gates
+CONFIG = LadderConfig()
 
 
 def write_metrics(

@@ -1,59 +1,33 @@
-"""Histories in memory: equal to those read from files, resumable, and of bounded size."""
+"""A rank's history: read from its heartbeat files, over restarts and full files."""
 
 from __future__ import annotations
 
-import pickle
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nsa.gates.schedule import Gate
-from nsa.monitor.csv_files import MetricsCsv, SelectionCsv
+from nsa.monitor.artifacts import MAX_HEARTBEAT_BYTES, last_beat
 from nsa.monitor.heartbeat import Heartbeat
-from nsa.monitor.history import HistoryRecorder, RunHistory, read_rank
-from tests.gates.files import judge_files
-from tests.monitor.records import make_health, make_info, make_record
-from tests.monitor.run_folders import CONFIG, beats, write_beats, write_metrics
+from nsa.monitor.history import read_rank
+from tests.monitor.run_folders import beats, write_beats
 
 
-def beating(folder: Path, history: HistoryRecorder, **changes: Any) -> Heartbeat:
-    values: dict[str, Any] = {"rank": 0, "backend": "deepspeed-zero1", "seconds": 0.01}
-    return Heartbeat(folder, history=history, **{**values, **changes})
-
-
-def test_a_step_is_in_the_history_at_once_though_no_line_is_on_disk(tmp_path: Path) -> None:
-    history = HistoryRecorder(tmp_path, 0, [(0, 2), (2, 4)])
-    heartbeat = beating(tmp_path / "no" / "folder", history, seconds=100)
-    for step in (1, 2, 3):
-        heartbeat.step_start(step)
-        heartbeat.enter("forward")
-        heartbeat.step_end(step, tokens=64 * step, skipped=step // 2)
-    assert (history.up_to(2).step, history.up_to(2).spans) == (2, [(0, 2)])
-    later = history.up_to(4)
-    assert (later.step, later.spans, later.skipped, later.processes) == (3, [(0, 3)], 1, 1)
-    heartbeat.close("finished")
-
-
-def test_a_resumed_process_continues_the_history_that_earlier_ones_wrote(tmp_path: Path) -> None:
-    write_metrics(tmp_path, 4, log_every=1)
+def test_processes_of_one_run_add_up_to_one_history(tmp_path: Path) -> None:
     for start in (0, 2):
-        history = HistoryRecorder(tmp_path, 0, [(0, 4)])
-        heartbeat = beating(tmp_path, history, step=start)
+        heartbeat = Heartbeat(tmp_path, rank=1, backend="deepspeed-zero1", seconds=0.01, step=start)
         for step in range(start + 1, start + 3):
             heartbeat.step_start(step)
             heartbeat.enter("forward")
             heartbeat.step_end(step, tokens=64 * step, skipped=1)
+        assert heartbeat.flush()
+        assert read_rank(tmp_path, 1).spans[-1] == (start, start + 2), "before the end"
         heartbeat.close("finished")
-    stored = HistoryRecorder(tmp_path, 0, [(0, 4)]).up_to(4)
-    assert stored == history.up_to(4)
-    assert (stored.spans, stored.processes, stored.status) == ([(0, 2), (2, 4)], 2, "finished")
-    assert stored.backend == "deepspeed-zero1"
-    result = judge_files(tmp_path, Gate("smoke", 4), CONFIG)
-    criteria = {criterion.name: criterion for criterion in result.criteria}
-    assert criteria["steps recorded"].ok
-    assert criteria["slowest rank's step"].value == 4
-    assert criteria["skipped-step fraction"].value == 0.25
+    history = read_rank(tmp_path, 1)
+    assert (history.rank, history.step, history.spans) == (1, 4, [(0, 2), (2, 4)])
+    assert (history.processes, history.status, history.skipped) == (2, "finished", 1)
+    assert (history.backend, history.problem) == ("deepspeed-zero1", "")
 
 
 def test_a_process_that_only_wrote_where_it_resumes_has_done_nothing(tmp_path: Path) -> None:
@@ -64,30 +38,34 @@ def test_a_process_that_only_wrote_where_it_resumes_has_done_nothing(tmp_path: P
     assert read_rank(tmp_path, 0).spans == [(0, 100), (200, 300)]
 
 
-def test_a_history_of_fifty_thousand_steps_stays_small(tmp_path: Path) -> None:
-    history = HistoryRecorder(tmp_path, 0, [(0, 50_000)])
-    line = beats(0)[0]
-    for step in range(1, 50_001):
-        moved = {"event": "step_end", "step": step, "mono": float(step)}
-        history.add({**line, **moved, "phase": "step", "gpu_busy": step % 100 / 100})
-    full = history.up_to(50_000)
-    assert full.spans == [(0, 50_000)]
-    assert sum(full.gpu_busy.values()) == 50_000
-    assert len(pickle.dumps(full)) < 50_000
+def test_lines_moved_to_the_second_file_come_first(tmp_path: Path) -> None:
+    lines = beats(300)
+    write_beats(tmp_path, lines[:450])
+    (tmp_path / "heartbeat_rank0.jsonl").rename(tmp_path / "heartbeat_rank0.1.jsonl")
+    assert last_beat(tmp_path / "heartbeat_rank0.jsonl") == lines[449], "the new file is not there"
+    write_beats(tmp_path, lines[450:])
+    history = read_rank(tmp_path, 0)
+    assert (history.spans, history.processes) == ([(0, 300)], 1)
+    assert last_beat(tmp_path / "heartbeat_rank0.jsonl") == lines[-1]
 
 
-def test_rows_in_memory_equal_those_that_a_resumed_run_reads(tmp_path: Path) -> None:
-    live = RunHistory()
-    observers = [live, MetricsCsv(), SelectionCsv()]
-    for observer in observers:
-        observer.on_start(make_info(tmp_path))
-    for step in range(1, 13):
-        loss = {"val_loss": 2.5, "mfu": 0.5} if step % 4 == 0 else {"tokens_per_s": None}
-        for observer in observers:
-            observer.on_step(make_record(step, health=make_health(), **loss))
-    resumed = RunHistory()
-    resumed.on_start(make_info(tmp_path, start_step=12))
-    assert resumed.metrics == live.metrics
-    assert [row["step"] for row in live.metrics.rows] == [*range(1, 13)]
-    for read, kept in zip(resumed.selection.rows, live.selection.rows, strict=True):
-        assert read == pytest.approx(kept, rel=1e-5)  # the file has six digits
+def test_only_the_highest_peaks_and_the_mean_utilization_are_kept(tmp_path: Path) -> None:
+    lines = beats(50_000)
+    for line in lines:
+        line["memory_gb"] = 10.0 + (line["step"] >= 200) - (line["step"] >= 300)
+        line["gpu_busy"] = line["step"] / 50_000
+    write_beats(tmp_path, lines)
+    history = read_rank(tmp_path, 0)
+    assert history.memory == [(0, 10.0), (200, 11.0)]
+    assert history.gpu_utilization == pytest.approx(0.5, abs=1e-4)
+    assert len(json.dumps(asdict(history))) < 1_000, "ranks send it to each other"
+
+
+def test_a_sparse_heartbeat_file_of_200_gb_is_not_read_and_named(tmp_path: Path) -> None:
+    write_beats(tmp_path, beats(3))
+    with (tmp_path / "heartbeat_rank0.1.jsonl").open("wb") as file:
+        file.truncate(200 * 10**9)
+    history = read_rank(tmp_path, 0)
+    assert "heartbeat_rank0.1.jsonl" in history.problem
+    assert f"more than {MAX_HEARTBEAT_BYTES:,} bytes" in history.problem
+    assert history.step == 3, "the other file is read"

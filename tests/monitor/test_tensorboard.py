@@ -2,20 +2,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing import plugin_event_accumulator
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.context import RequestContext
-from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.hparams import api_pb2
-from tensorboard.plugins.hparams.backend_context import Context
-from tensorboard.plugins.hparams.list_session_groups import Handler
 from torch.utils.tensorboard import SummaryWriter
 
 from nsa.monitor.tensorboard import BackgroundMonitor, Event, TrackerObserver
@@ -51,45 +43,6 @@ def read_texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
         for tag in events.Tags()["tensors"]
         if tag.endswith("/text_summary")
     }
-
-
-@dataclass
-class Row:
-    """A row of the HPARAMS page."""
-
-    columns: list[str]  # of the settings; the first five are shown by default
-    settings: dict[str, object]
-    figures: dict[str, float]
-    status: str
-
-
-def read_hparams(folder: Path) -> list[Row]:
-    """Return the rows that TensorBoard's plugin sends to its page."""
-    runs = EventMultiplexer().AddRunsFromDirectory(str(folder))
-    runs.Reload()
-    provider = MultiplexerDataProvider(runs, str(folder))
-    context, request = Context(TBContext(data_provider=provider)), RequestContext()
-    metadata = context.hparams_metadata(request, "")
-    experiment = context.experiment_from_metadata(request, "", True, metadata, [])
-    statuses = [api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_UNKNOWN,
-                api_pb2.STATUS_RUNNING]  # fmt: skip
-    columns = [
-        *(api_pb2.ColParams(metric=one.name) for one in experiment.metric_infos),
-        *(api_pb2.ColParams(hparam=one.name) for one in experiment.hparam_infos),
-    ]
-    query = api_pb2.ListSessionGroupsRequest(
-        allowed_statuses=statuses, col_params=columns, start_index=0, slice_size=99
-    )
-    groups = Handler(request, context, "", query).run().session_groups
-    return [
-        Row(
-            [one.name for one in experiment.hparam_infos],
-            {name: getattr(value, value.WhichOneof("kind")) for name, value in one.hparams.items()},
-            {figure.name.tag: figure.value for figure in one.metric_values},
-            api_pb2.Status.Name(one.sessions[0].status),
-        )
-        for one in groups
-    ]
 
 
 def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
@@ -144,30 +97,9 @@ def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
         "run/config.yaml": [(1, "```\nmodel:\n  layers: 2\n```")],
         "run/ds_config.json": [(1, "```\n{}\n```")],
     }
-    (row,) = read_hparams(tmp_path)
-    assert row.status == "STATUS_SUCCESS"
-    assert row.columns[:2] == ["model.attention.kind", "train.learning_rate"]
-    assert row.settings == {
-        "run.recipe": "m7c",
-        "run.profile": "demo",
-        "run.ranks": 2,
-        "model.layers": 2,
-        "model.attention.kind": "nsa",
-        "model.value_dim": "None",
-        "train.learning_rate": 1e-3,
-        "train.shared": False,
-    }
-    assert row.figures == {
-        "train/loss": single(make_record(3).loss),
-        "eval/loss": 2.5,
-        "eval/bits_per_byte": 1.25,
-        "speed/tokens_per_s": single(1e6 / 7),
-    }
 
 
-def test_steps_taken_again_are_shown_once_and_hparams_keep_the_first_settings(
-    tmp_path: Path,
-) -> None:
+def test_steps_taken_again_are_shown_once(tmp_path: Path) -> None:
     """Three steps without a checkpoint, then ten, then again from step 6."""
     begun = ((0, [1, 2, 3]), (0, range(1, 11)), (6, range(7, 12)))
     for number, (start, taken) in enumerate(begun):
@@ -180,8 +112,6 @@ def test_steps_taken_again_are_shown_once_and_hparams_keep_the_first_settings(
             observer.on_step(make_record(step, loss=start + step, health=make_health(1)))
         observer.on_end("preempted: SIGTERM" if start == 0 else "finished")
         summary_writer.close()
-        (row,) = read_hparams(tmp_path)
-        assert row.status == ("STATUS_SUCCESS" if start else "STATUS_UNKNOWN")
     events = read_events(tmp_path / "tensorboard")
     points = read_scalars(tmp_path / "tensorboard")["train/loss"]
     assert points == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
@@ -189,8 +119,6 @@ def test_steps_taken_again_are_shown_once_and_hparams_keep_the_first_settings(
     assert read_texts(tmp_path / "tensorboard") == {
         "run/config.yaml": [(1, "```\nbegan at 0\n```"), (7, "```\nbegan at 6\n```")]
     }
-    assert row.settings["train.learning_rate"] == 0.5, "a run has one row, with its first settings"
-    assert row.figures["train/loss"] == 17
 
 
 class ScalarMonitor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import to_yaml
 from nsa.gates.results import record_result
+from nsa.gates.schedule import Gate
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs, read_runs
 from nsa.report.report import write_report
-from tests.gates.files import gate_at, judge_files
+from tests.gates.files import judge_files
 from tests.monitor.run_folders import write_metrics, write_run
 from tests.report.pictures import BLUE, ORANGE, pixels
 
@@ -19,7 +21,8 @@ from tests.report.pictures import BLUE, ORANGE, pixels
 def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path) -> None:
     nsa, dense = write_run(tmp_path / "nsa"), tmp_path / "dense"
     write_metrics(dense, 200, change=lambda step: {"loss": 4.0 + 1 / step, "tokens_per_s": 1e5})
-    record_result(nsa, judge_files(nsa, gate_at("production", 300), LadderConfig()))
+    for gate in (Gate("sanity", 1), Gate("production", 300)):  # the last one is shown
+        record_result(nsa, judge_files(nsa, gate, LadderConfig()))
     lines = compare_runs(read_runs([nsa, dense]), tmp_path / "out" / "both.png")
     assert pixels(tmp_path / "out" / "both.png", BLUE) > 500
     assert pixels(tmp_path / "out" / "both.png", ORANGE) > 500
@@ -52,6 +55,7 @@ def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning
     assert main(["compare", *runs[:2]]) == 0
     assert capsys.readouterr().err == ""
     config.data.tokenizer, config.data.source, config.train.steps = "hf:gpt2", {"x": 1.0}, 30
+    config.data.held_out = 0.1
     (tmp_path / "c" / "config.yaml").write_text(to_yaml(config))
     rows = (tmp_path / "c/metrics.csv").read_text().splitlines()
     doubled = [
@@ -67,6 +71,7 @@ def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning
         lines,
         [
             "data.source differs, embedded in a, b; {'x': 1.0} in c: training and",
+            "data.held_out differs, 0.05 in a, b; 0.1 in c: training and validation",
             "data.tokenizer differs, byte in a, b; hf:gpt2 in c: losses per token",
             "train.steps differs, 50,000 in a, b; 30 in c: ",
             "tokens per step differs, ",
@@ -94,3 +99,26 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, name: str, messag
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"{name}: .*{message}"):
         compare_runs(read_runs([tmp_path / name]), tmp_path / "out.png")
+
+
+def test_json_has_the_last_gate_the_figures_and_the_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "a")
+    write_metrics(tmp_path / "b", 200)
+    for gate, limit in ((Gate("sanity", 1), 50.0), (Gate("production", 300), 1e9)):
+        result = judge_files(tmp_path / "a", gate, LadderConfig(min_tokens_per_s=limit))
+        record_result(tmp_path / "a", result)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    first, second = tree["runs"]
+    assert (first["run"], first["steps"], first["gate"], first["go"]) == (
+        "a", 300, "production", False
+    )  # fmt: skip
+    assert (second["run"], second["steps"], second["gate"], second["go"]) == ("b", 200, None, None)
+    assert first["loss"] == 3.01
+    assert first["val_loss"] == pytest.approx(3.11)
+    assert first["memory_gb"] == 10.0
+    (difference,) = tree["differences"]
+    assert difference.startswith("steps taken differs, 300 in a; 200 in b: ")
+    assert Path(tree["picture"]) == tmp_path / "compare.png"

@@ -97,12 +97,3 @@ def test_a_single_point_is_visible(tmp_path: Path) -> None:
     out, line = tmp_path / "one.png", ([1, 2, 3], [3.0, 2.0, 1.0])
     draw([Panel("loss", {"training": line, "validation": ([2], [1.5])})], out)
     assert height_of(out, ORANGE) > 100
-
-
-def test_two_equal_curves_are_both_visible(tmp_path: Path) -> None:
-    curve, out = ([1, 2, 3], [3.0, 2.0, 1.0]), tmp_path / "equal.png"
-    draw([Panel("loss", {"run": curve, "again": curve})], out)
-    both = pixels(out, BLUE), pixels(out, ORANGE)
-    draw([Panel("loss", {"run": curve})], out)
-    assert both[0] > 0.2 * pixels(out, BLUE)
-    assert both[1] > 0.2 * pixels(out, BLUE)
