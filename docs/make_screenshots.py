@@ -63,13 +63,6 @@ VIEWS = (
         click=SETTINGS_PANE,
     ),
     View("text", "#text", ("run/config.yaml", "run/ds_config.json", "vocab_size: 320"), 1000),
-    View(
-        "hparams",
-        "#hparams",
-        ("model.attention.kind", "deepspeed.stage", "train.learning_rate", "eval/bits_per_byte"),
-        500,
-        2000,
-    ),
 )
 
 

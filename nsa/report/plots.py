@@ -57,7 +57,7 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
     if len(labelled) > 1 or not all(panel.ordered for panel in panels):
         widest = max(map(len, labelled), default=0) + 6  # with the line before it
         fitting = max(1, int(size[0] * _CHARACTERS_PER_INCH) // widest)
-        style = {"loc": "outside upper left", "frameon": False, "fontsize": "small"}
+        style: dict[str, Any] = {"loc": "outside upper left", "frameon": False, "fontsize": "small"}
         figure.legend(
             list(labelled.values()), list(labelled), ncols=min(fitting, len(labelled)), **style
         )
