@@ -184,8 +184,9 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
 
 _HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
-# Candidates of a chip that come before these, by operation or kind of kernel, and head size; those
-# of sm_90 are measured (docs/benchmarks/gpu.md), others counted (kernel-counts.md). Chips ascend.
+# Candidates that come before these, by operation or kind of kernel, and head size. Those of sm_90
+# are measured (docs/benchmarks/gpu.md), those of sm_80 counted (kernel-counts.md). `small` is for
+# chips of which neither was done, with 64 to 100 KB of shared memory for a block.
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
         ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],
@@ -216,52 +217,25 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
         ("queries", 128): [(64, 64, 4, 2)],
         ("gathered", 128): [(64, 64, 4, 2), (64, 64, 4, 3)],
     },
-    "sm_100": {
-        ("compressed_queries", 64): [(128, 64, 8, 3, 168)],
-        ("gathered", 64): [(64, 64, 4, 3)],
-        ("gathered", 128): [(64, 64, 4, 3, 255)],
-        ("select", 128): [(64, 64, 8, 3)],
+    "small": {
+        ("forward", 64): [(64, 64, 4, 2), (128, 32, 4, 2)],
+        ("forward", 128): [(64, 64, 4, 2), (64, 32, 4, 2)],
+        ("queries", 64): [(64, 64, 4, 2)],
+        ("queries", 128): [(64, 32, 4, 2), (32, 64, 4, 2)],
+        ("keys", 64): [(32, 64, 4, 2)],
+        ("keys", 128): [(32, 64, 4, 2), (32, 64, 8, 2)],
+        ("gated_keys", 64): [(32, 64, 4, 2)],
+        ("gated_keys", 128): [(32, 64, 4, 2), (32, 64, 8, 2)],
+        ("selected_keys", 64): [(32, 64, 4, 2)],
+        ("selected_keys", 128): [(32, 64, 4, 2), (32, 64, 8, 2)],
+        ("gathered", 64): [(64, 64, 4, 2)],
+        ("gathered", 128): [(64, 64, 4, 2), (64, 32, 4, 2)],
+        ("select", 64): [(32, 64, 4, 2)],
+        ("select", 128): [(32, 64, 4, 2), (32, 32, 4, 2)],
     },
 }
-# Cards with 99 KB of shared memory a block: sm_80's candidates, but smaller ones for heads of 128.
-for _name in ("sm_86", "sm_89", "sm_120"):
-    _BY_CHIP[_name] = _BY_CHIP["sm_80"] | {
-        ("window_forward", 64): [(64, 64, 4, 3)],
-        ("gated_queries", 64): [(64, 64, 4, 3)],
-        ("keys", 128): [(32, 64, 4, 2)],
-        ("gated_keys", 128): [(32, 64, 4, 2)],
-        ("selected_keys", 128): [(32, 64, 4, 3)],
-    }
-_BY_CHIP["sm_120"] |= {
-    ("forward", 128): [(128, 32, 8, 3)],
-    ("keys", 128): [(32, 64, 8, 2)],
-    ("gated_keys", 128): [(32, 64, 8, 2)],
-    **{(name, 64): [(128, 64, 8, 3)] for name in ("window_queries", "selected_queries")},
-    ("gated_queries", 64): [(128, 32, 8, 3)],
-    ("gated_queries", 128): [(64, 64, 8, 2)],
-    ("gated_keys", 64): [(32, 64, 8, 2)],
-    ("selected_keys", 128): [(32, 64, 8, 3)],
-    ("select", 64): [(32, 64, 4, 3)],
-    ("select", 128): [(64, 64, 8, 3)],
-}
-_NVIDIA = sorted(_BY_CHIP, key=lambda name: int(name.removeprefix("sm_")))
-# 64 KB of shared memory and two stages; a thread may hold 512 registers with four warps, 256 with
-# eight. These rows replace the general ones.
-_BY_CHIP["gfx942"] = {
-    ("forward", 64): [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 2)],
-    ("forward", 128): [(128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
-    ("queries", 64): [(128, 64, 4, 2), (64, 64, 4, 2)],
-    ("queries", 128): [(64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)],
-    ("keys", 64): [(64, 64, 4, 2), (64, 128, 4, 2), (32, 64, 4, 2)],
-    ("keys", 128): [(32, 64, 4, 2)],
-    ("gated_keys", 64): [(64, 64, 4, 2), (64, 128, 4, 2), (32, 64, 4, 2)],
-    ("gated_keys", 128): [(32, 64, 4, 2)],
-    ("gathered", 128): [(64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)],
-    ("selected_keys", 128): [(32, 64, 4, 2)],
-    ("select", 64): [(64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)],
-    ("select", 128): [(64, 64, 4, 2), (32, 128, 4, 2), (32, 64, 4, 2)],
-}
-CHIPS = (*_NVIDIA, "gfx942")
+CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")  # compiled for in tests
+LARGE = ("sm_100", "sm_103", "sm_110")  # as much shared memory as sm_90
 AMD = {"gfx942": "gfx942", "gfx950": "gfx942"}  # AMD's chips, and whose tiles they take
 
 
@@ -270,13 +244,16 @@ def candidates(
 ) -> list[Config]:
     """Return at most four tile sizes, the likeliest for this chip first."""
     branch, _, kernel = operation.partition("_")
-    table, by_chip = (_FLOAT32, {}) if dtype.itemsize > 2 else (_HALF_PRECISION, _BY_CHIP[chip])
+    row = chip if chip in _BY_CHIP else "sm_90" if chip in LARGE else "small"
+    table, by_chip = (_FLOAT32, {}) if dtype.itemsize > 2 else (_HALF_PRECISION, _BY_CHIP[row])
     kind = next(name for name in (operation, branch, kernel) if name in table)
     size = 192 if max(sizes) > 128 >= sizes[1] > 0 else max(sizes)
     size = min(limit for limit in table[kind] if limit >= size)
     own = by_chip.get((operation, size)) or by_chip.get((kind, size), [])
+    if chip != row:  # limits of registers are measured on one chip
+        own = [numbers[:4] for numbers in own]
     general = table[kind][size]
-    if chip in AMD:
+    if chip in AMD:  # two stages; a thread may hold 512 registers with four warps, 256 with eight
         general = [] if own else [(r, k, min(w, 4), min(s, 2)) for r, k, w, s in general]
     return [Config(*numbers) for numbers in dict.fromkeys([*own, *general])][:MAX_CANDIDATES]
 
@@ -289,11 +266,12 @@ def one_tile(keys: int, head: int, itemsize: int) -> tuple[int, int] | None:
 
 @lru_cache
 def chip_of(device: torch.device) -> str:
-    """The nearest chip of the tables that is not newer than this device's; without a GPU sm_80."""
+    """This device's chip, as the tables name it; without a GPU sm_80."""
     if device.type != "cuda":
         return "sm_80"
     major, minor = torch.cuda.get_device_capability(device)
-    return nearest_chip(amd_chip(device) or f"sm_{10 * major + minor}")
+    name = amd_chip(device)
+    return f"sm_{10 * major + minor}" if name is None else AMD[name]
 
 
 def amd_chip(device: torch.device) -> str | None:
@@ -306,13 +284,6 @@ def amd_chip(device: torch.device) -> str | None:
     return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
 
 
-def nearest_chip(chip: str) -> str:
-    """The chip of the tables whose tiles a chip takes: the newest that is not newer, or AMD's."""
-    if chip.startswith("gfx"):
-        return AMD[chip]
-    return [x for x in _NVIDIA if int(x.removeprefix("sm_")) <= int(chip.removeprefix("sm_"))][-1]
-
-
 def warp_size(device: torch.device) -> int:
     """Threads of a warp on this device, or on the chip that is compiled for."""
     return 64 if (_chip or chip_of(device)) in AMD else 32
@@ -322,7 +293,7 @@ def warp_size(device: torch.device) -> int:
 def choosing_for(chip: str) -> Iterator[None]:
     """Choose tile sizes for this chip, which the machine may lack, to compile for it."""
     global _chip
-    before, _chip = _chip, nearest_chip(chip)
+    before, _chip = _chip, AMD.get(chip, chip)
     try:
         yield
     finally:

@@ -19,7 +19,6 @@ from nsa.ops.triton.configs import (
     choose_config,
     choosing_for,
     forget_tuned,
-    nearest_chip,
     override_choices,
     save_tuned,
     tuning_key,
@@ -140,16 +139,29 @@ def test_a_chip_has_its_own_first_candidate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unknown", "chip"),
+    ("chip", "first"),
     [
-        *[("sm_80", "sm_80"), ("sm_87", "sm_86"), ("sm_89", "sm_89"), ("sm_90", "sm_90")],
-        *[("sm_103", "sm_100"), ("sm_121", "sm_120"), ("gfx942", "gfx942"), ("gfx950", "gfx942")],
+        *[("sm_80", (128, 32, 4, 2)), ("sm_90", (128, 64, 8, 3, 128))],
+        *[("sm_100", (128, 64, 8, 3)), ("sm_103", (128, 64, 8, 3))],  # no limit of registers
+        *[(chip, (64, 64, 4, 2)) for chip in ("sm_86", "sm_89", "sm_120", "gfx942", "gfx950")],
+        ("sm_999", (64, 64, 4, 2)),
     ],
 )
-def test_an_unknown_chip_takes_the_tiles_of_the_nearest_older_one(unknown: str, chip: str) -> None:
-    assert nearest_chip(unknown) == chip
-    with choosing_for(unknown):
-        assert taken() == candidates("window_forward", SIZES, BF16, chip)[0]
+def test_a_chip_that_was_not_measured_takes_tiles_by_its_shared_memory(
+    chip: str, first: tuple[int, ...]
+) -> None:
+    with choosing_for(chip):
+        assert taken() == Config(*first)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("size", [64, 128])
+def test_first_tiles_of_small_cards_fit_in_64_kb(kernel: str, size: int) -> None:
+    """Two steps of keys and values, and a tile of queries, in bf16."""
+    tile = candidates(kernel, (size, size), BF16, "gfx942")[0]
+    assert tile.stages <= 2
+    assert tile.warps <= 4
+    assert 2 * size * (tile.rows + 2 * tile.keys) <= 64 * 1024
 
 
 def test_a_limit_on_registers_is_a_compile_option_and_is_stored() -> None:
