@@ -23,6 +23,9 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "monitor.ladder.min_gate": (0.0, REMOVE),
     "monitor.ladder.min_gpu_busy": (0.8, REMOVE),
     "monitor.ladder.max_step_spread": (2.0, REMOVE),
+    "model.attention.compressor_hidden": (None, REMOVE),  # head_dim
+    "model.attention.shared_kv": (False, REMOVE),
+    "model.init_std": (0.02, REMOVE),
 }
 
 # Setting and withdrawn value -> the value that a resumed run has instead.

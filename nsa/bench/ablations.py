@@ -43,7 +43,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {  # settings that differ from COMMON and
     "cmp+win": ("attention.branches=cmp+win",),
     "sel+win": ("attention.branches=sel+win",),
     "mlp": ("attention.compressor=mlp",),
-    "shared-kv": ("attention.shared_kv=true",),
     "blocks-32-16-64": (
         "attention.spec.block_len=32",
         "attention.spec.block_stride=16",

@@ -133,8 +133,8 @@ class RunConfig:
             if not self._can_start_dense():
                 raise ValueError(
                     f"train.dense_steps = {self.train.dense_steps}: needs the keys and values of "
-                    "three branches; set model.attention.kind=nsa, branches=cmp+sel+win and "
-                    "shared_kv=false, or dense_steps to 0"
+                    "three branches; set model.attention.kind=nsa and branches=cmp+sel+win, "
+                    "or dense_steps to 0"
                 )
             if self.train.start_from is not None:
                 raise ValueError(
@@ -193,5 +193,4 @@ class RunConfig:
 
     def _can_start_dense(self) -> bool:
         attention = self.model.attention
-        every_branch = attention.kind == "nsa" and attention.branch_names == BRANCHES
-        return every_branch and not attention.shared_kv
+        return attention.kind == "nsa" and attention.branch_names == BRANCHES

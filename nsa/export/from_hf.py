@@ -169,7 +169,6 @@ def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         norm_eps=llama.rms_norm_eps,
-        init_std=llama.initializer_range,
         vocab_size=llama.vocab_size,
         head_dim=getattr(llama, "head_dim", None) or llama.hidden_size // heads,
         tied_head=llama.tie_word_embeddings,

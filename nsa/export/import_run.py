@@ -22,7 +22,7 @@ from nsa.export.hf_tokenizer import copy_files
 from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.origin import write_origin
 from nsa.export.to_hf import output_folder, write_weights
-from nsa.model.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
+from nsa.model.dense_to_nsa import dense_to_nsa
 
 RANKS = 2  # of the recipes' commands; --tokens counts with them
 LARGEST_SHARE = 100  # more than is useful; values scaled by it are finite in every dtype
@@ -37,8 +37,6 @@ def import_run(args: argparse.Namespace) -> int:
         _check_kinds(args, old_kind, new_kind)
         config = _new_config(args, source, new_kind)
         shares = _parse_shares(args.shares, config)
-        if old_kind != new_kind:
-            widen_mlp_compressor(config.model)
         # Before the weights are read: a missing dataset is refused in seconds.
         samples = _gap_samples(args, source, config) if args.gap else None
         old_model = model_with(source.read_weights(), source.config, args.source)
@@ -180,11 +178,6 @@ def _parse_shares(text: str | None, config: RunConfig) -> dict[str, float] | Non
         raise ValueError(
             f"--shares {text}: each is a fraction of the dense output; write numbers from "
             f"-{LARGEST_SHARE} to {LARGEST_SHARE}"
-        )
-    if attention.shared_kv and len(set(shares.values())) > 1:
-        raise ValueError(
-            f"--shares {text}: with attention.shared_kv all branches have the same values and "
-            "share; omit one of the two"
         )
     return shares
 

@@ -68,7 +68,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.key_dim, self.value_dim = config.head_dim, config.value_dim or config.head_dim
         self.backend = attention.backend
-        kv_sets = 1 if attention.shared_kv else len(self.branches)
+        kv_sets = len(self.branches)
         bias = config.qkv_bias
         self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=bias)
         self.k = nn.Linear(config.width, kv_sets * self.kv_heads * self.key_dim, bias=bias)
@@ -162,10 +162,8 @@ class Attention(nn.Module):
         )
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
-        """Return each branch's keys and values (shared_kv: one set)."""
-        shared = self.layout.kv_sets == 1
-        kv_sets = parts.kv_sets[:1] * len(self.branches) if shared else parts.kv_sets
-        return dict(zip(self.branches, kv_sets, strict=False))
+        """Return each branch's keys and values."""
+        return dict(zip(self.branches, parts.kv_sets, strict=False))
 
     def take_selector_loss(self) -> Tensor | None:
         """Return the last forward pass's selector loss, and clear it.
@@ -259,16 +257,15 @@ class NSAttention(Attention):
         self.spec = attention.spec
         self.compress: Compressor = MeanCompressor()
         if attention.compressor == "mlp":
-            hidden = attention.compressor_hidden or self.key_dim
-            self.compress = MLPCompressor(self.spec.block_len, self.key_dim, self.value_dim, hidden)
+            self.compress = MLPCompressor(self.spec.block_len, self.key_dim, self.value_dim)
         elif attention.compressor == "pool":
             sizes = self.kv_heads, self.key_dim, self.value_dim
             self.compress = PoolCompressor(self.spec.block_len, *sizes, self.backend)
         if self.branches == ("win",):  # nothing to compress
             return
         mean, pre_rope = isinstance(self.compress, MeanCompressor), not self.compress.rotate_first
-        separate = "cmp" in self.branches and self.layout.kv_sets > 1
-        only_compressed = separate and (mean or pre_rope)  # no other branch reads the first set
+        # No other branch reads the first set.
+        only_compressed = "cmp" in self.branches and (mean or pre_rope)
         self.layout = self.layout._replace(
             first_set=int(only_compressed), mean=mean, pre_rope=pre_rope
         )
@@ -282,7 +279,7 @@ class NSAttention(Attention):
         the figures.
         """
         nn.init.zeros_(self.gates.weight)
-        if self.layout.kv_sets == len(BRANCHES):
+        if self.branches == BRANCHES:
             for projection in (self.k, self.v):
                 _, selected, window = projection.weight.chunk(3)
                 window.copy_(selected)

@@ -6,8 +6,8 @@
     k_win v_win    a ring of the last w tokens, position p at p % size
     k_tail v_tail  a ring of the last l tokens, input of the compressor's next block
 
-Readers of the same branch share a buffer, so shared_kv stores nothing twice. Buffers
-[B, size, Hkv, D] grow by doubling; a ring stops at the longest window of its readers.
+Readers of the same branch share a buffer. Buffers [B, size, Hkv, D] grow by doubling; a ring stops
+at the longest window of its readers.
 """
 
 from __future__ import annotations
@@ -48,16 +48,13 @@ def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
     attention, spec = config.attention, config.attention.spec
     branches = ("all",) if attention.kind == "dense" else attention.branch_names
     compressed = "cmp" if "cmp" in branches else "sel"  # the branch whose keys are compressed
-    reads = [
-        (reader, branches[0] if attention.shared_kv else branch, window)
-        for reader, branch, window in (
-            ("all", "all", sys.maxsize),
-            ("sel", "sel", sys.maxsize),
-            ("win", "win", spec.window),
-            ("tail", compressed, spec.block_len),
-        )
-        if branch in branches
-    ]
+    readers = (
+        ("all", "all", sys.maxsize),
+        ("sel", "sel", sys.maxsize),
+        ("win", "win", spec.window),
+        ("tail", compressed, spec.block_len),
+    )
+    reads = [reader for reader in readers if reader[1] in branches]
     longest: dict[str, int] = {}
     for _, branch, window in reads:
         longest[branch] = max(window, longest.get(branch, 0))

@@ -64,7 +64,8 @@ class MeanCompressor(Compressor):
 class BlockMLP(nn.Module):
     """Adds learned intra-block position embeddings to a block's vectors, then a two-layer MLP.
 
-    With a linear φ, the position embeddings would only add a constant to its output.
+    With a linear φ, the position embeddings would only add a constant to its output. `hidden` is
+    the width between the layers.
     """
 
     def __init__(self, block_len: int, size: int, hidden: int) -> None:
@@ -83,10 +84,10 @@ class MLPCompressor(Compressor):
 
     rotate_first = False
 
-    def __init__(self, block_len: int, key_size: int, value_size: int, hidden: int) -> None:
+    def __init__(self, block_len: int, key_size: int, value_size: int) -> None:
         super().__init__()
-        self.key = BlockMLP(block_len, key_size, hidden)
-        self.value = BlockMLP(block_len, value_size, hidden)
+        self.key = BlockMLP(block_len, key_size, hidden=key_size)
+        self.value = BlockMLP(block_len, value_size, hidden=key_size)
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key(k), block_rotary), self.value(v)

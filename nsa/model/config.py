@@ -13,6 +13,7 @@ from nsa.validation import at_least, at_most, one_of, whole_numbers
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "pool", "mlp")
 SUBSETS = tuple("+".join(names) for count in (3, 2, 1) for names in combinations(BRANCHES, count))
+INIT_STD = 0.02  # standard deviation of the initial weights
 # The numbers that each kind of RoPE needs; transformers has defaults for YARN_OPTIONS.
 ROPE_TYPES = {
     "default": (),
@@ -35,9 +36,7 @@ class AttentionConfig:
 
     kind: str = "nsa"  # "nsa", or "dense": plain causal attention, the baseline
     compressor: str = "mean"  # φ: "mean", "pool" (a learned weighted mean) or "mlp" (the paper's)
-    compressor_hidden: int | None = None  # width of the mlp φ's hidden layer; None: head_dim
     branches: str = "cmp+sel+win"  # a subset for ablations: "win", "cmp+sel" …
-    shared_kv: bool = False  # one key/value projection for all branches
     # Weight of the loss that trains compressed keys to rank blocks by the selected branch's
     # attention; 0: off, as in the paper. It changes gradients, not the value of the training loss
     selector_loss: float = 0.0
@@ -58,8 +57,6 @@ class AttentionConfig:
             branches=SUBSETS,
             backend=BACKENDS,
         )
-        if self.compressor_hidden is not None:
-            whole_numbers(1, "model.attention", self, "compressor_hidden")
         at_least(0, "model.attention", self, "selector_loss")
         if self.selector_loss and (self.kind != "nsa" or self.branch_names != BRANCHES):
             raise ValueError(
@@ -92,7 +89,6 @@ class ModelConfig:
     qkv_bias: bool = False  # q, k and v have biases, as in Qwen2
     qk_norm: bool = False  # RMSNorm of each head's q and k before RoPE, as in Qwen3
     norm_eps: float = 1e-5  # RMSNorm's epsilon
-    init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = True  # the output head is the embedding; false: a matrix of its own
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     # "none", "reentrant", "non_reentrant", "deepspeed" or "selective"; all give the same numbers;
@@ -114,7 +110,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim = {self.head_dim}: RoPE rotates pairs; make it even")
-        for name in ("rope_theta", "norm_eps", "init_std"):
+        for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or value <= 0:
                 raise ValueError(f"model.{name} = {value!r}: must be a number above 0")

@@ -34,12 +34,11 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
         keys = (seq_len + 1) / 2
     else:
         spec, branches = attention.spec, attention.branch_names
-        products += kv_size * config.width * (1 if attention.shared_kv else len(branches))
+        products += kv_size * config.width * len(branches)
         products += len(branches) * config.heads * config.width  # gates
         blocks = spec.compressed_len(seq_len) / seq_len
         if attention.compressor == "mlp":
-            hidden = attention.compressor_hidden or config.head_dim
-            products += kv_size * hidden * (spec.block_len + 1) * blocks
+            products += kv_size * config.head_dim * (spec.block_len + 1) * blocks
         elif attention.compressor == "pool":
             products += config.kv_heads * (config.head_dim**2 + value_dim**2)
         pairs = spec.visible_pairs(seq_len)

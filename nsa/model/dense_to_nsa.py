@@ -26,24 +26,8 @@ def default_shares(attention: AttentionConfig) -> dict[str, float]:
     The selected branch carries all of it, since only it reaches far tokens; without it the window.
     """
     names = attention.branch_names
-    if attention.shared_kv:
-        return dict.fromkeys(names, 1 / len(names))
     first = next(name for name in ("sel", "win", "cmp") if name in names)
     return {name: float(name == first) for name in names}
-
-
-def widen_mlp_compressor(config: ModelConfig) -> None:
-    """Set the mlp φ's hidden size so that it can represent the mean: two units per output."""
-    attention = config.attention
-    if attention.compressor != "mlp":
-        return
-    needed = 2 * max(config.head_dim, config.value_dim or config.head_dim)
-    attention.compressor_hidden = attention.compressor_hidden or needed
-    if attention.compressor_hidden < needed:
-        raise ValueError(
-            f"model.attention.compressor_hidden = {attention.compressor_hidden}: an mlp φ that "
-            f"starts as the mean needs {needed} or more; omit the setting"
-        )
 
 
 def dense_to_nsa(
@@ -51,8 +35,13 @@ def dense_to_nsa(
 ) -> Weights:
     """Convert a dense model's weights to those of `config`, which differs in its attention only."""
     attention = config.attention
+    if attention.compressor == "mlp":
+        raise ValueError(
+            "model.attention.compressor = 'mlp': cannot start as the mean of a dense model's keys; "
+            "set it to pool or mean"
+        )
     shares = default_shares(attention) if shares is None else shares
-    copies = 1 if attention.shared_kv else len(attention.branch_names)
+    copies = len(attention.branch_names)
     converted = dict(weights)
     layers = [name.removesuffix(".k.weight") for name in weights if name.endswith(".k.weight")]
     for layer in layers:
@@ -61,27 +50,13 @@ def dense_to_nsa(
             k, values = weights[f"{layer}.k.{part}"], weights[f"{layer}.v.{part}"]
             converted[f"{layer}.k.{part}"] = torch.cat([k] * copies)
             scaled = [2 * shares[branch] * values for branch in attention.branch_names]
-            converted[f"{layer}.v.{part}"] = torch.cat(scaled[:copies])
+            converted[f"{layer}.v.{part}"] = torch.cat(scaled)
         gates = config.heads * len(attention.branch_names)
         converted[f"{layer}.gates.weight"] = v.new_zeros(gates, config.width)
-        if attention.compressor in ("mlp", "pool"):  # starts as the mean
+        if attention.compressor == "pool":  # starts as the mean
             sizes = {"key": config.head_dim, "value": config.value_dim or config.head_dim}
             for part, size in sizes.items():
-                if attention.compressor == "mlp":
-                    start = _mean_mlp(attention, size, v)
-                else:
-                    start = BlockPool(attention.spec.block_len, config.kv_heads, size).state_dict()
+                start = BlockPool(attention.spec.block_len, config.kv_heads, size).state_dict()
                 for name, value in start.items():
                     converted[f"{layer}.compress.{part}.{name}"] = value.to(v.dtype)
     return converted
-
-
-def _mean_mlp(attention: AttentionConfig, size: int, like: Tensor) -> Weights:
-    """Return weights of a BlockMLP that computes the mean, because gelu(z) − gelu(−z) = z."""
-    length, hidden = attention.spec.block_len, attention.compressor_hidden or 2 * size
-    one = torch.eye(size, dtype=like.dtype)
-    mean = one.repeat(1, length) / length
-    up, down = like.new_zeros(hidden, length * size), like.new_zeros(size, hidden)
-    up[: 2 * size] = torch.cat([mean, -mean])
-    down[:, : 2 * size] = torch.cat([one, -one], 1)
-    return {"position": like.new_zeros(length, size), "up.weight": up, "down.weight": down}

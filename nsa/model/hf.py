@@ -53,10 +53,10 @@ class Block(GradientCheckpointingLayer, block.Block):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        residual = config.init_std * (2 * config.layers) ** -0.5  # as LanguageModel initializes
-        self.attention.o.__dict__["init_std"] = self.mlp.down.__dict__["init_std"] = residual
+        residual = (2 * config.layers) ** -0.5  # as LanguageModel initializes
+        self.attention.o.__dict__["init_scale"] = self.mlp.down.__dict__["init_scale"] = residual
         if isinstance(self.attention, NSAttention):
-            self.attention.gates.__dict__["init_std"] = 0.0
+            self.attention.gates.__dict__["init_scale"] = 0.0
 
 
 @dataclass
@@ -93,13 +93,14 @@ class NSAPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize weights that a checkpoint lacks; `NSAModel` initializes a new model."""
         super()._init_weights(module)
+        std = self.config.initializer_range
         if isinstance(module, BlockMLP):
-            nn.init.normal_(module.position, std=self.config.init_std)
+            nn.init.normal_(module.position, std=std)
         elif isinstance(module, BlockPool):
             module.reset_parameters()
-        std = module.__dict__.get("init_std")
-        if std is not None:
-            nn.init.normal_(module.weight, std=std)  # type: ignore[arg-type]
+        scale = module.__dict__.get("init_scale")
+        if scale is not None:
+            nn.init.normal_(module.weight, std=std * scale)  # type: ignore[arg-type]
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -124,7 +125,8 @@ class NSAModel(NSAPreTrainedModel):
         # replacing a module in one (by an adapter, a larger vocabulary) replaces it in the other.
         self._modules = core._modules
         self.__dict__["core"] = core
-        if not core.embed.weight.is_meta:  # LanguageModel initialized it: post_init must not
+        if not core.embed.weight.is_meta:
+            core.initialize(config.initializer_range)  # so post_init must not
             for parameter in core.parameters():
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         self.post_init()

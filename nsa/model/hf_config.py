@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.model.config import INIT_STD, AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
+from nsa.withdrawn import drop_withdrawn
 
 # config.json stores the model's shape, not how it is trained.
 SHAPE = tuple(
@@ -31,7 +32,6 @@ class NSAConfig(PreTrainedConfig):
         "heads": "num_attention_heads",
         "kv_heads": "num_key_value_heads",
         "norm_eps": "rms_norm_eps",
-        "init_std": "initializer_range",
         "tied_head": "tie_word_embeddings",
     }
 
@@ -42,6 +42,7 @@ class NSAConfig(PreTrainedConfig):
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        initializer_range: float = INIT_STD,  # standard deviation of a new model's weights
         **kwargs: Any,
     ) -> None:
         default = ModelConfig()
@@ -52,6 +53,7 @@ class NSAConfig(PreTrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.pad_token_id = pad_token_id
+        self.initializer_range = initializer_range
         self.auto_map: dict[str, str] = {}  # TRL reads it; empty without remote code
         super().__init__(**kwargs)
         self.model_config().validate()
@@ -90,6 +92,9 @@ class NSAConfig(PreTrainedConfig):
 
 
 def _attention_config(settings: dict[str, Any]) -> AttentionConfig:
+    settings, lost = drop_withdrawn(settings, "model.attention")
+    if lost:
+        raise ValueError(f"config.json: {lost[0]}; use the version that exported it")
     settings = _check_names(AttentionConfig, settings, "attention")
     spec = NSASpec(**_check_names(NSASpec, settings.get("spec") or {}, "attention.spec"))
     return AttentionConfig(**{**settings, "spec": spec})

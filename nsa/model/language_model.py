@@ -19,7 +19,7 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
 from nsa.model.checks import check_tokens
 from nsa.model.compressor import BlockMLP
-from nsa.model.config import ModelConfig
+from nsa.model.config import INIT_STD, ModelConfig
 from nsa.model.distillation import Head, distillation_loss, token_divergence
 from nsa.model.fused import add_norm
 from nsa.model.loss import linear_cross_entropy
@@ -61,7 +61,7 @@ class LanguageModel(nn.Module):
         self.head: nn.Linear | None = None  # the embedding
         if not config.tied_head:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self._initialize()
+        self.initialize()
 
     def forward(
         self,
@@ -186,13 +186,13 @@ class LanguageModel(nn.Module):
         return add_norm(x, delta, self.norm, self.config.attention.backend)[1]
 
     @torch.no_grad()
-    def _initialize(self) -> None:
-        """Initialize weights with std `init_std`, including the mlp φ's position embeddings.
+    def initialize(self, std: float = INIT_STD) -> None:
+        """Initialize weights with this standard deviation, the mlp φ's position embeddings too.
 
         Projections into the residual stream are scaled by 1/√(2·layers), because 2·layers of them
         add up.
         """
-        std, residual_scale = self.config.init_std, (2 * self.config.layers) ** -0.5
+        residual_scale = (2 * self.config.layers) ** -0.5
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)

@@ -54,14 +54,12 @@ def _attention(model: Model, batch: BatchShape) -> int:
         saved += output  # the gated sum; dense attention's only output is counted below
     # Keys and values of the branches that read tokens; those of compressed blocks are added below.
     copies = len({"sel", "win"}.intersection(model.branches)) if model.branches else 1
-    if model.config.attention.shared_kv:
-        copies = min(copies, 1)
     elements = batch.tokens * (saved + copies * (key + value))
     elements += model.config.width * (model.attention_size - output)  # projections side by side
     if model.spec is not None and "cmp" in model.branches:
         compressed = key + value
         if model.config.attention.compressor == "mlp":
-            hidden = model.config.attention.compressor_hidden or model.config.head_dim
+            hidden = model.config.head_dim
             compressed += model.spec.block_len * (key + value)
             compressed += 4 * hidden * model.config.kv_heads
         elif model.config.attention.compressor == "pool":
@@ -102,7 +100,7 @@ def _selective_outputs(model: Model, batch: BatchShape) -> int:
         lse = 4 * config.heads
     total = (model.weight_bytes * elements + lse) * batch.tokens + _branch_outputs(model, batch)
     if "cmp" in model.branches and config.attention.compressor == "mlp":
-        hidden = config.attention.compressor_hidden or config.head_dim
+        hidden = config.head_dim
         blocks = _blocks(model, batch.seq_len) * batch.micro_batch // batch.ranks_per_sequence
         total += model.weight_bytes * blocks * (2 * config.kv_heads * hidden + key + value)
     return total

@@ -77,7 +77,7 @@ class Model:
         """Elements per token of attention's inputs (gates included) and output."""
         query, output, key, value = self.head_sizes
         gates = len(self.branches) * self.config.heads
-        kv_sets = 1 if self.config.attention.shared_kv else max(1, len(self.branches))
+        kv_sets = max(1, len(self.branches))
         return query + gates + kv_sets * (key + value) + output
 
     def flops(self, kind: str) -> dict[str, float]:

@@ -48,10 +48,10 @@ def build(checkpointing: str) -> LanguageModel:
         head_dim=8,
         mlp_width=48,
         attention=AttentionConfig(compressor="mlp", spec=spec),
-        init_std=0.3,  # so that every tensor, the compressor's too, has a gradient to compare
         activation_checkpointing=checkpointing.removeprefix("shared "),
     )
     model = LanguageModel(config)
+    model.initialize(0.3)  # so that every tensor, φ's too, has a gradient to compare
     if checkpointing.startswith("shared "):
         model.blocks[1] = model.blocks[0]
     return model

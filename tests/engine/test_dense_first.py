@@ -98,7 +98,6 @@ def test_the_dense_steps_are_those_of_dense_attention() -> None:
     ("attention", "steps", "reason"),
     [
         (AttentionConfig(kind="dense"), 5, "needs the keys and values of three branches"),
-        (AttentionConfig(shared_kv=True), 5, "needs the keys and values of three branches"),
         (AttentionConfig(branches="sel+win"), 5, "needs the keys and values of three branches"),
         (AttentionConfig(), 50_000, "never becomes sparse"),
     ],

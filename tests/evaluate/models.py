@@ -16,10 +16,11 @@ from tests.engine.runs import TINY
 def write_model(folder: Path, *settings: str) -> Path:
     """Write a tiny random model with diverse predictions, as `nsa import` writes one."""
     tiny = [setting.removeprefix("--set=") for setting in TINY]
-    more = ["model.vocab_size=320", "model.init_std=0.3"]
-    config = resolve_config(RunConfig(), None, [*tiny, *more, *settings])
+    config = resolve_config(RunConfig(), None, [*tiny, "model.vocab_size=320", *settings])
     torch.manual_seed(0)
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
-    save_file(LanguageModel(config.model).state_dict(), folder / "model.safetensors")
+    model = LanguageModel(config.model)
+    model.initialize(0.3)
+    save_file(model.state_dict(), folder / "model.safetensors")
     return folder

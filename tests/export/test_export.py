@@ -85,7 +85,7 @@ def test_config_json_uses_the_names_that_other_tools_read(run: Path, exported: P
         "head_dim": model.head_dim,
         "rope_theta": model.rope_theta,
         "rms_norm_eps": model.norm_eps,
-        "initializer_range": model.init_std,
+        "initializer_range": 0.02,
     }.items() <= config.items()
     assert not {"width", "layers", "heads", "kv_heads", "mlp_width"} & config.keys()
 

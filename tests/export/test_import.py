@@ -232,7 +232,6 @@ def test_one_layer_of_the_true_width_has_the_same_logits_and_learns(
         ([], None),
         full([], "0,1,0"),
         ([], "0,0.25,0.75"),
-        (["compressor=mlp"], None),
         full(["branches=sel+win"], None),
         full(["branches=cmp+sel"], None),
         (["branches=win"], None),
@@ -254,35 +253,15 @@ def test_nsa_starts_as_the_dense_model_where_its_branches_see_all(
     assert error[-1] > 1e-3, "it is dense"
 
 
-def test_shared_values_and_a_compressed_share_start_elsewhere(
-    llama_folder: Path, tmp_path: Path
-) -> None:
-    """With one V no share can be 0; and the compressed branch may get a share."""
+def test_a_compressed_share_starts_elsewhere(llama_folder: Path, tmp_path: Path) -> None:
     dense = imported(llama_folder, tmp_path / "dense", "--attention=dense").model
-    shared = imported(
-        llama_folder, tmp_path / "shared", *SMALL, "--set=attention.shared_kv=true"
-    ).model
     mixed = imported(llama_folder, tmp_path / "mixed", *SMALL, "--shares=0.2,0.4,0.4").model
     v = dense.blocks[1].attention.v.weight
-    assert torch.allclose(shared.blocks[1].attention.v.weight, v * 2 / 3)
     assert torch.allclose(
         mixed.blocks[1].attention.v.weight, torch.cat([v * 0.4, v * 0.8, v * 0.8])
     )
-    for start in (shared, mixed):
-        first = tokens(7)  # no block is compressed yet
-        assert not torch.allclose(logits(start, first), logits(dense, first), atol=1e-2)
-
-
-def test_an_mlp_compressor_starts_as_the_mean(llama_folder: Path, tmp_path: Path) -> None:
-    attention = (
-        imported(llama_folder, tmp_path / "run", *SMALL, "--set=attention.compressor=mlp")
-        .model.blocks[0]
-        .attention
-    )
-    blocks = torch.randn(2, 3, 8, 2, 16)
-    with torch.no_grad():
-        assert torch.allclose(attention.compress.key(blocks), blocks.mean(2), atol=1e-6)
-        assert torch.allclose(attention.compress.value(blocks), blocks.mean(2), atol=1e-6)
+    first = tokens(7)  # no block is compressed yet
+    assert not torch.allclose(logits(mixed, first), logits(dense, first), atol=1e-2)
 
 
 def test_an_untied_head_is_imported_exported_and_read_again(

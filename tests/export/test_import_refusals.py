@@ -67,11 +67,10 @@ def test_a_missing_weight_is_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set=attention.compressor=mlp", "--set=attention.compressor_hidden=31"], "needs 32"),
+        (["--set=attention.compressor=mlp"], "cannot start as the mean of a dense model's keys"),
         (["--shares=0,1"], "--shares 0,1: write a number for each branch, cmp,sel,win"),
         (["--shares=nan,0,1"], "--shares nan,0,1: each is a fraction of the dense output"),
         (["--shares=0,1e40,1"], "write numbers from -100 to 100"),
-        (["--shares=0,1,0", "--set=attention.shared_kv=true"], "omit one of the two"),
         (["--set=attention.kind=dense"], "kind = 'dense': only --attention sets"),
         (["--attention=dense", "--set=model.attention.kind=nsa"], "give --attention nsa"),
         (["--attention=dense", "--shares=0,1,0"], "keeps its dense attention"),

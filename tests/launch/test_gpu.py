@@ -105,11 +105,11 @@ def test_m7c_is_measured_first_and_each_training_step_in_its_own_process() -> No
 
 def test_learn_compares_nsa_dense_and_the_settings_of_set() -> None:
     """Five seeds of M7C at the recipe's length, on text that needs no download."""
-    settings = ["--set", "attention.shared_kv=true", "--set", "attention.compressor=mlp"]
+    settings = ["--set", "attention.branches=cmp+win", "--set", "attention.compressor=mlp"]
     (words,) = commands("--stage", "learn", "--limit", "3600", *settings)
     flags = parser(words[1:]).parse_args(words[1:])
     assert flags.variants == ["dense-first", "nsa", "dense"]
-    assert flags.variant == ["attention.shared_kv=true,attention.compressor=mlp"]
+    assert flags.variant == ["attention.branches=cmp+win,attention.compressor=mlp"]
     assert len(flags.seeds) == 5
     assert 3_400 < flags.limit < 3_600  # the rest starts, saves and evaluates
     for changes in (*ablations.VARIANTS.values(), flags.variant[0].split(",")):
@@ -294,7 +294,7 @@ def test_a_group_runs_at_tiny_sizes_on_a_cpu(tmp_path: Path, group: str) -> None
 
 @pytest.mark.full
 def test_learn_runs_at_tiny_sizes_on_a_cpu_and_resumes(tmp_path: Path) -> None:
-    words = ["--rehearse", "--stage", "learn", "--set", "attention.shared_kv=true",
+    words = ["--rehearse", "--stage", "learn", "--set", "attention.branches=cmp+win",
              "--out", str(tmp_path)]  # fmt: skip
     done = gpu_sh(*words, "--limit", "100", timeout=600, PYTHON=sys.executable)
     assert done.returncode == 1
@@ -303,7 +303,7 @@ def test_learn_runs_at_tiny_sizes_on_a_cpu_and_resumes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "learn.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == [
-        *("dense-first", "nsa", "dense", "attention.shared_kv=true")
+        *("dense-first", "nsa", "dense", "attention.branches=cmp+win")
     ]
     assert all(len(row["val_loss"]) == 2 for row in rows)
     assert "minus dense-first's (95% interval)" in done.stdout

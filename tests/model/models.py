@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.compressor import BlockPool
+from nsa.model.config import INIT_STD
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is selected by importance
@@ -18,11 +19,8 @@ SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is selected by importa
 ATTENTIONS = {
     "dense": AttentionConfig(kind="dense"),
     "mean": AttentionConfig(spec=SPEC),
-    "mean, shared": AttentionConfig(spec=SPEC, shared_kv=True),
     "pool": AttentionConfig(spec=SPEC, compressor="pool"),
-    "pool, shared": AttentionConfig(spec=SPEC, compressor="pool", shared_kv=True),
-    "mlp": AttentionConfig(spec=SPEC, compressor="mlp", compressor_hidden=5),
-    "mlp, shared": AttentionConfig(spec=SPEC, compressor="mlp", shared_kv=True),
+    "mlp": AttentionConfig(spec=SPEC, compressor="mlp"),
 }
 # What the models of other libraries may have, and ours has not by default.
 IMPORTED: dict[str, Any] = {
@@ -51,7 +49,9 @@ def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConf
     return replace(config, **changes)
 
 
-def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:
+def build(
+    config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0, std: float = INIT_STD
+) -> LanguageModel:
     """Build a reproducible model without parameters whose start would hide an error.
 
     Gates differ from ½, so that their order matters, all branches have values, φ `pool` is not the
@@ -59,9 +59,10 @@ def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0
     """
     torch.manual_seed(seed)
     model = LanguageModel(config)
+    model.initialize(std)
     for layer in model.sparse_layers().values():
         torch.nn.init.normal_(layer.gates.weight, std=0.3)
-        torch.nn.init.normal_(layer.v.weight, std=config.init_std)
+        torch.nn.init.normal_(layer.v.weight, std=std)
     for name, parameter in model.named_parameters():
         if name.endswith((".bias", "q_norm.weight", "k_norm.weight")):
             torch.nn.init.normal_(parameter, 0.5, 0.3)

@@ -73,11 +73,10 @@ def test_nsa_is_the_gated_sum_of_its_three_branches(name: str) -> None:
     everywhere = list(range(LENGTH))
     q = rotated((x @ attention.q.weight.T).view(1, LENGTH, 4, 6), everywhere).numpy()
     # Independent keys lie one branch after the other: compressed, selected, window.
-    copies = 1 if config.shared_kv else 3
-    k = (x @ attention.k.weight.T).view(1, LENGTH, copies, 2, 6)
-    v = (x @ attention.v.weight.T).view(1, LENGTH, copies, 2, 5)
-    k_cmp, k_sel, k_win = (k[:, :, c % copies] for c in range(3))
-    v_cmp, v_sel, v_win = (v[:, :, c % copies] for c in range(3))
+    k = (x @ attention.k.weight.T).view(1, LENGTH, 3, 2, 6)
+    v = (x @ attention.v.weight.T).view(1, LENGTH, 3, 2, 5)
+    k_cmp, k_sel, k_win = (k[:, :, c] for c in range(3))
+    v_cmp, v_sel, v_win = (v[:, :, c] for c in range(3))
     pooled = compressed(attention, k_cmp, v_cmp, config.compressor)
     k_cmp, v_cmp = (y.numpy() for y in pooled)
     k_sel, k_win = (rotated(y, everywhere).numpy() for y in (k_sel, k_win))
@@ -108,11 +107,10 @@ def test_dense_is_plain_causal_attention() -> None:
 
 
 @pytest.mark.parametrize("name", NSA)
-def test_keys_and_values_are_independent_by_branch_unless_shared(name: str) -> None:
+def test_keys_and_values_are_independent_by_branch(name: str) -> None:
     attention, _ = first_layer(build(tiny(name)))
-    copies = 1 if ATTENTIONS[name].shared_kv else 3
-    assert attention.k.weight.shape == (copies * 2 * 6, 24)
-    assert attention.v.weight.shape == (copies * 2 * 5, 24)
+    assert attention.k.weight.shape == (3 * 2 * 6, 24)
+    assert attention.v.weight.shape == (3 * 2 * 5, 24)
 
 
 def test_nothing_has_a_bias() -> None:

@@ -31,21 +31,18 @@ def randomize_gates(model: LanguageModel) -> list[NSAttention]:
     return layers
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["independent", "shared"])
 @pytest.mark.parametrize("branches", INCOMPLETE)
 @torch.no_grad()
-def test_a_subset_equals_all_branches_with_the_others_gated_to_zero(
-    branches: str, shared: bool
-) -> None:
-    subset = build(tiny(subset_of(branches, shared_kv=shared)))
+def test_a_subset_equals_all_branches_with_the_others_gated_to_zero(branches: str) -> None:
+    subset = build(tiny(subset_of(branches)))
     layer, names = randomize_gates(subset)[0], branches.split("+")
-    full = build(tiny(subset_of("cmp+sel+win", shared_kv=shared))).blocks[0].attention
+    full = build(tiny(subset_of("cmp+sel+win"))).blocks[0].attention
     full.q, full.o = layer.q, layer.o
     # Without a compressed branch blocks are selected by the means of the selected branch's keys.
     source = [name if name in names else "sel" for name in BRANCHES]
-    rows = [0] if shared else [names.index(n) if n in names else 0 for n in source]
+    rows = [names.index(n) if n in names else 0 for n in source]
     for name in ("k", "v"):
-        weight = getattr(layer, name).weight.unflatten(0, (1 if shared else len(names), -1))
+        weight = getattr(layer, name).weight.unflatten(0, (len(names), -1))
         getattr(full, name).weight.copy_(weight[rows].flatten(0, 1))
 
     gate_logits: list[Tensor] = []

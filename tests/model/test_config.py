@@ -43,13 +43,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"attention": AttentionConfig(backend="cuda")},
         r"^model\.attention\.backend = 'cuda': choose one of auto, triton, blockwise, reference$",
     ),
-    (
-        {"attention": AttentionConfig(compressor="mlp", compressor_hidden=0)},
-        r"^model\.attention\.compressor_hidden = 0: ",
-    ),
     ({"rope_theta": 0.0}, r"^model\.rope_theta = 0\.0: "),
     ({"norm_eps": -1e-5}, r"^model\.norm_eps = -1e-05: "),
-    ({"init_std": -0.02}, r"^model\.init_std = -0\.02: "),
 ]
 
 

@@ -43,11 +43,7 @@ def sparse(spec: NSASpec = SPEC, **changes: object) -> AttentionConfig:
 
 
 CONFIGS = {name: tiny(name) for name in ATTENTIONS}
-CONFIGS |= {
-    f"{branches}{', shared' if shared else ''}": tiny(sparse(branches=branches, shared_kv=shared))
-    for branches in SUBSETS[1:]
-    for shared in (False, True)
-}
+CONFIGS |= {branches: tiny(sparse(branches=branches)) for branches in SUBSETS[1:]}
 CONFIGS |= {
     "dense, imported": tiny("dense", **IMPORTED),
     "mean, imported": tiny("mean", **IMPORTED),
@@ -56,16 +52,9 @@ CONFIGS |= {
     "odd": tiny(sparse(ODD), heads=3, kv_heads=1),
     "odd, mlp, G=1": tiny(sparse(ODD, compressor="mlp"), heads=2, kv_heads=2, value_dim=8),
     "odd, pool": tiny(sparse(ODD, compressor="pool"), heads=3, kv_heads=1, value_dim=8),
-    "odd, shared": tiny(sparse(ODD, shared_kv=True), heads=10),
-    "odd, mlp, shared, cmp+win": tiny(
-        sparse(ODD, compressor="mlp", shared_kv=True, branches="cmp+win"), heads=8
-    ),
-    "odd, shared, cmp+win": tiny(sparse(ODD, shared_kv=True, branches="cmp+win")),
+    "odd, mlp, cmp+win": tiny(sparse(ODD, compressor="mlp", branches="cmp+win"), heads=8),
 }
-FULL_CONFIGS = {name for name in CONFIGS if "+" in name and "odd" not in name} - {
-    "sel+win",
-    "cmp+win, shared",
-}
+FULL_CONFIGS = {name for name in CONFIGS if "+" in name and "odd" not in name} - {"sel+win"}
 SOME_CONFIGS = [
     pytest.param(name, marks=[pytest.mark.full] * (name in FULL_CONFIGS)) for name in CONFIGS
 ]
@@ -163,8 +152,6 @@ def test_cache_bytes_per_token_of_m7c() -> None:
     token = 2 * (64 + 64) * 12 * 2
     added = cache_bytes(m7c, 32_768) - cache_bytes(m7c, 16_384)
     assert added == 16_384 * token + 1_024 * token
-    shared = replace(m7c, attention=AttentionConfig(shared_kv=True))
-    assert cache_bytes(m7c, 16_384) - cache_bytes(shared, 16_384) == (512 + 32) * token
     dense = replace(m7c, attention=AttentionConfig(kind="dense"))
     assert cache_bytes(dense, 16_384) == 16_384 * token
     window = replace(m7c, attention=AttentionConfig(branches="win"))

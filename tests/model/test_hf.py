@@ -35,9 +35,9 @@ MASK = torch.ones(3, 24, dtype=torch.long)
 MASK[0, :9] = MASK[1, :21] = 0  # to the left, so that the second has three tokens
 
 
-def wrapped(kind: str = "mean", dtype: torch.dtype = torch.float64, init_std: float = 0.3) -> Any:
+def wrapped(kind: str = "mean", dtype: torch.dtype = torch.float64, std: float = 0.3) -> Any:
     """A Hugging Face model whose weights are so large that every past token matters."""
-    inner = build(tiny(KINDS[kind], init_std=init_std), dtype)
+    inner = build(tiny(KINDS[kind]), dtype, std=std)
     model = NSAForCausalLM(NSAConfig.of(inner.config)).to(dtype)
     model.model.core.load_state_dict(inner.state_dict())
     return model.eval()
@@ -124,7 +124,7 @@ def test_shifted_labels_replace_labels() -> None:
 
 def test_an_untied_head_is_trained_saved_resized_and_used_to_generate(tmp_path: Path) -> None:
     ids, greedy = tokens(24), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    config = NSAConfig.of(tiny("mean", tied_head=False, init_std=0.3))
+    config = NSAConfig.of(tiny("mean", tied_head=False), initializer_range=0.3)
     assert config.tie_word_embeddings is False
     model = NSAForCausalLM(config).double()
     loss = model(ids, labels=ids).loss
@@ -411,7 +411,7 @@ def test_trainer_fine_tunes_a_model(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
     from transformers import Trainer, TrainingArguments
 
-    model = wrapped(dtype=torch.float32, init_std=0.02)
+    model = wrapped(dtype=torch.float32, std=0.02)
     data = [{"input_ids": row, "labels": row} for row in tokens(16, batch=2).repeat(8, 1)]
     trainer = Trainer(
         model=model,
@@ -523,7 +523,7 @@ def test_the_selector_loss_is_not_exported_and_can_be_given_at_load(tmp_path: Pa
 def with_selector_loss(weight: float, dtype: torch.dtype = torch.float64) -> Any:
     """`wrapped`, in training, with blocks so small that there is something to rank."""
     spec = NSASpec(4, 2, 2, 3, 1, 1, 8)
-    inner = build(tiny(AttentionConfig(spec=spec), init_std=0.3), dtype)
+    inner = build(tiny(AttentionConfig(spec=spec)), dtype, std=0.3)
     config = NSAConfig.of(inner.config)
     config.attention["selector_loss"] = weight
     model = NSAForCausalLM(config).to(dtype)

@@ -243,7 +243,7 @@ def test_an_old_export_loads(tmp_path: Path) -> None:
     weights = {f"model.{name}": weight for name, weight in core.state_dict().items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert (core.config.width, core.config.layers, core.config.norm_eps) == (24, 2, 2e-5)
-    assert (core.config.mlp_width, core.config.kv_heads, core.config.init_std) == (40, 2, 0.3)
+    assert (core.config.mlp_width, core.config.kv_heads, config.initializer_range) == (40, 2, 0.3)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(model(tokens(24)).logits, core(tokens(24)))

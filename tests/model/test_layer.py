@@ -40,8 +40,6 @@ def test_a_layer_continues_from_the_weights_of_a_model(
         head_dim=6,
         value_dim=5,
         compressor=settings.compressor,
-        compressor_hidden=settings.compressor_hidden,
-        shared_kv=settings.shared_kv,
     )
     drop_in.load_state_dict(block.state_dict())
     inputs: list[Tensor] = []

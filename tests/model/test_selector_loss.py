@@ -29,9 +29,9 @@ CONFIG = ModelConfig(
     kv_heads=2,
     head_dim=8,
     mlp_width=32,
-    init_std=0.3,
     attention=AttentionConfig(spec=SPEC, selector_loss=1.0),
 )
+STD = 0.3  # of the weights: a larger signal than a new model has
 DOCUMENTS = {"one document": None, "packed": torch.tensor([0, 5, 70, 128], dtype=torch.int32)}
 
 
@@ -41,8 +41,9 @@ def build(weight: float, checkpointing: str = "none", seed: int = 0) -> Language
     model = LanguageModel(
         replace(CONFIG, attention=attention, activation_checkpointing=checkpointing)
     )
+    model.initialize(STD)
     for layer in model.sparse_layers().values():  # so that no branch adds close to nothing
-        torch.nn.init.normal_(layer.v.weight, std=CONFIG.init_std)
+        torch.nn.init.normal_(layer.v.weight, std=STD)
     return model
 
 

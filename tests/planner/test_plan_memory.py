@@ -140,8 +140,7 @@ def test_activations_are_those_of_the_production_runs_micro_batch(mode: str, kin
     [
         {"compressor": "mlp"},
         {"compressor": "pool"},
-        {"shared_kv": True},
-        {"branches": "sel+win", "shared_kv": True},
+        {"branches": "sel+win"},
         {"branches": "sel"},
     ],
     ids=str,

@@ -14,7 +14,7 @@ from nsa.validation import positive_flags, whole_number_list, words_of
 
 # The keys of train.VARIANTS, and model.config's, which import torch.
 COMPRESSORS = ("mean", "pool", "mlp")
-MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")
+MODELS = ("dense", "nsa", "selector loss", "cmp+win", "win")
 OTHERS = ("half dense", "sparsified")  # not among the default
 
 

@@ -36,12 +36,12 @@ VARIANTS = {
     "dense": AttentionConfig(kind="dense"),
     "nsa": NSA,  # like the paper: only the compressed branch trains the keys that rank blocks
     "selector loss": replace(NSA, selector_loss=1.0),
-    "shared keys": replace(NSA, shared_kv=True),  # the selected branch trains them too
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
 }
 HALF_DENSE = "half dense"  # "selector loss", dense for half of its steps, as train.dense_steps does
 BATCH = 2_048  # tokens of a step
+INIT_STD = 0.125  # 1 / √width: with 0.02 a model this small barely learns at first
 LEARNING_RATE = 8e-3
 WARMUP = 30
 # To sparsify: steps as fractions of the dense model's, and rates; of the selector, of all weights.
@@ -123,7 +123,6 @@ def model_config(variant: str, task: Task) -> ModelConfig:
         kv_heads=2,
         head_dim=HEAD_DIMS[task.pattern],
         mlp_width=64,
-        init_std=0.125,  # 1 / √width: with 0.02 a model this small barely learns at first
         attention=attention,
     )
 
@@ -145,6 +144,7 @@ def train(
     """Train a variant at all lengths; `on_step` receives each step and its loss."""
     torch.manual_seed(seed)
     model = LanguageModel(model_config(variant, task))
+    model.initialize(INIT_STD)
     dense_steps = round(steps / 2) if variant == HALF_DENSE else 0
     rates = [
         LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps) for step in range(steps)
@@ -194,6 +194,7 @@ def sparsify(
     """
     config = model_config("selector loss", task)
     model = LanguageModel(config)
+    model.initialize(INIT_STD)
     model.load_state_dict(dense_to_nsa(dict(dense.model.state_dict()), config))
     yield "converted", TrainedModel(model.eval(), dense.losses, dense.seconds)
     alone, both = (round(x * steps) for x in SPARSIFY_STEPS)
