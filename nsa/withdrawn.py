@@ -12,6 +12,7 @@ REMOVE = "remove it"  # advice where nothing replaces it
 
 # Setting -> the value that this version always has, and what to do instead.
 SETTINGS: dict[str, tuple[Any, str]] = {
+    "monitor.heartbeat": (5.0, REMOVE),
     "monitor.private": (False, "run under umask 077"),
     "monitor.progress": (True, REMOVE),
     "monitor.report": (True, REMOVE),
@@ -26,6 +27,12 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "model.attention.compressor_hidden": (None, REMOVE),  # head_dim
     "model.attention.shared_kv": (False, REMOVE),
     "model.init_std": (0.02, REMOVE),
+    "monitor.watch.collapse": (0.2, REMOVE),
+    "monitor.watch.data": (900.0, "set monitor.watch.compute, which includes waiting for data"),
+    "monitor.watch.dead_gate": (0.001, "read the gates in selection.csv"),
+    "monitor.watch.evaluation": (1_800.0, "set monitor.watch.save, which includes evaluation"),
+    "monitor.watch.grace": (30.0, REMOVE),
+    "monitor.watch.on_dead_gate": ("warn", "read the gates in selection.csv"),
 }
 
 # Setting and withdrawn value -> the value that a resumed run has instead.

@@ -14,6 +14,7 @@ from typing import Any
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
+from nsa.monitor.config import HEARTBEAT_SECONDS
 from nsa.monitor.csv_files import FallbacksCsv, MetricsCsv, SelectionCsv, TeacherCsv
 from nsa.monitor.dtypes import DtypeReport
 from nsa.monitor.heartbeat import Heartbeat
@@ -41,7 +42,7 @@ class RankTelemetry:
             run_dir,
             rank=rank,
             backend=f"deepspeed-zero{request.zero_stage}",
-            seconds=monitor.heartbeat,
+            seconds=HEARTBEAT_SECONDS,
             step=state.step,
             tokens=state.tokens,
             skipped=state.skipped,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from nsa.validation import at_least, one_of
 
 ACTIONS = ("ignore", "warn", "halt")
+HEARTBEAT_SECONDS = 5.0  # between two heartbeats of a rank
 
 
 @dataclass
@@ -33,24 +34,17 @@ class LadderConfig:
 
 @dataclass
 class WatchConfig:
-    """Limits of `nsa watch` for hangs and unhealthy runs; seconds, 0 switches a limit off."""
+    """Limits of `nsa watch`; 0 switches one off."""
 
     setup: float = 1_800.0  # seconds from the start to the first step, including compilation
-    data: float = 900.0  # seconds waiting for a batch; set it above data.timeout
-    compute: float = 600.0  # seconds in one forward, backward or optimizer step
-    evaluation: float = 1_800.0  # seconds in one evaluation
-    save: float = 1_800.0  # seconds for one checkpoint
+    compute: float = 600.0  # seconds in a step's wait for data, forward, backward or update
+    save: float = 1_800.0  # seconds for one checkpoint or evaluation
     silence: float = 60.0  # seconds without a heartbeat from a live rank
-    grace: float = 30.0  # seconds between SIGTERM and SIGKILL
-    collapse: float = 0.2  # tokens/s below this fraction of the run's median for ten logged steps
-    on_collapse: str = "warn"  # at a throughput collapse: ignore, warn or halt
-    dead_gate: float = 0.001  # mean attention gate of a branch below this for ten logged steps
-    on_dead_gate: str = "warn"  # at a dead attention gate: ignore, warn or halt
+    on_collapse: str = "warn"  # a fifth of the median tokens/s in 10 rows: ignore, warn or halt
 
     def validate(self) -> None:
-        limits = [name for name in asdict(self) if not name.startswith("on_")]
-        at_least(0, "monitor.watch", self, *limits)
-        one_of("monitor.watch", self, on_collapse=ACTIONS, on_dead_gate=ACTIONS)
+        at_least(0, "monitor.watch", self, "setup", "compute", "save", "silence")
+        one_of("monitor.watch", self, on_collapse=ACTIONS)
 
 
 @dataclass
@@ -60,7 +54,6 @@ class MonitorConfig:
     log_every: int = 10  # steps between rows of metrics.csv and TensorBoard points
     tensorboard: bool = True  # event files under <run>/tensorboard
     csv: bool = True  # <run>/metrics.csv
-    heartbeat: float = 5.0  # seconds between heartbeats of a rank; 0: none
     kernel_check: bool = True  # on a GPU: compare each kernel with PyTorch before step 1
     health: bool = True  # attention gates and block selection of each layer, at logged steps
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
@@ -69,6 +62,6 @@ class MonitorConfig:
 
     def validate(self) -> None:
         at_least(1, "monitor", self, "log_every")
-        at_least(0, "monitor", self, "heartbeat", "memory_every")
+        at_least(0, "monitor", self, "memory_every")
         self.ladder.validate()
         self.watch.validate()

@@ -32,7 +32,7 @@ _CLOSE_SECONDS = 5.0  # longest wait for the disk at the end of a run
 class Heartbeat:
     """Records the step and phase of a rank without delaying the training thread.
 
-    `seconds` is the time between two progress lines; 0 records nothing. `step`, `tokens` and
+    `seconds` is the time between two progress lines. `step`, `tokens` and
     `skipped` are those of the checkpoint that a resumed run loads. A full disk costs lines, not the
     run.
     """
@@ -68,11 +68,9 @@ class Heartbeat:
         self._wake = threading.Event()
         self._flushes = threading.Condition()
         self._flushes_requested = self._flushes_done = 0
-        self._thread: threading.Thread | None = None
-        if seconds > 0:
-            self._record("start")
-            self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
-            self._thread.start()
+        self._record("start")
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        self._thread.start()
 
     def enter(self, phase: str, micro_step: int = 0) -> None:
         """Set the phase, one of PHASES."""
@@ -97,8 +95,6 @@ class Heartbeat:
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Write the lines so far; return False if the disk refuses them for `timeout` seconds."""
-        if self._thread is None:
-            return True
         with self._flushes:
             self._flushes_requested += 1
             this = self._flushes_requested
@@ -107,7 +103,7 @@ class Heartbeat:
 
     def close(self, status: str) -> None:
         """Write the last line; wait only a few seconds for a disk that hangs."""
-        if self._thread is not None and self._status is None:
+        if self._status is None:
             self._status = status
             self._wake.set()
             self._thread.join(_CLOSE_SECONDS)
@@ -115,8 +111,6 @@ class Heartbeat:
                 warn(f"{self._file.path.name}: {lost} lines lost in this run")
 
     def _record(self, event: str, **values: Any) -> None:
-        if self._seconds <= 0:
-            return
         with self._order:
             (phase, since, micro_step), now = self._position, time.monotonic()
             line = {

@@ -1,32 +1,31 @@
-"""Hang detection from heartbeats, and throughput collapse and dead gates from a run's tables.
+"""Hang detection from heartbeats, and throughput collapse from metrics.csv.
 
-All of it touches the run's folder, so it runs in a DiskWorker.
+All of it touches the run's folder, so the supervisor calls it in threads: the disk may hang.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.constants import BRANCHES
 from nsa.monitor.artifacts import Row, last_beat, read_json, read_table
-from nsa.monitor.config import WatchConfig
+from nsa.monitor.config import HEARTBEAT_SECONDS, WatchConfig
 from nsa.untrusted import parse_yaml, read_text
-from nsa.watchdog.disk import LIMIT_SECONDS
 
 # Phase of a heartbeat -> the setting of `monitor.watch` that limits it; the others: `compute`.
-LIMIT_OF_PHASE = {"setup": "setup", "data": "data", "eval": "evaluation", "save": "save"}
-WINDOW = 10  # logged steps that a collapse or a dead gate has to last
+LIMIT_OF_PHASE = {"setup": "setup", "eval": "save", "save": "save"}
+WINDOW = 10  # logged steps that a collapse has to last
+COLLAPSE = 0.2  # of the run's median tokens/s
+LIMIT_SECONDS = 5.0  # until a read or write of the run's folder counts as hanging
 # A hang must last this long while the disk takes writes: heartbeats that it held up arrive first.
 CONFIRM_SECONDS = 2.0
 
@@ -48,10 +47,8 @@ class FolderState:
     """What a check of the run's folder has found."""
 
     beats: dict[int, dict[str, Any]]  # last heartbeat of each rank that ever ran
-    lock_problem: str  # why this watchdog may not end the run; empty: it may
     report: HangReport | None  # why the run has to be halted
     messages: list[str]  # for the log
-    grace: float  # seconds between SIGTERM and SIGKILL
 
 
 class HangDetector:
@@ -60,33 +57,29 @@ class HangDetector:
     def __init__(self, folder: Path) -> None:
         self.limits = WatchConfig()
         self.folder = folder
-        self._interval = 0.0  # seconds between two heartbeats
         self._disk_ok_since = float("-inf")  # since then, no hang of the disk and no refused write
         self._is_writable = True
         self._suspected_at: float | None = None  # since then, each check has found a hanging rank
         self._file_versions: dict[str, tuple[int, int]] = {}
-        self._ongoing: dict[str, set[str]] = {}  # problems that were reported and have not ended
+        self._has_collapsed = False  # was reported and has not ended
         self._messages: list[str] = []
-        self._lock: int | None = None
 
     def check(self, running: Mapping[int, int]) -> FolderState:
         """Read the folder and judge the `running` ranks, given with their pids."""
-        now, lock_problem = time.monotonic(), self._take_lock()
+        now = time.monotonic()
         beats = last_beats(self.folder)
-        report = None
         self._record_disk_hang(now)
-        if not lock_problem:
-            own = {n: beat for n, beat in beats.items() if running.get(n) == beat["pid"]}
-            report = self.find_hang(own, now)
-            for degradation, action in self.find_degradation() if running else ():
-                if action == "halt":
-                    report = report or degradation
-                else:
-                    self._messages.append(f"WARNING: {degradation.reason}")
+        own = {n: beat for n, beat in beats.items() if running.get(n) == beat["pid"]}
+        report = self.find_hang(own, now)
+        if running and (collapse := self.find_collapse()) is not None:
+            if self.limits.on_collapse == "halt":
+                report = report or collapse
+            else:
+                self._messages.append(f"WARNING: {collapse.reason}")
         if self._record_disk_hang(now):  # the caller drops late results, so report again
-            self._ongoing.clear()
+            self._has_collapsed = False
         messages, self._messages = self._messages, []
-        return FolderState(beats, lock_problem, report, messages, self.limits.grace)
+        return FolderState(beats, report, messages)
 
     def find_hang(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> HangReport | None:
         """Report the first running rank above its limit, unless the disk takes no writes.
@@ -99,7 +92,7 @@ class HangDetector:
             self._read_limits()
         report = next(filter(None, (self._check_rank(rank, beats, now) for rank in beats)), None)
         late = min((beat["mono"] for beat in beats.values()), default=now)
-        if report is not None or now - late > max(3 * self._interval, 1.0):
+        if report is not None or now - late > 3 * HEARTBEAT_SECONDS:
             self._probe_write()
         if report is None or self._disk_ok_since > now:
             self._suspected_at = None
@@ -107,18 +100,14 @@ class HangDetector:
         self._suspected_at = self._suspected_at or now
         return report if now - self._suspected_at >= CONFIRM_SECONDS else None
 
-    def find_degradation(self) -> Iterator[tuple[HangReport, str]]:
-        """Yield new problems of a run that still makes progress, with the action: warn or halt."""
-        for name, file, find in (
-            ("collapse", "metrics.csv", _find_collapse),
-            ("dead_gate", "selection.csv", _find_dead_gates),
-        ):
-            action = getattr(self.limits, f"on_{name}")
-            if action != "ignore" and self._has_changed(file):
-                rows = read_table(self.folder / file).rows
-                problems = dict(find(rows, getattr(self.limits, name)))
-                known, self._ongoing[name] = self._ongoing.get(name, set()), set(problems)
-                yield from ((problems[key], action) for key in problems if key not in known)
+    def find_collapse(self) -> HangReport | None:
+        """Report a new collapse of a run that still makes progress."""
+        if self.limits.on_collapse == "ignore" or not self._has_changed("metrics.csv"):
+            return None
+        report = _collapse(read_table(self.folder / "metrics.csv").rows)
+        is_new = report is not None and not self._has_collapsed
+        self._has_collapsed = report is not None
+        return report if is_new else None
 
     def update_halt(self, changes: Mapping[str, Any]) -> None:
         """Set keys of halt.json and keep the others."""
@@ -132,22 +121,6 @@ class HangDetector:
             self.update_halt({"restarts": [*earlier, entry]})
         return (self.folder / "config.yaml").exists()  # else a recipe refuses --resume
 
-    def _take_lock(self) -> str:
-        """Become the only watchdog that may end this run; return "", or why that failed."""
-        if self._lock is not None:
-            return ""
-        try:
-            file = os.open(self.folder / ".watch.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            return f".watch.lock cannot be created ({error.strerror})"
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            return "already watched"
-        self._lock = file  # until this process ends
-        return ""
-
     def _check_rank(
         self, rank: int, beats: Mapping[int, Mapping[str, Any]], now: float
     ) -> HangReport | None:
@@ -155,7 +128,7 @@ class HangDetector:
         beat = beats[rank]
         written = max(beat["mono"], self._disk_ok_since)
         phase, step, since = beat["phase"], int(beat["step"]), beat["since"]
-        silence = self.limits.silence and max(self.limits.silence, 3 * self._interval)
+        silence = self.limits.silence and max(self.limits.silence, 3 * HEARTBEAT_SECONDS)
         setting, seconds, detail = "compute", now - written, ""
         if beat["event"] == "end":
             reason = f"rank {rank} has written its last heartbeat but not exited"
@@ -175,7 +148,7 @@ class HangDetector:
         unfinished = [other for other in beats if beats[other]["event"] != "end"]
         slowest = max(unfinished, key=lambda n: beats[n]["since"] - beats[n]["mono"], default=rank)
         cause = beats[slowest]
-        if slowest != rank and cause["since"] > since + self._interval:
+        if slowest != rank and cause["since"] > since + HEARTBEAT_SECONDS:
             reason += (
                 f"; rank {slowest} has been in {cause['phase']} for longer, {cause['since']:.0f} "
                 "s, and may be the cause"
@@ -210,12 +183,9 @@ class HangDetector:
     def _read_limits(self) -> None:
         path = self.folder / "config.yaml"
         try:
-            monitor = parse_yaml(read_text(path))["monitor"]
-            limits, interval = WatchConfig(**monitor["watch"]), float(monitor["heartbeat"])
+            limits = WatchConfig(**parse_yaml(read_text(path))["monitor"]["watch"])
             limits.validate()
-            if not 0 <= interval < float("inf"):
-                raise ValueError(f"monitor.heartbeat = {interval}")
-            self.limits, self._interval = limits, interval
+            self.limits = limits
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             self._messages.append(
                 f"{path}: monitor.watch cannot be read, so its limits stay: {error!r}"
@@ -242,33 +212,17 @@ def last_beats(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(beats.items()))
 
 
-def _find_collapse(rows: Sequence[Row], limit: float) -> Iterator[tuple[str, HangReport]]:
+def _collapse(rows: Sequence[Row]) -> HangReport | None:
     rows = [row for row in rows if "tokens_per_s" in row]
     rates = [row["tokens_per_s"] for row in rows]
     if len(rates) < 2 * WINDOW:
-        return
+        return None
     median, best, step = statistics.median(rates), max(rates[-WINDOW:]), int(rows[-1]["step"])
-    if best < limit * median:
-        reason = (
-            f"throughput has collapsed: at most {best:,.0f} tokens/s in the last {WINDOW} logged "
-            f"steps, up to step {step}; the run's median is {median:,.0f} "
-            f"(limit: monitor.watch.collapse = {limit:g} of it)"
-        )
-        yield "", HangReport(reason, step=step, limit=limit)
-
-
-def _find_dead_gates(rows: Sequence[Row], limit: float) -> Iterator[tuple[str, HangReport]]:
-    for branch in BRANCHES:
-        gates: dict[int, list[float]] = {}  # of each layer, by step
-        for row in rows:
-            if (gate := row.get(f"gate_{branch}")) is not None:
-                gates.setdefault(int(row["step"]), []).append(gate)
-        means = [statistics.fmean(gates[step]) for step in sorted(gates)[-WINDOW:]]
-        if len(means) == WINDOW and max(means) < limit:
-            step = max(gates)
-            reason = (
-                f"the attention gate of branch {branch} is dead: its mean over all layers was at "
-                f"most {max(means):.2g} in the last {WINDOW} logged steps, up to step {step} "
-                f"(limit: monitor.watch.dead_gate = {limit:g})"
-            )
-            yield branch, HangReport(reason, step=step, limit=limit)
+    if best >= COLLAPSE * median:
+        return None
+    return HangReport(
+        f"throughput has collapsed: at most {best:,.0f} tokens/s in the last {WINDOW} logged "
+        f"steps, up to step {step}; the run's median is {median:,.0f} (limit: {COLLAPSE:g} of it)",
+        step=step,
+        limit=COLLAPSE,
+    )

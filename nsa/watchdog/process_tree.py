@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 
 from nsa.system import is_alive
-from nsa.watchdog.disk import DiskWorker
 
 _PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
 _PAUSE = 0.05
@@ -26,13 +25,12 @@ def adopt_orphans() -> None:
 
 
 class ProcessTree:
-    """The processes of a launched command, or of the ranks of a running run, orphans included.
+    """The processes of a launched command, orphans included.
 
     psutil compares start times, so a later process with the same pid is never signalled.
     """
 
-    def __init__(self, launcher_pid: int | None) -> None:
-        self._roots = [psutil.Process()] if launcher_pid is not None else []
+    def __init__(self, launcher_pid: int) -> None:
         self._launcher_pid = launcher_pid  # reaped by its Popen
         self._members: dict[int, psutil.Process] = {}
         self.exit_codes: dict[psutil.Process | None, int] = {}  # of orphans that were reaped here
@@ -42,12 +40,9 @@ class ProcessTree:
 
         Call it often: a process that was never seen below its parent is not found later.
         """
-        for root in self._roots:
-            with contextlib.suppress(psutil.Error):
-                children = {child.pid: child for child in root.children(recursive=True)}
-                self._members |= {
-                    pid: child for pid, child in children.items() if pid not in DiskWorker.pids
-                }
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process().children(recursive=True)
+            self._members |= {child.pid: child for child in children}
         members = list(self._members.values())
         for process in members:
             with contextlib.suppress(psutil.Error, ChildProcessError):
@@ -58,15 +53,9 @@ class ProcessTree:
                         self.exit_codes[process] = os.waitstatus_to_exitcode(status)
         return [process for process in members if is_alive(process)]
 
-    def find(self, pid: int, heartbeats: Path) -> psutil.Process | None:
-        """Return the rank with this pid: a descendant, or a process that writes `heartbeats`.
-
-        The latter is adopted with its descendants.
-        """
+    def find(self, pid: int) -> psutil.Process | None:
+        """Return the process with this pid if it belongs to the tree."""
         self.running()
-        if pid not in self._members and (process := find_writer(pid, heartbeats)) is not None:
-            self._roots.append(process)
-            self._members[pid] = process
         return self._members.get(pid)
 
     def kill(self, seconds: float = 10.0) -> None:

@@ -14,21 +14,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import psutil
 
-from nsa.monitor.config import WatchConfig
 from nsa.monitor.writer import BackgroundWriter
-from nsa.system import is_alive
+from nsa.system import in_background, is_alive, with_timeout
 from nsa.untrusted import printable
-from nsa.watchdog.disk import SIGNALS, DiskHangs, DiskWorker
-from nsa.watchdog.hang_detector import FolderState, HangDetector, HangReport
+from nsa.watchdog.hang_detector import LIMIT_SECONDS, FolderState, HangDetector, HangReport
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HALTED = 4  # exit code of a run that the watchdog has ended
 EXIT_CODE_OF_STATUS = {"finished": 0, "stopped": 0, "preempted": 0, "no-go": 3}  # any other: 1
 POLL_SECONDS = 0.1  # between two checks until a process writes heartbeats
@@ -36,6 +35,7 @@ CHECK_SECONDS = 0.5  # between two checks of heartbeats and processes
 PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or launcher and all ranks
 LAUNCHER_SECONDS = 3.0  # how long a launcher may outlive its killed ranks
 STACKS_SECONDS = 2.0  # how long ranks may take to write their stacks
+GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL
 
 
 class SignalState:
@@ -68,39 +68,34 @@ def log(text: str) -> None:
     _stderr().submit(lambda: print(f"watch: {printable(text)}", file=sys.stderr, flush=True))
 
 
-@cache
-def disk_of(folder: Path) -> DiskWorker:
-    """Return the worker that reads and judges a run's folder, the same after a restart."""
-    return DiskWorker(folder, HangDetector(folder))
-
-
-def update_halt(folder: Path | None, **changes: Any) -> None:
+def update_halt(detector: HangDetector | None, **changes: Any) -> None:
     """Set keys of halt.json; a disk that is full or hangs costs only the file."""
-    if folder is None:  # the run ended before its first heartbeat
+    if detector is None:  # the run ended before its first heartbeat
         return
     try:
-        disk_of(folder).call("update_halt", changes)
+        with_timeout(LIMIT_SECONDS, partial(detector.update_halt, changes))
     except OSError as error:
-        log(f"{folder / 'halt.json'} could not be written: {error}")
+        log(f"{detector.folder / 'halt.json'} could not be written: {error}")
 
 
 class Supervisor:
-    """Watches the ranks that `launcher` starts, or the running ranks that write into `folder`."""
+    """Watches the ranks that `launcher` starts, until all processes have ended."""
 
     def __init__(
         self,
         signals: SignalState,
-        *,
-        launcher: subprocess.Popen[bytes] | None = None,
-        folder: Path | None = None,
+        launcher: subprocess.Popen[bytes],
+        detector: HangDetector | None = None,
     ) -> None:
-        self.folder = folder
+        self.detector = detector  # of the run's folder; None until it is known
         self.beats: dict[int, dict[str, Any]] = {}  # newest heartbeat of each rank of this host
         self.report: HangReport | None = None  # why the run was halted
         self._processes: dict[int, psutil.Process | None] = {}  # None: it exited before it was seen
         self._signals, self._launcher = signals, launcher
-        self._tree = ProcessTree(launcher.pid if launcher is not None else None)
-        self._hangs_since = 0.0  # when the disk stopped responding; 0: it responds
+        self._tree = ProcessTree(launcher.pid)
+        self._reading: Future[FolderState] | None = None  # in a thread, which the disk may block
+        self._read_since = 0.0  # when it began
+        self._disk_hangs = False
         self._signalled: set[int] = set()  # ranks that got SIGTERM
         self._kill_at = float("inf")  # when to kill what is left
         self._succeeded = False  # every rank had exit code 0 when the run was halted
@@ -110,37 +105,44 @@ class Supervisor:
     def run(self) -> int:
         """Watch until every process has ended; return the run's exit code."""
         while True:
-            self.check()
+            self._check()
             if self.report is None and self._signals.signal is not None:
-                if self._launcher is None:
-                    log("stopped watching; the run continues")
-                    return 128 + self._signals.signal
                 self._forward_signal(signal.Signals(self._signals.signal).name)
-            exited = not self.running()
-            if self._launcher is not None:
-                exited = self._launcher.poll() is not None and not self._tree.running()
-            if exited or self.report is not None:
+            ended = self._launcher.poll() is not None and not self._tree.running()
+            if ended or self.report is not None:
                 state = self._read_folder()  # heartbeats written since
                 # Without them the exit code may be wrong, so wait for a disk that hangs.
-                if state or not self.folder or self.report or self._signals.signal is not None:
+                if state or not self.detector or self.report or self._signals.signal is not None:
                     return self._exit_code()
-            time.sleep(CHECK_SECONDS if self.folder else POLL_SECONDS)
+            time.sleep(CHECK_SECONDS if self.detector else POLL_SECONDS)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Check heartbeats and processes once; halt a hang, end what a failure left running."""
-        if self.folder is None:
+        if not self.beats:
             paths = (path for process in self._tree.running() for path in open_heartbeats(process))
             if (path := next(paths, None)) is not None:
-                self.folder = path.parent
+                if self.detector is None or self.detector.folder != path.parent:
+                    self.detector = HangDetector(path.parent)
+                self._log_once(f"watching {path.parent}")
         exited = self.beats.keys() - self.running().keys()
         state = self._read_folder()  # after `exited`, so that their last heartbeats are included
         if state is not None and state.report is not None:
-            return self._halt(state.report, state.grace)
-        if state is not None or self.folder is None:
+            return self._halt(state.report)
+        if state is not None or self.detector is None:
             self._schedule_kill(sorted(exited))
+        if self.beats and not self.running():
+            self._continue_stopped()
         if self._kill_at <= time.monotonic() and self._tree.running():
             self._log_once("killing all processes of the run")
             self._kill()
+
+    def _continue_stopped(self) -> None:
+        """Continue what was stopped, as by SIGSTOP, and would outlive the ranks for ever."""
+        for process in self._tree.running():
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    log(f"process {process.pid} is stopped though all ranks have ended: SIGCONT")
+                    process.send_signal(signal.SIGCONT)
 
     def running(self) -> dict[int, psutil.Process]:
         """Return the processes of the running ranks, by rank."""
@@ -159,7 +161,7 @@ class Supervisor:
         codes = [self._exit_code_of(rank) for rank in self.beats]
         if codes and all(code == 0 for code in codes):
             return 0
-        launcher_code = self._launcher.returncode if self._launcher is not None else 0
+        launcher_code = self._launcher.returncode
         if self._signals.signal is not None and not any(codes):
             # With a disk that hangs, only the launcher's code shows how its ranks ended.
             return 128 + self._signals.signal if launcher_code or not codes else 0
@@ -180,23 +182,23 @@ class Supervisor:
 
     def _read_folder(self) -> FolderState | None:
         """Update the ranks of this host; return None if the disk does not respond in time."""
-        if self.folder is None:
+        if self.detector is None:
             return None
-        now, pids = time.monotonic(), {rank: self.beats[rank]["pid"] for rank in self.running()}
-        try:
-            state: FolderState = disk_of(self.folder).call("check", pids)
-        except DiskHangs as error:
-            if not self._hangs_since:
-                log(f"{error}; until it responds, no rank is judged by old heartbeats")
-            self._hangs_since = self._hangs_since or now
+        folder, now = self.detector.folder, time.monotonic()
+        if self._reading is None:
+            pids = {rank: self.beats[rank]["pid"] for rank in self.running()}
+            self._reading = in_background(partial(self.detector.check, pids))
+            self._read_since = now
+        if not wait([self._reading], LIMIT_SECONDS if not self._disk_hangs else 0).done:
+            if not self._disk_hangs:
+                log(f"{folder}: the disk hangs; until it responds, no rank is judged")
+            self._disk_hangs = True
             return None
-        if self._hangs_since:
-            log(f"{self.folder}: the disk responds again after {now - self._hangs_since:.0f} s")
-            self._hangs_since = 0.0
-        if state.lock_problem:
-            self._log_once(
-                f"{self.folder}: {state.lock_problem}; this watchdog only forwards signals"
-            )
+        state, self._reading = self._reading.result(), None
+        if self._disk_hangs:
+            log(f"{folder}: the disk responds again after {now - self._read_since:.0f} s")
+            self._disk_hangs = False
+            return None  # it may describe the folder before the hang
         for message in state.messages:
             log(message)
         self._update_ranks(state.beats)
@@ -204,14 +206,12 @@ class Supervisor:
 
     def _update_ranks(self, beats: Mapping[int, dict[str, Any]]) -> None:
         """Set the newest heartbeats; ignore those of earlier runs in the folder."""
-        assert self.folder is not None
         now = time.monotonic()
         for rank, beat in beats.items():
             if rank in self.beats and self.beats[rank]["pid"] == beat["pid"]:
                 self.beats[rank] = beat
             elif beat.get("host") == platform.node():
-                path = self.folder / f"heartbeat_rank{rank}.jsonl"
-                process = self._tree.find(int(beat["pid"]), path)
+                process = self._tree.find(int(beat["pid"]))
                 # A rank that exited at once has no process left, but a heartbeat of this attempt.
                 if process or self._start <= beat["mono"] <= now:
                     self.beats[rank], self._processes[rank] = beat, process
@@ -224,10 +224,10 @@ class Supervisor:
             return
         running = self.running().items()
         ranks = {rank: process for rank, process in running if rank not in self._signalled}
-        if not self.beats:
-            log(f"{name}: no rank writes heartbeats yet; ending the command")
+        if not running and not self._signalled:
+            log(f"{name}: no rank writes heartbeats; ending the command")
             send(self._tree.running(), signal.SIGTERM)
-            self._kill_at = time.monotonic() + WatchConfig().grace
+            self._kill_at = time.monotonic() + GRACE_SECONDS
         elif ranks:
             log(f"{name}: sending SIGTERM to {_names(ranks)}, to save and exit; repeat to kill")
             send(ranks.values(), signal.SIGTERM)
@@ -236,7 +236,7 @@ class Supervisor:
     def _schedule_kill(self, exited: list[int]) -> None:
         """Schedule SIGKILL after a rank has failed, or after launcher and ranks have exited."""
         failed = next((rank for rank in exited if self._exit_code_of(rank) != 0), None)
-        launcher_exited = self._launcher is not None and self._launcher.poll() is not None
+        launcher_exited = self._launcher.poll() is not None
         if failed is not None:
             beat, how = self.beats[failed], "exited without a last heartbeat"
             if beat["event"] == "end":
@@ -252,10 +252,11 @@ class Supervisor:
             log(text)
         self._logged.add(text)
 
-    def _halt(self, report: HangReport, grace: float) -> None:
+    def _halt(self, report: HangReport) -> None:
         """Dump stacks, SIGTERM the ranks, SIGKILL what is left, and write halt.json."""
         ranks = self.running()
-        log(f"HALT: {report.reason}; dumping stacks, then SIGTERM, SIGKILL after {grace:g} s")
+        grace = f"{GRACE_SECONDS:g} s"
+        log(f"HALT: {report.reason}; dumping stacks, then SIGTERM, SIGKILL after {grace}")
         self.report = report
         self._succeeded = all(self._exit_code_of(rank) == 0 for rank in self.beats)
         keys = ("phase", "since", "step", "pid", "host")
@@ -267,17 +268,17 @@ class Supervisor:
         send(ranks.values(), signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
         send(ranks.values(), signal.SIGTERM)
-        if not wait_for(ranks.values(), grace):
-            done.append(f"SIGKILL to {_names(self.running())} after {grace:g} s")
+        if not wait_for(ranks.values(), GRACE_SECONDS):
+            done.append(f"SIGKILL to {_names(self.running())} after {grace}")
         self._kill()
         outcome = {"done": done, "exit_code": self._exit_code(), "ranks": positions}
-        update_halt(self.folder, time=time.time(), **asdict(report), **outcome)
+        update_halt(self.detector, time=time.time(), **asdict(report), **outcome)
 
     def _kill(self) -> None:
         """SIGKILL the ranks, let the launcher exit with their code, SIGKILL the rest."""
         self._tree.running()  # adds their children, which are orphans afterwards
         send(self.running().values(), signal.SIGKILL)
-        if self.beats and self._launcher is not None:
+        if self.beats:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(LAUNCHER_SECONDS)
         self._tree.kill()

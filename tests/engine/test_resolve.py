@@ -166,7 +166,7 @@ def test_a_recipe_that_contradicts_itself_is_refused() -> None:
         ("train.learning_rate=inf", ["train.learning_rate = inf", "a finite number"]),
         ("train.clip=.nan", ["train.clip = nan", "a finite number"]),
         ("train.weight_decay=1" + "0" * 400, ["train.weight_decay", "a finite number"]),
-        ("monitor.heartbeat=nan", ["monitor.heartbeat = nan", "a finite number"]),
+        ("monitor.watch.save=nan", ["monitor.watch.save = nan", "a finite number"]),
         ("train.steps=1" + "0" * 30, ["train.steps", "too large"]),
         ("train.steps=1" + "0" * 5000, ["--set train.steps", "not YAML"]),
         ("train.accumulation=1000000000000", ["train.accumulation", "65,536 or less"]),

@@ -56,7 +56,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "SIGTERM or SIGINT in each phase, to one rank or all",
         f'The step is finished and saved, exit code 0, "preempted"; {EXACT}',
     ),
-    "heartbeat": ("garbage in a rank's heartbeat file", f"{UNAFFECTED} Nor is `nsa watch`."),
+    "heartbeat": ("garbage in a rank's heartbeat file", UNAFFECTED),
     "two-runs": ("a second run in the same folder", f"{ONE_LINE} The first continues."),
     "json": ("each kind of mistake in DeepSpeed's JSON", ONE_LINE),
 }

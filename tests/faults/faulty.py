@@ -1,4 +1,4 @@
-"""recipes/m7c.py with one planted fault: which action, where, at which step, on which ranks.
+"""recipes/m7c.py with frequent heartbeats and a planted fault: action, place, step, ranks.
 
     FAULT='{"action": "kill", "where": "backward", "step": 5, "ranks": [1], "mark": "/tmp/x"}'
 
@@ -113,17 +113,21 @@ def plant_in_forward(model: Any, fault: Fault, bad_value: float) -> None:
 
 
 def main() -> None:
-    """Plant the fault on its ranks, then run the recipe."""
+    """Plant the fault, if any, on its ranks, then run the recipe."""
     if "FAULT_GRACE" in os.environ:
         from nsa.engine import process_group, shutdown
 
         grace = float(os.environ["FAULT_GRACE"])
         shutdown.PEER_LOSS_GRACE_SECONDS = process_group.ROOT_CAUSE_GRACE_SECONDS = grace
-    settings = json.loads(os.environ["FAULT"])
-    rank = int(os.environ.get("RANK", 0))
-    ranks, mark = settings.pop("ranks"), settings.pop("mark")
-    if rank in ranks:
-        plant(Fault(**settings, mark=Path(f"{mark}.{rank}")))
+    from nsa.engine import telemetry
+
+    telemetry.HEARTBEAT_SECONDS = 0.1
+    if "FAULT" in os.environ:
+        settings = json.loads(os.environ["FAULT"])
+        rank = int(os.environ.get("RANK", 0))
+        ranks, mark = settings.pop("ranks"), settings.pop("mark")
+        if rank in ranks:
+            plant(Fault(**settings, mark=Path(f"{mark}.{rank}")))
     sys.argv[0] = str(RECIPE)
     sys.path[0] = str(RECIPE.parent)
     runpy.run_path(str(RECIPE), run_name="__main__")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +15,19 @@ from typing import Any
 import torch
 
 from nsa import checkpoint
-from tests.engine.runs import BIN, LIMIT, TINY, losses, on_two_ranks, succeed
+from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.monitor.heartbeats import read_heartbeats
 from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 
 STEPS, EVERY = 12, 4  # of a run, and between its checkpoints
 FAULTY = Path(__file__).with_name("faulty.py")
+PAIR = Path(__file__).with_name("pair.py")
+WATCH = ROOT / "tests/watchdog/impatient_watch.py"
 SETTINGS = [
     *TINY,
     f"--steps={STEPS}",
     f"--set=checkpoint.every={EVERY}",
     "--set=train.eval_every=5",
-    "--set=monitor.heartbeat=0.1",
     "--run-dir=run",
 ]
 
@@ -83,11 +85,15 @@ class Run:
         return self.ranks.text("out") + self.ranks.text("err")
 
 
-def start(folder: Path, *arguments: str, program: Path | None = None, **environment: str) -> Run:
-    """Start the run in `folder` on two ranks."""
-    program = program or ROOT / "recipes/m7c.py"
-    arguments = (*SETTINGS, *arguments)
-    return Run(folder, spawn_ranks(program, *arguments, folder=folder, environment=environment))
+def start(folder: Path, *arguments: str, watched: bool = False, **environment: str) -> Run:
+    """Start the run in `folder` on two ranks; `watched`: by `nsa watch`, whose code it returns."""
+    command, ranks = [str(FAULTY), *SETTINGS, *arguments], 2
+    if watched:
+        command, ranks = [str(WATCH), "--", sys.executable, str(PAIR), *command], 0
+        environment |= {"PYTHONPATH": str(ROOT)}
+    program, *rest = command
+    started = spawn_ranks(Path(program), *rest, folder=folder, ranks=ranks, environment=environment)
+    return Run(folder, started)
 
 
 def start_faulty(
@@ -98,11 +104,12 @@ def start_faulty(
     step: int = 6,
     ranks: Sequence[int] = (1,),
     call: int = 1,
+    watched: bool = False,
 ) -> Run:
     """Start the run with a fault planted at the `call`-th call of `where`; see faulty.py."""
     fault = {"action": action, "where": where, "step": step, "call": call}
     fault |= {"ranks": list(ranks), "mark": str(folder / "happened")}
-    return start(folder, *arguments, program=FAULTY, FAULT=json.dumps(fault))
+    return start(folder, *arguments, watched=watched, FAULT=json.dumps(fault))
 
 
 def fault_time(run: Run) -> float:
@@ -110,13 +117,6 @@ def fault_time(run: Run) -> float:
     marks = list(run.folder.glob("happened.*"))
     assert marks, f"the fault did not happen\n{run.output[-2_000:]}"
     return min(float(mark.read_text()) for mark in marks)
-
-
-def watch(run: Run, *program: str | Path) -> SpawnedRanks:
-    """Start `nsa watch` on a running run, or another program that watches it."""
-    run.wait_for(lambda: run.beats(0) and run.beats(1), "no heartbeat")
-    path, *arguments = program or (BIN / "nsa", "watch")
-    return spawn_ranks(Path(path), *map(str, arguments), str(run.dir), folder=run.folder, ranks=0)
 
 
 @dataclass

@@ -34,10 +34,7 @@ SETTINGS = [
     "--set=checkpoint.keep=4",
     "--set=monitor.tensorboard=false",
     "--set=monitor.health=false",
-    "--set=monitor.heartbeat=0.5",
-    *(f"--set=monitor.watch.{name}=15" for name in ("data", "compute", "evaluation", "save")),
-    "--set=monitor.watch.silence=10",
-    "--set=monitor.watch.grace=5",
+    *(f"--set=monitor.watch.{name}=15" for name in ("compute", "save", "silence")),
     "--set=monitor.watch.on_collapse=ignore",
 ]
 RESUMABLE = (0, 1, 4, 137)  # exit codes of the watchdog
@@ -192,7 +189,7 @@ def corrupt_a_heartbeat(soak: Soak) -> None:
 def freeze_the_disk(soak: Soak) -> None:
     assert soak.disk is not None
     with frozen(soak.disk):
-        time.sleep(12)  # longer than any rank may be silent
+        time.sleep(17)  # longer than any rank may be silent
 
 
 def fill_the_disk(soak: Soak) -> None:

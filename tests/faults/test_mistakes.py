@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.runs import TINY, losses, on_one_rank
 from tests.faults.conftest import Golden
-from tests.faults.harness import SETTINGS, start, watch, weights
+from tests.faults.harness import SETTINGS, start, weights
 from tests.faults.outcomes import Outcomes
 from tests.ranks import ROOT
 
@@ -57,7 +57,6 @@ def test_a_second_run_and_garbage_in_a_heartbeat_do_not_affect_the_first(
     tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
     run = start(tmp_path)
-    watchdog = watch(run)
     run.wait_for_step(1)
     with (run.dir / "heartbeat_rank1.jsonl").open("ab") as file:
         file.write(b'{"event": "step_end", "step"\n\xff\xfe\x00[[[[[\n{"step": null}\n"torn')
@@ -67,7 +66,6 @@ def test_a_second_run_and_garbage_in_a_heartbeat_do_not_affect_the_first(
     assert "--run-dir" in second.stderr
     run.end()
     assert run.codes == [0, 0], run.output[-3_000:]
-    assert watchdog.codes(60) == [0], watchdog.text("err")
     assert losses(run.dir) == golden.losses
     assert weights(run.dir) == golden.weights
     assert run.beats(1)[-1]["event"] == "end"

@@ -27,7 +27,7 @@ from tests.ranks import (
 
 SECONDS = 90.0  # far below any time-out of a collective
 SETTINGS = [*TINY, "--set=train.eval_every=0", "--set=checkpoint.every=0", "--steps=10000"]
-LIMITS = ["--set=monitor.watch.data=6", "--set=monitor.watch.compute=6"]
+LIMITS = ["--set=monitor.watch.compute=6"]
 NODE = "unshare --uts --pid --fork --mount-proc --kill-child bash -c"
 RECIPE = f"""\
 import runpy, sys

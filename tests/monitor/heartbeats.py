@@ -12,7 +12,7 @@ import yaml
 
 from nsa.monitor.artifacts import valid_beats
 
-LIMITS = {"compute": 20, "silence": 10, "save": 1_000, "grace": 0.5}
+LIMITS = {"compute": 20, "silence": 10, "save": 1_000}
 
 
 def make_beat(rank: int, **changes: object) -> dict[str, object]:
@@ -24,7 +24,7 @@ def make_beat(rank: int, **changes: object) -> dict[str, object]:
 
 def write_limits(folder: Path, **limits: object) -> None:
     folder.mkdir(exist_ok=True)
-    config = {"monitor": {"heartbeat": 0.05, "watch": LIMITS | limits}}
+    config = {"monitor": {"watch": LIMITS | limits}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
 

@@ -130,18 +130,6 @@ def test_progress_lines_name_the_phase_while_the_training_thread_hangs_in_c(
     assert seen[-1]["memory_gb"] > 0.01
 
 
-def test_zero_seconds_switch_the_heartbeat_off(tmp_path: Path) -> None:
-    threads = threading.active_count()
-    beat = beating(tmp_path, seconds=0)
-    for step in range(1, 4):
-        beat.step_start(step)
-        beat.enter("data")
-        beat.step_end(step, 0, 0)
-    beat.close("finished")
-    assert threading.active_count() == threads
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_full_disk_causes_one_warning_and_delays_lines_without_tearing_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from nsa.cli import main
+from nsa.watchdog.command import _why_no_restart
 from nsa.watchdog.supervisor import _names
 from tests.launch.test_ranks import alive
 from tests.monitor.heartbeats import make_beat, write_limits
@@ -37,19 +39,31 @@ class WatchedRun:
         folder: Path,
         *faults: str,
         flags: tuple[object, ...] = (),
-        program: tuple[str, ...] = WATCH,
         **limits: object,
     ) -> None:
         self.folder, self.stderr = folder, ""
         write_limits(folder, **limits)
         command = (*flags, "--", sys.executable, "-S", TOY, folder, *faults)
-        self.process = call(*command, program=program)
+        self.process = call(*command, program=IMPATIENT)
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        """Read stderr; tell the ranks once the watchdog has found them."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.stderr += line
+            if "watching" in line:
+                (self.folder / "watched").touch()
 
     def exit_code(self) -> int:
         """Wait for the exit code, and read stderr."""
-        if not self.stderr:
-            self.stderr = self.process.communicate(timeout=60)[1]
+        self.process.wait(60)
+        self._reader.join(60)
         return self.process.returncode
+
+    def wait_for_log(self, text: str) -> None:
+        wait_until(lambda: text in self.stderr)
 
     def halt(self) -> dict[str, Any]:
         """The content of halt.json."""
@@ -77,7 +91,7 @@ class WatchedRun:
 
     def wait_for_phase(self, phase: str) -> None:
         """Wait until both ranks are in `phase` and the watchdog has found them."""
-        wait_until((self.folder / ".watch.lock").exists)
+        self.wait_for_log("watching")
         for number in range(2):
             path = self.folder / f"heartbeat_rank{number}.jsonl"
             wait_until(lambda path=path: path.exists() and f'"{phase}"' in path.read_text())
@@ -129,6 +143,7 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]]
     "gets further": (("0:extra-step", "1:extra-step", "1:failed"), RESTART_ONCE, {}),
     "old heartbeats": (("0:slow-save", "0:clock-jump", "1:slow-save", "1:clock-jump"), (), {}),
     "linger": (("0:linger",), (), {"compute": 0.5}),
+    "stopped launcher": (("launcher:stop", "0:finished", "1:finished"), (), {}),
 }
 
 
@@ -179,7 +194,7 @@ def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs:
     assert (halt["rank"], halt["phase"], halt["step"]) == (1, "forward", 3)
     assert (halt["limit"], halt["exit_code"]) == (20, 4)
     assert halt["done"][:2] == ["SIGUSR1 to ranks 0, 1 for stacks", "SIGTERM to ranks 0, 1"]
-    assert "SIGKILL to rank 0 after 0.5 s" in halt["done"]
+    assert "SIGKILL to rank 0 after 3 s" in halt["done"]
     assert halt["ranks"]["0"]["phase"] == "backward"
     assert (run.folder / "stacks/rank1.txt").read_text() == "a stack\n"
     assert f"HALT: {halt['reason']}; dumping stacks" in run.stderr
@@ -255,7 +270,7 @@ def test_a_finished_rank_that_does_not_exit_is_ended_and_the_run_has_succeeded(r
 
 
 def test_a_throughput_collapse_halts_the_run_if_configured(watch: Watch) -> None:
-    run = watch(*TRAIN, program=IMPATIENT, on_collapse="halt")
+    run = watch(*TRAIN, on_collapse="halt")
     run.wait_for_phase("backward")
     rows = [f"{number},{1000 if number < 30 else 1}\n" for number in range(1, 41)]
     (run.folder / "metrics.csv").write_text("step,tokens_per_s\n" + "".join(rows))
@@ -294,50 +309,49 @@ def test_a_signal_before_the_first_heartbeat_ends_the_command(tmp_path: Path) ->
     assert not alive(int(pid.read_text()))
 
 
-def test_a_run_survives_its_watchdog_and_another_one_takes_over(watch: Watch) -> None:
-    run = watch("0:train", "1:hang", compute=1_000)
-    run.wait_for_phase("forward")
-    second = call(run.folder)
-    assert "already watched" in second.communicate(timeout=60)[1]
-    assert second.returncode == 2
-    run.process.kill()
-    run.process.wait()
-    third = call(run.folder)
-    assert third.stderr
-    assert "watching ranks 0, 1" in third.stderr.readline()
-    third.send_signal(signal.SIGTERM)
-    third.communicate(timeout=60)
-    assert third.returncode == 143
-    assert all(map(alive, run.pids()))
-    write_limits(run.folder)
-    fourth = call(run.folder, program=IMPATIENT)
-    fourth.communicate(timeout=60)
-    assert fourth.returncode == 4
-    assert run.halt()["rank"] == 1
-
-
-def test_a_process_that_only_has_the_pid_of_a_rank_is_left_alone(tmp_path: Path) -> None:
+def test_a_signal_after_all_ranks_have_ended_ends_the_command(tmp_path: Path) -> None:
     write_limits(tmp_path / "run")
-    bystander = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-    try:
-        beat = make_beat(0, pid=bystander.pid, since=9_000.0)
-        (tmp_path / "run/heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
-        process = call(tmp_path / "run")
-        assert "exited without a last heartbeat" in process.communicate(timeout=60)[1]
-        assert process.returncode == 1
-        assert alive(bystander.pid)
-    finally:
-        bystander.kill()
+    toy = f"{sys.executable} -S {TOY} {tmp_path / 'run'} 0:finished 1:finished"
+    process = call("--", "sh", "-c", f"{toy}; echo ranks ended; sleep 600")
+    assert process.stderr is not None
+    assert process.stdout is not None
+    assert "watching" in process.stderr.readline()
+    (tmp_path / "run/watched").touch()
+    assert process.stdout.readline() == "ranks ended\n"
+    time.sleep(1)  # until the watchdog has seen it
+    process.send_signal(signal.SIGTERM)
+    assert "ending the command" in process.communicate(timeout=60)[1]
+    assert process.returncode == 0, "the ranks have succeeded"
 
 
-def test_a_run_that_has_ended_is_reported_and_shown_by_status(
+def test_a_launcher_that_is_stopped_ends_after_its_ranks(runs: Runs) -> None:
+    assert runs["stopped launcher"].exit_code() == 0
+    assert "is stopped though all ranks have ended: SIGCONT" in runs["stopped launcher"].stderr
+
+
+@pytest.mark.parametrize(
+    ("steps", "restarts", "reason"),
+    [
+        ([3], 9, ""),
+        ([3, 4], 9, ""),
+        ([3, 4, 3], 9, ""),
+        ([3, 4, 4], 9, "crash loop, it ended after step 4 twice in a row"),
+        ([None, None], 9, "crash loop, it ended before the first heartbeat twice in a row"),
+        ([3, 4, 5], 2, "all 2 restarts are used up"),
+        ([3, 4], 2, ""),
+    ],
+)
+def test_a_crash_loop_is_two_attempts_in_a_row_that_end_at_the_same_step(
+    steps: list[int | None], restarts: int, reason: str
+) -> None:
+    assert _why_no_restart(steps, restarts) == reason
+
+
+def test_status_shows_how_a_run_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     beat = make_beat(0, event="end", status="preempted", step=1_234, loss=2.5, memory_gb=1.0)
     (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
-    process = call(tmp_path)
-    assert "has ended: preempted" in process.communicate(timeout=60)[1]
-    assert process.returncode == 0
     assert main(["watch", "--status", str(tmp_path)]) == 0
     header, row = capsys.readouterr().out.splitlines()
     columns = "rank phase in_phase_for step last_heartbeat loss memory process"
@@ -376,16 +390,17 @@ def test_terminal_escapes_in_a_heartbeat_reach_no_terminal(
     beat = make_beat(0, event="end", status="\x1b]0;owned\x07\x1b[2J\r\x9b31m", host="\x1b[1m")
     (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
     assert main(["watch", "--status", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out + call(tmp_path).communicate(timeout=60)[1]
+    shown = capsys.readouterr().out
     assert "owned" in shown
     assert all(character.isprintable() for character in shown.replace("\n", ""))
 
 
 def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:
     calls = [
-        (["nowhere"], "no such folder"),
-        ([], "give the folder of a run"),
-        (["--restart", "2", "."], "--restart: needs the command"),
+        (["--status", "nowhere"], "no such folder"),
+        (["--status"], "--status: give the folder of a run"),
+        ([], "give the command to start, after --"),
+        (["."], "attaching to a run that is running is withdrawn"),
         (["--restart", "-1", "--", "true"], "--restart -1: must be 0 or more"),
         (["--", "no-such-program"], "no-such-program"),
     ]

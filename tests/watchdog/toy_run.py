@@ -2,9 +2,9 @@
 
     python toy_run.py FOLDER FAULT ... [--resume] [--run-dir FOLDER]
 
-A FAULT is `0:hang` for rank 0, or `launcher:die`; `run_rank` lists them. `train`: stay in
-the backward pass. `extra-step`: after a resume take 4 steps, not 3. `linger`: do not exit after the
-last heartbeat. Only the standard library is imported, so that it starts fast.
+A FAULT is `0:hang` for rank 0, `launcher:die` or `launcher:stop`; `run_rank` lists them. `train`:
+stay in the backward pass. `extra-step`: after a resume take 4 steps, not 3. `linger`: do not exit
+after the last heartbeat. Only the standard library is imported, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
         child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         (folder / f"worker{number}").write_text(str(child.pid))
     deadline = time.monotonic() + 20.0
-    while not (folder / ".watch.lock").exists() and time.monotonic() < deadline:
+    while not (folder / "watched").exists() and time.monotonic() < deadline:
         time.sleep(INTERVAL)
     rank.wait(0.4)  # long enough for a busy watchdog to find the ranks after a restart
     rank.steps(4 if "extra-step" in faults and resumed else 3)
@@ -139,6 +139,8 @@ def launch(folder: Path, faults: list[str], resumed: bool) -> None:
             run_rank(folder, number, own, resumed)
         ranks.append(pid)
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in ranks])
+    if "launcher:stop" in faults:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if "launcher:die" in faults:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
