@@ -33,6 +33,11 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "monitor.watch.evaluation": (1_800.0, "set monitor.watch.save, which includes evaluation"),
     "monitor.watch.grace": (30.0, REMOVE),
     "monitor.watch.on_dead_gate": ("warn", "read the gates in selection.csv"),
+    "data.files": (None, "set data.pattern, which serves hub datasets too"),
+    "data.prefetch": (8, REMOVE),
+    "data.shuffle_documents": (1_000, REMOVE),
+    "data.synthetic_bytes": (4_000_000, REMOVE),
+    "data.workers": (1, "remove it; `nsa data prepare` tokenises in parallel"),
 }
 
 # Setting and withdrawn value -> the value that a resumed run has instead.
@@ -43,7 +48,10 @@ VALUES: dict[tuple[str, Any], Any] = {
 }
 
 # Program or verb, and flag ("nsa plan --search") -> what to do instead.
-FLAGS: dict[str, str] = {}
+FLAGS: dict[str, str] = {
+    "nsa data prepare --files": "use --pattern",
+    "nsa data train-tokenizer --files": "use --pattern",
+}
 
 # Verb of `nsa` -> what to do instead.
 VERBS: dict[str, str] = {}

@@ -15,6 +15,7 @@ import numpy as np
 from nsa.data.source import DataError, Document, Reader, Source, State
 
 SYNTHETIC_SEED = 0  # the same documents in every run
+SYNTHETIC_BYTES = 4_000_000
 
 # DeepSpeed is always installed, and has no wheels per platform: its files are the same everywhere.
 # Published figures were measured on this version, which launch/constraints.txt pins.
@@ -95,7 +96,7 @@ def embedded_note() -> str | None:
     )
 
 
-def synthetic(size: int) -> Source:
+def synthetic(size: int = SYNTHETIC_BYTES) -> Source:
     """Return generated documents, `size` bytes in total.
 
     Each document repeats a few words of one lexicon, so attention to earlier words lowers the loss.

@@ -63,15 +63,15 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     add("--source", required=True, help=f"{about}text files")
     add("--subset", help="configuration of a hub dataset")
     add("--split", default=DEFAULT.split, help="split of a hub dataset")
-    add("--files", help="files of a hub dataset, as a path or pattern")
-    add("--pattern", help="files of a folder to read, such as '*.py' (default: all with text)")
+    about = "files to read, of a folder such as '*.py', of a hub dataset (default: all with text)"
+    add("--pattern", help=about)
     about = "at a line or local file that cannot be read: stop, or skip and count it"
     add("--on-error", choices=ON_ERROR, default=DEFAULT.on_error, help=about)
     add("--text-field", default=DEFAULT.text_field, help="the field that holds a record's text")
 
 
 def _config(args: argparse.Namespace, **more: Any) -> DataConfig:
-    names = ("source", "subset", "split", "files", "pattern", "text_field", "on_error")
+    names = ("source", "subset", "split", "pattern", "text_field", "on_error")
     config = DataConfig(**{name: getattr(args, name) for name in names}, **more)
     config.validate()
     return config
@@ -84,7 +84,7 @@ def _settings_as_flags() -> Iterator[None]:
         yield
     except ValueError as error:
         text = str(error).replace("--set data.", "--")
-        settings = ("source", "subset", "split", "files", "pattern", "text_field", "held_out")
+        settings = ("source", "subset", "split", "pattern", "text_field", "held_out")
         for name in (*settings, "on_error", "tokenizer"):
             text = text.replace(f"data.{name}", f"--{name.replace('_', '-')}")
         raise ValueError(text) from error

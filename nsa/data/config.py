@@ -21,19 +21,16 @@ class DataConfig:
     source: str | dict[str, float] = "embedded"
     subset: str | None = None  # configuration of a hub dataset; null: its default
     split: str = "train"  # split of a hub dataset
-    files: str | None = None  # files of a hub dataset, as a path or pattern; null: its default
-    pattern: str | None = None  # files of a folder to read, such as "*.py"; null: all with text
+    # Files to read: of a folder, such as "*.py" (null: all with text); of a hub dataset, as a path,
+    # a pattern or an address (null: its default)
+    pattern: str | None = None
     on_error: str = "stop"  # at a line or file that cannot be read: "stop", or "skip" and count it
     text_field: str = "text"  # field of a record that holds its text
     tokenizer: str = "byte"  # "byte": 256 bytes and 3 special tokens; or "hf:<name or folder>"
     packing: str = "concat"  # "concat": across documents; "documents": attention stays inside each
     seq_len: int = 2_048  # T: tokens per sequence
     held_out: float = 0.05  # fraction of documents, by hash, that only validation reads
-    shuffle_documents: int = 1_000  # size of a stream's shuffle buffer, in documents; 1: in order
-    workers: int = 1  # processes per rank that read and tokenise a stream
-    prefetch: int = 8  # micro-batches that a rank prefetches
     timeout: float = 120.0  # seconds without a batch after which the run ends
-    synthetic_bytes: int = 4_000_000  # bytes of text that the "synthetic" source generates
 
     def validate(self) -> None:
         one_of("data", self, packing=PACKINGS, on_error=ON_ERROR)
@@ -43,10 +40,7 @@ class DataConfig:
                 f"data.tokenizer = {self.tokenizer!r}: choose byte, or hf:<name or folder>, such "
                 "as hf:gpt2"
             )
-        positive = ("seq_len", "synthetic_bytes", "shuffle_documents", "workers", "prefetch")
-        at_least(1, "data", self, *positive)
-        at_most(1_024, "data", self, "workers")
-        at_most(65_536, "data", self, "prefetch")
+        at_least(1, "data", self, "seq_len")
         at_most(2**24, "data", self, "seq_len")
         if not 0 < self.held_out < 1:
             raise ValueError(f"data.held_out = {self.held_out}: must lie between 0 and 1")
@@ -55,6 +49,8 @@ class DataConfig:
         if not self.source:
             raise ValueError(f"data.source = {self.source!r}: name one, such as embedded")
         for name, weight in self._weights().items():
+            if "\0" in name:
+                raise ValueError(f"data.source = {name!r}: has a NUL character; remove it")
             if not 0 < weight < float("inf"):
                 raise ValueError(f"data.source: {name!r} weighs {weight}; must be above 0")
 

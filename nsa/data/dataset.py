@@ -150,7 +150,7 @@ def open_source(config: DataConfig, name: str) -> Source:
     if name == "embedded" or name.startswith("embedded:"):
         return embedded(name.partition(":")[2] or "deepspeed")
     if name == "synthetic":
-        return synthetic(config.synthetic_bytes)
+        return synthetic()
     if name == "fineweb_edu" or name.startswith("hf:"):
         return open_hub(config, name)
     return open_files(Path(name).expanduser(), config.text_field, config.pattern, config.on_error)

@@ -34,7 +34,7 @@ from nsa.data.source import (
 from nsa.system import in_background, with_timeout
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
-BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for `data.files`
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for `data.pattern`
 OPEN_TRIES, READ_TRIES = 2, 3  # for a server that is not the hub
 HUB_CLIENT_SECONDS = 25.0  # until huggingface_hub gives up on a hub that is down
 ROWS_PER_BLOCK = 64  # small, so that long documents fit into memory
@@ -53,9 +53,9 @@ def open_hub(config: DataConfig, name: str) -> Source:
     path, subset = name.removeprefix("hf:"), config.subset
     if name == "fineweb_edu":
         path, subset = FINEWEB_EDU[0], config.subset or FINEWEB_EDU[1]
-    if path in BUILDERS and config.files is None:
+    if path in BUILDERS and config.pattern is None:
         raise DataError(
-            f"data.source = {name!r} reads files, and none are named; set data.files to a path, "
+            f"data.source = {name!r} reads files, and none are named; set data.pattern to a path, "
             "a pattern or an address"
         )
     return Hub(name, os.path.expanduser(path), subset, config)
@@ -109,7 +109,7 @@ class Hub(Source):
         """Return the URL to probe; None without a server."""
         import datasets
 
-        files = self._config.files or ""
+        files = self._config.pattern or ""
         if not self._remote:
             return files if files.startswith(("http://", "https://")) and "*" not in files else None
         if datasets.config.HF_HUB_OFFLINE:
@@ -123,9 +123,9 @@ class Hub(Source):
         builder = datasets.load_dataset_builder(
             self._path,
             self._subset,
-            data_files=self._config.files,
+            data_files=self._config.pattern,
             revision=revision if self._remote else None,
-            storage_options=_http_options(self._config.files),
+            storage_options=_http_options(self._config.pattern),
         )
         if hasattr(builder.config, "batch_size"):  # the default, a row group, may be empty
             builder.config.batch_size = ROWS_PER_BLOCK
@@ -139,7 +139,7 @@ class Hub(Source):
         import datasets
 
         settings = f"data.subset = {self._subset!r}, data.split = {self._config.split!r}"
-        settings += f", data.files = {self._config.files!r}" if self._config.files else ""
+        settings += f", data.pattern = {self._config.pattern!r}" if self._config.pattern else ""
         empty = isinstance(error, StopIteration)  # no first record, whose fields are needed
         reason = "there is nothing in its first files" if empty else one_line(error)
         message = f"data.source = {self.name!r} with {settings}: {reason}"
@@ -254,7 +254,7 @@ def _read_block(records: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 def _broke_off(name: str, row: int, error: Exception) -> DataError:
     fix = f"retries did not help: run the same command again to continue, or {WITHOUT_HUB}"
     if isinstance(error, ValueError):  # Arrow's errors are ValueErrors
-        fix = "the file of this row is broken: repair it, or name other files in data.files"
+        fix = "the file of this row is broken: repair it, or name other files in data.pattern"
     return DataError(f"{name}: reading broke off after row {row} ({one_line(error)}); {fix}")
 
 

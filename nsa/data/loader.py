@@ -2,12 +2,7 @@
 
     token stores  ->  IndexedBatches                         \\
                                                               >  Prefetcher  ->  next_batch()
-    streams       ->  worker processes  ->  StreamingBatches /
-
-A stream's `data.workers` worker processes deliver batches in turn:
-
-    worker 0:  b0      b2      ...
-    worker 1:      b1      b3  ...    state: batches consumed, and each worker's stream cursor
+    stream        ->  worker process  ->  StreamingBatches   /
 """
 
 from __future__ import annotations
@@ -24,14 +19,15 @@ from nsa.data.batches import Batch, Samples, open_samples, to_batch
 from nsa.data.config import DataConfig
 from nsa.data.dataset import NO_DOCUMENT, Dataset
 from nsa.data.order import hash64
-from nsa.data.source import DataError, Skipped, State
-from nsa.data.stream import stream_rows
+from nsa.data.source import DataError, Skipped, State, is_path
+from nsa.data.stream import SHUFFLE_DOCUMENTS, stream_rows
 from nsa.data.token_store import coverage, epochs_warning
 from nsa.data.tokenizer import build_tokenizer
 from nsa.data.worker import Worker
 from nsa.untrusted import short_repr
 
 T = TypeVar("T")
+PREFETCH = 8  # micro-batches ready in advance
 JOIN_SECONDS = 5.0  # a thread that hangs in a file system is abandoned after this
 PREPARE = "write shards with `nsa data prepare` and name their folder in data.source"
 
@@ -73,7 +69,7 @@ class IndexedBatches(Iterator[tuple[Batch, None]]):
 
 
 class StreamingBatches(Iterator[tuple[Batch, State]]):
-    """Batches of worker processes in turn, each of which reads its part of the source.
+    """Batches of a worker process, which reads this rank's part of the source.
 
     Each batch comes with the state that resumes after it.
     """
@@ -103,47 +99,44 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         self._settings = {
             **text,
             "number of ranks": world_size,
-            "data.workers": config.workers,
+            "data.workers": 1,  # of earlier versions, which could have more
             "rank": rank,
         }
+        cursor = None
         if state is not None:
             saved = state["under"] | {"data.workers": len(state["workers"])}  # one cursor for each
             _check_unchanged(saved, self._settings)
-        self._consumed = state["taken"] if state else 0
-        self._cursors = list(state["workers"]) if state else [None] * config.workers
-        parts = world_size * config.workers
-        work = partial(stream_rows, dataset, seed=seed, parts=parts, rows=micro_batch)
-        name = f"data.source = {config.source_names()!r}, rank {rank}"
-        self._workers = [
-            Worker(partial(work, part=rank * config.workers + number, state=cursor), name)
-            for number, cursor in enumerate(self._cursors)
-        ]
-        self._skipped = [dict[str, Skipped]() for _ in self._workers]  # by source, since the start
+            (cursor,) = state["workers"]
+        self._worker = Worker(
+            partial(
+                stream_rows,
+                dataset,
+                seed=seed,
+                part=rank,
+                parts=world_size,
+                rows=micro_batch,
+                state=cursor,
+            ),
+            f"data.source = {config.source_names()!r}, rank {rank}",
+        )
+        self._skipped: dict[str, Skipped] = {}  # by source, since the start
 
     def __next__(self) -> tuple[Batch, State]:
-        current = self._current
-        rows, self._cursors[current], self._skipped[current] = next(self._workers[current])
-        self._consumed += 1
-        # In checkpoints: "under" holds the settings, "taken" counts this rank's batches.
-        state = {"under": self._settings, "taken": self._consumed, "workers": list(self._cursors)}
+        rows, cursor, self._skipped = next(self._worker)
+        # In checkpoints: "under" holds the settings, "workers" the worker's cursor.
+        state = {"under": self._settings, "workers": [cursor]}
         return to_batch(rows, self._eos_id, self._config.packing), state
 
-    @property
-    def _current(self) -> int:
-        """Return the number of the worker that delivers the next batch."""
-        return self._consumed % len(self._workers)
-
     def progress(self) -> tuple[str, str]:
-        worker = self._workers[self._current]
-        last = f"the last document read was {worker.location or NO_DOCUMENT}"
-        return worker.source or self._config.source_names(), last
+        last = f"the last document read was {self._worker.location or NO_DOCUMENT}"
+        return self._worker.source or self._config.source_names(), last
 
     def describe(self, samples: int) -> list[str]:
         lines, seq_len = [], self._config.seq_len
         for (name, fraction), size in zip(self._config.sources().items(), self._sizes, strict=True):
             line = (
                 f"{name}: streamed, tokenizer {self.tokenizer}, documents shuffled "
-                f"{self._config.shuffle_documents:,} at a time; "
+                f"{SHUFFLE_DOCUMENTS:,} at a time; "
                 f"the run consumes {round(samples * fraction):,} samples of {seq_len:,}"
             )
             if not size:
@@ -155,22 +148,27 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         return lines
 
     def skipped(self) -> list[str]:
-        total = dict.fromkeys(self._config.sources(), Skipped())
-        for by_source in self._skipped:
-            total |= {name: total[name].plus(more) for name, more in by_source.items()}
-        return [line for name, skipped in total.items() for line in skipped.note(name)]
+        return [line for name, skipped in self._skipped.items() for line in skipped.note(name)]
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
+        self._worker.close()
 
 
 def _text_settings(config: DataConfig, seed: int) -> dict[str, Any]:
-    """Return the settings that determine a stream's documents and their order, as JSON values."""
-    names = ("subset", "split", "files", "text_field", "tokenizer", "held_out", "shuffle_documents")
+    """Return the settings that determine a stream's documents and their order, as JSON values.
+
+    Names and order are those of earlier versions: they are part of the fingerprint.
+    """
+    sources = config.sources()
     return {
-        "data.source": [list(source) for source in config.sources().items()],
-        **{f"data.{name}": getattr(config, name) for name in names},
+        "data.source": [list(source) for source in sources.items()],
+        "data.subset": config.subset,
+        "data.split": config.split,
+        "data.files": None if all(map(is_path, sources)) else config.pattern,
+        "data.text_field": config.text_field,
+        "data.tokenizer": config.tokenizer,
+        "data.held_out": config.held_out,
+        "data.shuffle_documents": SHUFFLE_DOCUMENTS,
         "train.seed": seed,
     }
 
@@ -181,8 +179,8 @@ def _check_unchanged(saved: dict[str, Any], current: dict[str, Any]) -> None:
             before = short_repr(saved.get(name))
             raise DataError(
                 f"{name} = {value}: this run's stream cursor was saved with {before}, and a "
-                f"stream resumes only with the same; set it back, or {PREPARE}: shards resume on "
-                "any number of ranks"
+                f"stream resumes only with the same; resume with the settings, ranks and version "
+                f"that saved it, or {PREPARE}: shards resume on any number of ranks"
             )
 
 
@@ -247,7 +245,7 @@ class Prefetcher(Generic[T]):
 
 
 class BatchLoader(Prefetcher[tuple[Batch, State | None]]):
-    """One rank's batches in order, up to `data.prefetch` of them ready in advance."""
+    """One rank's batches in order, up to PREFETCH of them ready in advance."""
 
     def __init__(
         self,
@@ -263,7 +261,7 @@ class BatchLoader(Prefetcher[tuple[Batch, State | None]]):
         self._timeout, self._rank = config.timeout, rank
         self._state = state
         self._first: tuple[Batch, State | None] | None = None
-        super().__init__(source, config.prefetch, source.close)
+        super().__init__(source, PREFETCH, source.close)
 
     def wait_until_ready(self) -> None:
         """Wait for the first batch; raise the error that `next_batch` would raise."""
@@ -282,8 +280,7 @@ class BatchLoader(Prefetcher[tuple[Batch, State | None]]):
             source, progress = self.source.progress()
             raise DataError(
                 f"data.source = {source!r}: rank {self._rank} got no batch for {self._timeout:g} "
-                f"seconds (data.timeout); {progress}. Raise data.timeout or data.workers, or "
-                f"{PREPARE}"
+                f"seconds (data.timeout); {progress}. Raise data.timeout, or {PREPARE}"
             ) from None
 
     def state(self) -> State | None:

@@ -51,7 +51,7 @@ from nsa.data.worker import Worker, WorkerDied
 DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer if they have more bytes than the next
 BYTES_PER_CALL = 4 << 20
 # The settings that determine a folder's tokens, besides source and tokenizer.
-SETTINGS = ("subset", "split", "files", "pattern", "text_field", "held_out", "synthetic_bytes")
+SETTINGS = ("subset", "split", "pattern", "text_field", "held_out")
 # Files of an interrupted write: .<name>.<process id>, of earlier versions .<name>.draft
 DRAFT = re.compile(r"\..+\.(bin|json)\.(\d+|draft)")
 

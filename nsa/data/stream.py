@@ -24,6 +24,7 @@ from nsa.data.tokenizer import TokenArray, build_tokenizer
 
 Rows = tuple[TokenArray, State, dict[str, Skipped]]  # rows, cursors after them, skipped so far
 START: State = {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0}  # a cursor
+SHUFFLE_DOCUMENTS = 1_000  # documents of a block
 DOCUMENTS_PER_CALL = 64  # of the tokenizer; enough to keep its threads busy
 
 
@@ -129,10 +130,10 @@ class _SourceStream:
             pass_number, block, before = pass_number + 1, 0, None
 
     def _block(self, reader: Reader) -> list[bytes]:
-        """Return `data.shuffle_documents` training documents, or fewer at the end of a pass."""
+        """Return SHUFFLE_DOCUMENTS training documents, or fewer at the end of a pass."""
         texts: list[bytes] = []
         self.on_document(self.source.name, self._newest)
-        while len(texts) < self.source.config.shuffle_documents:
+        while len(texts) < SHUFFLE_DOCUMENTS:
             document = next(reader, None)
             if document is None:
                 break
@@ -157,8 +158,8 @@ class _SourceStream:
     def _no_documents(self) -> DataError:
         part, fix = "", ""
         if self.parts > 1:
-            part = f"part {self.part + 1} of {self.parts} (one for each worker of each rank) "
-            fix = "lower data.workers or the number of ranks, or "
+            part = f"part {self.part + 1} of {self.parts} (one for each rank) "
+            fix = "lower the number of ranks, or "
         text = (
             f"data.source = {self.source.name!r}: {part}holds no document to train on; {fix}write "
             "shards with `nsa data prepare`, or take a larger source"

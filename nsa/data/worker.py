@@ -108,7 +108,7 @@ class Worker(Iterator[Any]):
         if code < 0:
             cause = f"was ended by signal {-code} ({signal.Signals(-code).name})"
         if code == -signal.SIGKILL:
-            cause += ", possibly out of memory; if so, lower data.shuffle_documents or data.workers"
+            cause += ", possibly out of memory"
         lines = " | ".join(line for line in self._last_lines if line)
         return WorkerDied(f"{self._name}: its worker {cause}; last output: {lines or 'none'}")
 

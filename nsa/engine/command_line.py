@@ -282,7 +282,7 @@ def _check_change(name: str, before: Any, after: Any, run_dir: Path) -> None:
 
 def _determines_data(name: str) -> bool:
     """Return whether a setting determines the training tokens and their order."""
-    irrelevant = ("data.packing", "data.workers", "data.prefetch", "data.timeout", "data.on_error")
+    irrelevant = ("data.packing", "data.timeout", "data.on_error")
     return name == "train.seed" or (name.startswith("data.") and name not in irrelevant)
 
 

@@ -54,7 +54,6 @@ SYNONYMS = {
     "model.activation_checkpointing": ("gradient_checkpointing",),
     "data.seq_len": ("seq_length", "max_seq_len", "sequence_length", "context_length"),
     "data.source": ("dataset", "dataset_name", "path"),
-    "data.workers": ("num_workers", "dataloader_num_workers"),
     "monitor.log_every": ("logging_steps", "log_interval", "log_steps"),
     "checkpoint.every": ("save_steps", "save_every", "save_interval", "checkpoint_every"),
     "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints"),

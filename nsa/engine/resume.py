@@ -29,7 +29,7 @@ READER = (  # cursors of Files, ListSource and Hub
 CURSOR = {"pass": int, "block": int, "reader": (*READER, NONE), "document": int, "token": int}
 WORKER = {"rows": int, "sources": {str: CURSOR}}
 RANK_STATE = {  # shape of rank<k>.json: the loader's state and the loss guard's
-    "feed": ({"under": dict, "taken": int, "workers": [(WORKER, NONE)]}, NONE),
+    "feed": ({"under": dict, "workers": [(WORKER, NONE)]}, NONE),
     "guard": {"recent": [(float, NONE)], "seen": int},
 }
 

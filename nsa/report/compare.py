@@ -14,7 +14,7 @@ from nsa.report.summary import Summary, curve_panels, lookup, summarise
 from nsa.text import align
 
 # What must be equal for figures to be comparable, and what a difference means.
-_DATASET = ("source", "subset", "split", "files", "pattern", "held_out")
+_DATASET = ("source", "subset", "split", "pattern", "held_out")
 _MUST_BE_EQUAL = {
     **{
         f"data.{name}": "training and validation text differ, so only speed is comparable"

@@ -19,9 +19,7 @@ from nsa.data.loader import open_loader
 
 
 def main(source: str, folder: Path, steps: int, save_every: int, pause_at: int) -> None:
-    config = DataConfig(
-        source=source, seq_len=16, shuffle_documents=8, workers=2, held_out=0.2, timeout=30
-    )
+    config = DataConfig(source=source, seq_len=16, held_out=0.2, timeout=30)
     checkpoint, log = folder / "saved.json", folder / "rows.txt"
     saved = {"step": 0, "bytes": 0, "loader": None}
     if checkpoint.exists():

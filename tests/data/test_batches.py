@@ -62,9 +62,7 @@ def digest_of_batches() -> str:
     digest = hashlib.sha256()
     for packing in ("concat", "documents"):
         for split, source in (("val", "embedded"), ("train", "synthetic")):
-            config = DataConfig(
-                source=source, packing=packing, seq_len=256, synthetic_bytes=100_000
-            )
+            config = DataConfig(source=source, packing=packing, seq_len=256)
             store = open_store(config, split)
             samples = Samples([store], seq_len=256, seed=1337, packing=packing)
             for first in (0, 17 * 12 + 6, 10_000 * 12 + 3):

@@ -18,7 +18,6 @@ from nsa.data.builtin import (
     synthetic,
 )
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_source
 from nsa.data.source import DataError, Source, is_validation
 from tests.data.texts import open_store
 from tests.ranks import ROOT
@@ -96,7 +95,7 @@ def test_synthetic_documents_vary_in_length_and_repeat_their_own_words() -> None
 
 @pytest.mark.parametrize("count", [1, 3, 1_000])
 def test_parts_together_hold_every_document_once(count: int) -> None:
-    source = open_source(DataConfig(synthetic_bytes=20_000), "synthetic")
+    source = synthetic(20_000)
     parts = [texts(source.part(index, count)) for index in range(count)]
     assert sorted(chain(*parts)) == sorted(texts(source))
 

@@ -94,7 +94,7 @@ def write(folder: Path, kind: str, *sizes: int) -> list[str]:
 
 
 def source_of(kind: str, files: Path | str, **settings: Any) -> Source:
-    return open_hub(DataConfig(files=str(files), **settings), f"hf:{kind}")
+    return open_hub(DataConfig(pattern=str(files), **settings), f"hf:{kind}")
 
 
 def texts(source: Source, state: dict[str, Any] | None = None) -> list[str]:
@@ -170,9 +170,12 @@ def test_local_files_need_no_hub_and_send_no_request(
         ({"text_field": "body"}, r"no field 'body', but 'id', 'text'; set data\.text_field"),
         ({"text_field": "id"}, r"the field 'id' holds int64, not text; set data\.text_field"),
         ({"split": "test"}, r"data\.split = 'test'.*Available splits: \['train'\]"),
-        ({"files": None}, r"set data\.files to a path, a pattern or an address"),
-        ({"files": "/nowhere/x.jsonl"}, r"data\.files = '/nowhere/x\.jsonl'.*Unable to find"),
-        ({"files": "empty.jsonl"}, r"data\.files = .*empty\.jsonl.* nothing in its first files"),
+        ({"pattern": None}, r"set data\.pattern to a path, a pattern or an address"),
+        ({"pattern": "/nowhere/x.jsonl"}, r"data\.pattern = '/nowhere/x\.jsonl'.*Unable to find"),
+        (
+            {"pattern": "empty.jsonl"},
+            r"data\.pattern = .*empty\.jsonl.* nothing in its first files",
+        ),
     ],
 )
 def test_missing_fields_splits_and_files_are_refused_with_those_present(
@@ -182,7 +185,7 @@ def test_missing_fields_splits_and_files_are_refused_with_those_present(
     (tmp_path / "empty.jsonl").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=complaint):
-        open_hub(DataConfig(**{"files": "0.jsonl", **settings}), "hf:json")
+        open_hub(DataConfig(**{"pattern": "0.jsonl", **settings}), "hf:json")
 
 
 def test_the_error_of_a_broken_record_names_the_row_before_it(tmp_path: Path) -> None:
@@ -266,7 +269,7 @@ def failures(
                 continue
             server = stack.enter_context(serving(root, mode))
             server.ok_before = ok_before
-            job = {"name": f"hf:{REPO}", "config": {"files": "x.parquet"}}
+            job = {"name": f"hf:{REPO}", "config": {"pattern": "x.parquet"}}
             child = Child(tmp_path_factory.mktemp("home"), job, HF_ENDPOINT=server.address)
             stack.callback(child.process.kill)
             results[name] = lambda child=child: child.results()[0]

@@ -62,7 +62,7 @@ def wait_for_first_batch(loader: BatchLoader) -> None:
 
 
 def test_indexed_batches_come_in_order_and_need_no_state() -> None:
-    config = configure("synthetic", synthetic_bytes=20_000)
+    config = configure("synthetic")
     shape = {"micro_batch": 2, "accumulation": 3, "world_size": 2, "seed": 3}
     samples = open_samples(open_dataset(config), "train", seed=3)
     assert samples is not None
@@ -81,14 +81,12 @@ def test_indexed_batches_come_in_order_and_need_no_state() -> None:
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
-def test_streaming_batches_are_the_workers_rows_in_turn(source: str, packing: str) -> None:
-    config = configure(source, workers=2, packing=packing)
-    streams = [
-        Rows(config, seed=3, part=part, parts=4, rows=2) for part in (2, 3)
-    ]  # of the second of two ranks
+def test_streaming_batches_are_the_rows_of_the_ranks_part(source: str, packing: str) -> None:
+    config = configure(source, packing=packing)
+    stream = Rows(config, seed=3, part=1, parts=2, rows=2)
     with closing(loader_of(config, rank=1, world_size=2)) as loader:
-        for number in range(30):
-            rows = next(streams[number % 2]).astype(np.int64)
+        for _ in range(30):
+            rows = next(stream).astype(np.int64)
             batch = loader.next_batch()
             assert batch.input_ids.flatten().tolist() == rows[:, :-1].flatten().tolist()
             labels = rows[:, 1:].copy()
@@ -99,30 +97,30 @@ def test_streaming_batches_are_the_workers_rows_in_turn(source: str, packing: st
         assert loader.first_seconds > 0
 
 
-def test_ranks_and_workers_divide_a_pass_without_overlap_or_gap(source: str) -> None:
-    config = configure(source, workers=2)
+def test_ranks_divide_a_pass_without_overlap_or_gap(source: str) -> None:
+    config = configure(source)
     train, _ = split(texts(200))
     counts: Counter[bytes] = Counter()
     for rank in range(2):
         with closing(loader_of(config, rank=rank, world_size=2, micro_batch=1)) as loader:
             batches = read(loader, 300)
-        for worker in range(2):
-            documents = documents_in(np.concatenate([b[0] for b in batches[worker::2]]))
-            counts.update(documents[: documents.index(documents[0], 1)])  # up to the first repeat
-            assert set(documents) <= set(train)
+        documents = documents_in(np.concatenate([rows[0] for rows in batches]))
+        last = len(train[rank::2])
+        counts.update(documents[:last])
+        assert set(documents) <= set(train)
     assert counts.keys() == set(train)
 
 
 @pytest.mark.parametrize(
-    ("prefix", "workers", "counts"),
-    [("", 2, (1, 0, 22, 37)), pytest.param("hf:", 1, (23, 37), marks=pytest.mark.full)],
+    ("prefix", "counts"),
+    [("", (1, 0, 22, 37)), pytest.param("hf:", (23, 37), marks=pytest.mark.full)],
 )
 def test_a_loader_resumes_after_the_last_consumed_batch(
-    tmp_path: Path, prefix: str, workers: int, counts: tuple[int, ...]
+    tmp_path: Path, prefix: str, counts: tuple[int, ...]
 ) -> None:
     for number in range(3):
         write_parquet(tmp_path / f"{number}.parquet", texts(200)[number::3])
-    config = configure(f"{prefix}{tmp_path}", workers=workers, prefetch=4)
+    config = configure(f"{prefix}{tmp_path}")
     with closing(loader_of(config)) as uninterrupted:
         expected = read(uninterrupted, 60)
     state, consumed, batches = None, 0, []
@@ -150,15 +148,15 @@ def test_a_killed_run_resumes_without_a_lost_or_repeated_row(
         assert all(ends_soon(worker) for worker in workers)
     finished = spawn_ranks(STREAMING_RUN, *arguments, "0", ranks=0)
     assert finished.codes(60) == [0], finished.text("err")
-    with closing(loader_of(configure(source, workers=2), rank=1, world_size=2)) as uninterrupted:
+    with closing(loader_of(configure(source), rank=1, world_size=2)) as uninterrupted:
         expected = [str(rows) for rows in read(uninterrupted, steps)]
     assert log.read_text().splitlines() == expected
 
 
 def test_the_error_of_a_killed_worker_names_its_source_and_rank(source: str) -> None:
-    with closing(loader_of(configure(source, workers=2), rank=0)) as loader:
+    with closing(loader_of(configure(source), rank=0)) as loader:
         loader.next_batch()
-        os.kill(workers_of(os.getpid())[1], signal.SIGKILL)
+        os.kill(workers_of(os.getpid())[0], signal.SIGKILL)
         message = r"a\.jsonl', rank 0: .*SIGKILL"
         with pytest.raises(DataError, match=message):
             read(loader, 10_000)
@@ -170,19 +168,19 @@ def test_the_timeout_of_a_hanging_source_names_its_rank_and_last_document(
     pipe: tuple[str, Any],
 ) -> None:
     name, writer = pipe
-    train, _ = split(texts(40))
-    write_to_pipe(writer, train[:20])
-    with closing(loader_of(configure(name, timeout=1.5, shuffle_documents=5))) as loader:
+    train, _ = split([b"%d" % number for number in range(2_000)])
+    write_to_pipe(writer, train[:1_200])  # more than a block
+    with closing(loader_of(configure(name, timeout=1.5))) as loader:
         wait_for_first_batch(loader)
         start = time.monotonic()
         with pytest.raises(DataError) as raised:
             read(loader, 1_000)
         assert 1.5 <= time.monotonic() - start < 15
         message = str(raised.value)
-        for part in (name, "rank 0", "1.5 seconds", "slow.jsonl:20", "data.timeout", "prepare"):
+        for part in (name, "rank 0", "1.5 seconds", "slow.jsonl:1200", "data.timeout", "prepare"):
             assert part in message
         # What arrives late is still read in order.
-        write_to_pipe(writer, train[20:])
+        write_to_pipe(writer, train[1_200:])
         assert loader.next_batch().input_ids.shape == (2, 16)
 
 
@@ -230,12 +228,12 @@ def test_a_process_ends_with_open_loaders(source: str, tmp_path: Path) -> None:
 
 
 def test_close_ends_the_workers_and_may_be_called_twice(source: str) -> None:
-    loader = loader_of(configure(source, workers=2))
+    loader = loader_of(configure(source))
     validation = ValidationData(
         open_dataset(configure(source)), sequences=5, micro_batch=1, world_size=1
     )
     workers = workers_of(os.getpid())
-    assert len(workers) == 3
+    assert len(workers) == 2
     for _ in range(2):
         loader.close()
         validation.close()
@@ -246,21 +244,34 @@ def test_close_ends_the_workers_and_may_be_called_twice(source: str) -> None:
     ("change", "message"),
     [
         ({"world_size": 2}, r"number of ranks = 2: .*saved with 1.*prepare"),
-        ({"workers": 3}, r"data\.workers = 3: .*saved with 2"),
-        ({"shuffle_documents": 9}, r"data\.shuffle_documents = 9: .*saved with 8"),
         ({"seed": 4}, r"train\.seed = 4: .*saved with 3"),
     ],
 )
 def test_the_state_of_a_different_stream_is_refused_by_name(
     source: str, change: dict[str, int], message: str
 ) -> None:
-    with closing(loader_of(configure(source, workers=2))) as loader:
+    with closing(loader_of(configure(source))) as loader:
         loader.next_batch()
         state = loader.state()
-    data = {name: change[name] for name in change.keys() & {"workers", "shuffle_documents"}}
-    others = {name: change[name] for name in change.keys() - data.keys()}
     with pytest.raises(DataError, match=message):
-        loader_of(configure(source, **{"workers": 2} | data), state=state, consumed=2, **others)
+        loader_of(configure(source), state=state, consumed=2, **change)
+
+
+def test_cursors_of_several_workers_or_another_block_of_earlier_versions_are_refused(
+    source: str,
+) -> None:
+    with closing(loader_of(configure(source))) as loader:
+        loader.next_batch()
+        state = loader.state()
+    assert state is not None
+    several = state | {"workers": state["workers"] * 2}
+    with pytest.raises(
+        DataError, match=r"data\.workers = 1: .*saved with 2, .* version that saved"
+    ):
+        loader_of(configure(source), state=several, consumed=2)
+    other = state | {"under": state["under"] | {"data.shuffle_documents": 8}}
+    with pytest.raises(DataError, match=r"data\.shuffle_documents = 1000: .*saved with 8"):
+        loader_of(configure(source), state=other, consumed=2)
 
 
 def test_a_small_stream_that_is_read_many_times_is_warned_about(source: str) -> None:
@@ -298,5 +309,5 @@ def test_shards_of_different_tokenizers_are_not_mixed(tmp_path: Path, source: st
 
 @pytest.mark.gpu
 def test_batches_can_be_pinned() -> None:
-    with closing(loader_of(configure("synthetic", synthetic_bytes=20_000))) as loader:
+    with closing(loader_of(configure("synthetic"))) as loader:
         assert loader.next_batch().pin_memory().input_ids.is_pinned()

@@ -126,15 +126,13 @@ def test_a_stream_counts_once_what_all_its_passes_skip(folder: Path) -> None:
 def test_a_run_that_ends_within_its_first_pass_reports_the_count(
     few: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Streamed by two workers, and in memory."""
+    """Streamed, and in memory."""
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(["{broken", "[1]", *lines(*map(str, range(20 if few else 500)))]))
     config = small_request("--set=data.on_error=skip", "--set=data.seq_len=8").config
-    config.data.source, config.data.workers = str(path), 2
-    config.train.eval_samples = 1
+    config.data.source, config.train.eval_samples = str(path), 1
     data = open_data(config, Ranks(0, 0, 1), TrainState())
-    for _ in range(2):  # one of each worker
-        data.next_batch()
+    data.next_batch()
     assert "left out" not in capsys.readouterr().err
     data.close()
     assert capsys.readouterr().err == (

@@ -283,7 +283,7 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
     for other, shard_tokens, difference in (
         (replace(config, source="embedded"), 10_000, r"source = '.*', not 'embedded'"),
         (replace(config, held_out=0.3), 10_000, r"held_out = 0\.2, not 0\.3"),
-        (replace(config, synthetic_bytes=9), 10_000, r"synthetic_bytes = \d+, not 9"),
+        (replace(config, pattern="*.jsonl"), 10_000, r"pattern = None, not '\*\.jsonl'"),
         (config, 7, r"shard_tokens = 10000, not 7"),
         (
             replace(config, tokenizer=f"hf:{trained}"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.data.source import DataError
+from nsa.data.stream import SHUFFLE_DOCUMENTS
 from tests.data.texts import (
     EOS,
     HELD_OUT,
@@ -38,12 +39,19 @@ def stream(
     parts: int = 1,
     rows: int = 1,
     state: Any = None,
+    block: int = SHUFFLE_DOCUMENTS,
     on_document: Any = lambda source, location: None,
-    **settings_of_data: Any,
 ) -> Rows:
-    config = DataConfig(source=source, held_out=HELD_OUT, **{"seq_len": 16, **settings_of_data})
+    config = DataConfig(source=source, held_out=HELD_OUT, seq_len=16)
     return Rows(
-        config, seed=seed, part=part, parts=parts, rows=rows, state=state, on_document=on_document
+        config,
+        seed=seed,
+        part=part,
+        parts=parts,
+        rows=rows,
+        state=state,
+        block=block,
+        on_document=on_document,
     )
 
 
@@ -69,7 +77,7 @@ def test_rows_are_windows_of_the_documents_with_eos_after_each(tmp_path: Path) -
     source = write_lines(tmp_path / "a.jsonl", texts(40))
     train, _ = split(texts(40))
     expected = np.concatenate([[*one, EOS] for one in train])
-    packed = stream(source, rows=3, shuffle_documents=1)
+    packed = stream(source, rows=3, block=1)
     count = (len(expected) - 1) // 16 // 3
     rows = read(packed, count).reshape(-1, 17)
     for number, row in enumerate(rows):
@@ -88,7 +96,7 @@ def test_parts_together_read_each_training_document_once_a_pass(
     train, _ = split(documents)
     counts: Counter[bytes] = Counter()
     for part in range(parts):
-        counts.update(passes(stream(str(tmp_path), part=part, parts=parts, shuffle_documents=7))[0])
+        counts.update(passes(stream(str(tmp_path), part=part, parts=parts, block=7))[0])
     assert counts == Counter(train)
 
 
@@ -96,8 +104,8 @@ def test_each_pass_and_each_seed_shuffles_blocks_differently(tmp_path: Path) -> 
     source = write_lines(tmp_path / "a.jsonl", texts(120))
     train, _ = split(texts(120))
     block = 10
-    first, second = passes(stream(source, shuffle_documents=block), 2)
-    (other,) = passes(stream(source, shuffle_documents=block, seed=2))
+    first, second = passes(stream(source, block=block), 2)
+    (other,) = passes(stream(source, block=block, seed=2))
     assert first != second
     assert first != other
     for start in range(0, len(train), block):
@@ -106,7 +114,7 @@ def test_each_pass_and_each_seed_shuffles_blocks_differently(tmp_path: Path) -> 
     for start in range(0, len(train) - block, block):  # the last one is short
         rows = slice(start, start + block)
         assert first[rows] != train[rows]
-    assert passes(stream(source, shuffle_documents=1))[0] == train
+    assert passes(stream(source, block=1))[0] == train
 
 
 @settings(
@@ -114,7 +122,7 @@ def test_each_pass_and_each_seed_shuffles_blocks_differently(tmp_path: Path) -> 
 )
 @given(
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=30),
-    shuffle_documents=st.integers(1, 12),
+    block=st.integers(1, 12),
     parts=st.integers(1, 3),
     rows=st.integers(1, 3),
     before=st.integers(0, 40),
@@ -124,7 +132,7 @@ def test_each_pass_and_each_seed_shuffles_blocks_differently(tmp_path: Path) -> 
 def test_a_stream_resumes_exactly_after_any_batch(
     tmp_path: Path,
     lengths: list[int],
-    shuffle_documents: int,
+    block: int,
     parts: int,
     rows: int,
     before: int,
@@ -136,7 +144,7 @@ def test_a_stream_resumes_exactly_after_any_batch(
     source = write(
         tmp_path / f"a.{'jsonl' if write is write_lines else 'parquet'}", always + documents
     )
-    same = {"parts": parts, "part": parts - 1, "rows": rows, "shuffle_documents": shuffle_documents}
+    same = {"parts": parts, "part": parts - 1, "rows": rows, "block": block}
     undisturbed = stream(source, **same)
     for _ in range(before):
         next(undisturbed)
@@ -149,7 +157,7 @@ def test_a_stream_resumes_exactly_after_any_batch(
 
 def test_a_resumed_stream_reads_one_block_again_and_saves_no_text(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(3_000))
-    packed = stream(source, shuffle_documents=50)
+    packed = stream(source, block=50)
     read(packed, 3_000)
     state = packed.state()
     assert state["sources"][source]["block"] > 10
@@ -158,7 +166,7 @@ def test_a_resumed_stream_reads_one_block_again_and_saves_no_text(tmp_path: Path
     next(
         stream(
             source,
-            shuffle_documents=50,
+            block=50,
             state=state,
             on_document=lambda _, location: locations.append(location),
         )
@@ -169,8 +177,8 @@ def test_a_resumed_stream_reads_one_block_again_and_saves_no_text(tmp_path: Path
 def test_giant_and_empty_documents_are_streamed(tmp_path: Path) -> None:
     giant = b"g" * 3_000_000
     source = write_lines(tmp_path / "a.jsonl", [b"", giant, b"", b"small"])
-    config = DataConfig(source=source, held_out=1e-9, seq_len=1_000, shuffle_documents=1)
-    packed = Rows(config, seed=1, part=0, parts=1, rows=500)
+    config = DataConfig(source=source, held_out=1e-9, seq_len=1_000)
+    packed = Rows(config, seed=1, part=0, parts=1, rows=500, block=1)
     rows = [next(packed) for _ in range(13)]
     start = giant[: -int(len(giant) * open_dataset(config).sources[0].division.fraction)]
     assert documents_in(tokens_of(rows))[:4] == [start, b"small", start, b"small"]
@@ -180,7 +188,7 @@ def test_a_mixture_gives_each_source_its_fraction_of_the_rows(tmp_path: Path) ->
     a = write_lines(tmp_path / "a.jsonl", [b"a" * 50 + b"%d" % number for number in range(50)])
     b = write_lines(tmp_path / "b.jsonl", [b"b" * 50 + b"%d" % number for number in range(50)])
     for part in range(2):
-        packed = stream({a: 3.0, b: 1.0}, part=part, parts=2, rows=4, shuffle_documents=5)
+        packed = stream({a: 3.0, b: 1.0}, part=part, parts=2, rows=4, block=5)
         rows = read(packed, 25).reshape(100, 17)
         in_b = [(row == ord("b")).any() for row in rows]
         assert sum(in_b) == 25
@@ -188,9 +196,7 @@ def test_a_mixture_gives_each_source_its_fraction_of_the_rows(tmp_path: Path) ->
             (row == ord("a")).any() for row, from_b in zip(rows, in_b, strict=True) if from_b
         )
         state = json.loads(json.dumps(packed.state()))
-        restored = stream(
-            {a: 3.0, b: 1.0}, part=part, parts=2, rows=4, shuffle_documents=5, state=state
-        )
+        restored = stream({a: 3.0, b: 1.0}, part=part, parts=2, rows=4, block=5, state=state)
         assert np.array_equal(read(restored, 10), read(packed, 10))
 
 
@@ -198,7 +204,9 @@ def test_a_part_without_a_document_is_refused_with_the_fix(tmp_path: Path) -> No
     source = write_lines(tmp_path / "a.jsonl", split(texts(30))[0][:2])
     for part in range(2):
         next(stream(source, part=part, parts=3))
-    with pytest.raises(DataError, match=r"a\.jsonl'.* part 3 of 3 .*lower data\.workers.*prepare"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl'.* part 3 of 3 .*lower the number of ranks.*prepare"
+    ):
         next(stream(source, part=2, parts=3))
     validation = write_lines(tmp_path / "b.jsonl", split(texts(200))[1])
     with pytest.raises(DataError, match=r"b\.jsonl': holds no document to train on"):

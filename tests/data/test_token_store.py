@@ -14,7 +14,7 @@ from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import ByteTokenizer
 from tests.data.texts import open_store
 
-SMALL = DataConfig(source="synthetic", synthetic_bytes=50_000)
+SYNTHETIC = DataConfig(source="synthetic")
 
 
 def documents(store: TokenStore) -> list[bytes]:
@@ -28,8 +28,8 @@ def documents(store: TokenStore) -> list[bytes]:
 
 
 def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
-    train, val = documents(open_store(SMALL, "train")), documents(open_store(SMALL, "val"))
-    texts = [document.text for document in synthetic(50_000).read()]
+    train, val = (documents(open_store(SYNTHETIC, split)) for split in ("train", "val"))
+    texts = [document.text for document in synthetic().read()]
     assert train == [text for text in texts if not is_validation(text, 0.05)]
     assert val == [text for text in texts if is_validation(text, 0.05)]
     assert train
@@ -46,10 +46,10 @@ def test_bytes_per_token_divides_text_by_all_tokens() -> None:
 
 
 def test_different_tokens_have_different_fingerprints() -> None:
-    stores = [open_store(SMALL, "train"), open_store(SMALL, "val")]
-    stores.append(open_store(DataConfig(synthetic_bytes=50_001), "train"))
+    stores = [open_store(SYNTHETIC, "train"), open_store(SYNTHETIC, "val")]
+    stores.append(open_store(DataConfig(source="synthetic", held_out=0.06), "train"))
     assert len({store.fingerprint for store in stores}) == 3
-    assert open_store(SMALL, "train").fingerprint == stores[0].fingerprint
+    assert open_store(SYNTHETIC, "train").fingerprint == stores[0].fingerprint
 
 
 @settings(deadline=None)
@@ -66,7 +66,7 @@ def test_reads_cross_the_borders_of_pieces(lengths: list[int], data: st.DataObje
 
 def test_an_empty_split_is_refused_by_name() -> None:
     with pytest.raises(DataError, match=r"'synthetic' has no document for split 'val'; raise data"):
-        open_store(DataConfig(source="synthetic", synthetic_bytes=10, held_out=1e-9), "val")
+        open_store(DataConfig(source="synthetic", held_out=1e-9), "val")
 
 
 def test_coverage_reports_samples_epochs_and_left_over_tokens() -> None:

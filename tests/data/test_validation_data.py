@@ -45,7 +45,7 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
     source: str, kind: str, packing: str
 ) -> None:
     name = source if kind == "stream" else "synthetic"
-    config = configure(name, packing=packing, synthetic_bytes=20_000)
+    config = configure(name, packing=packing)
     expected: list[tuple[int, ...]] = []
     for ranks, micro_batch in ((1, 1), (2, 3), (5, 2)):
         with closing(validation_of(config, 13, micro_batch, ranks)) as validation:

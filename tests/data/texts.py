@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.data.files import Files
 from nsa.data.source import is_validation
-from nsa.data.stream import stream_rows
+from nsa.data.stream import SHUFFLE_DOCUMENTS, stream_rows
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer
 
@@ -27,7 +28,7 @@ def configure(source: Any, **settings: Any) -> DataConfig:
     """Return settings for short texts, with small defaults."""
     return DataConfig(
         source=source,
-        **{"held_out": HELD_OUT, "seq_len": 16, "shuffle_documents": 8, "timeout": 30} | settings,
+        **{"held_out": HELD_OUT, "seq_len": 16, "timeout": 30} | settings,
     )
 
 
@@ -45,14 +46,25 @@ def names_of_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Rows(Iterator[np.ndarray]):
-    """The rows of a stream; `state` is that after the last one, `skipped` what was left out."""
+    """The rows of a stream; `state` is that after the last one, `skipped` what was left out.
 
-    def __init__(self, config: DataConfig, *, state: Any = None, **arguments: Any) -> None:
+    `block`: documents that are shuffled together.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        state: Any = None,
+        block: int = SHUFFLE_DOCUMENTS,
+        **arguments: Any,
+    ) -> None:
         self._stream = stream_rows(open_dataset(config), state=state, **arguments)
-        self._state, self.skipped = state, {}
+        self._state, self.skipped, self._block = state, {}, block
 
     def __next__(self) -> np.ndarray:
-        rows, self._state, self.skipped = next(self._stream)
+        with patch("nsa.data.stream.SHUFFLE_DOCUMENTS", self._block):
+            rows, self._state, self.skipped = next(self._stream)
         return rows
 
     def state(self) -> Any:

@@ -34,8 +34,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_resumed_streamed_run_repeats_the_uninterrupted_one_exactly(
     books: Path, tmp_path: Path
 ) -> None:
-    source = [*TINY, f"--set=data.source={books}", "--set=data.shuffle_documents=40"]
-    source += ["--set=data.workers=2", "--steps=6"]
+    source = [*TINY, f"--set=data.source={books}", "--steps=6"]
     output = succeed(on_two_ranks("m7c.py", *source, "--run-dir=uninterrupted", folder=tmp_path))
     assert re.search(r"first batch ready \d+\.\d s after opening the dataset", output)
     resumed = cut_back(tmp_path / "uninterrupted", 3, tmp_path / "resumed")
@@ -118,7 +117,7 @@ def test_a_hanging_source_ends_every_rank_with_one_message_and_a_checkpoint(
     os.write(pipe, b"".join(books.read_bytes().splitlines(keepends=True)[:60]))
     try:
         source = [f"--set=data.source={folder}", "--set=data.timeout=6"]
-        source += ["--set=data.shuffle_documents=20", "--set=train.eval_every=0"]
+        source += ["--set=train.eval_every=0"]
         result = on_two_ranks("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
     finally:
         os.close(pipe)

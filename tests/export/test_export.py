@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
 
 from nsa.cli import main
+from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_source
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export.hf_tokenizer import write_tokenizer
@@ -175,8 +175,7 @@ def test_exported_files_share_permissions_and_keep_the_runs_config(
 def test_the_exported_tokenizer_gives_the_runs_ids_for_any_text(kind: str, tmp_path: Path) -> None:
     tokenizer: Tokenizer = ByteTokenizer()
     if kind == "learned":
-        source = open_source(DataConfig(synthetic_bytes=30_000), "synthetic")
-        tokenizer = train_tokenizer(source, 300, tmp_path / "learned")
+        tokenizer = train_tokenizer(synthetic(30_000), 300, tmp_path / "learned")
     write_tokenizer(tokenizer, tmp_path / "written", 96)
     written = AutoTokenizer.from_pretrained(tmp_path / "written")
     assert written.eos_token_id == written.bos_token_id == tokenizer.eos_id

@@ -327,7 +327,7 @@ def test_the_logit_gap_is_measured_on_short_and_long_texts(
     llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(logit_gap, "TOKENS", 64)
-    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000"]
+    text = ["--gap=synthetic"]
     imported(llama_folder, tmp_path / "start", *text, *SMALL)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["16", "32", "64"]
@@ -343,7 +343,7 @@ def test_a_gap_with_the_wrong_tokenizer_is_refused_after_the_import(
     folder = tmp_path / "llama"
     llama(folder, vocab_size=60)
     add_tokenizer(folder)
-    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", *SMALL]
+    text = ["--gap=synthetic", *SMALL]
     text += [f"--tokenizer=hf:{folder}"]  # named, so the import does not compare it
     assert main(command(folder, tmp_path / "run", *text)) == 2
     assert "vocabulary is 60; set data.tokenizer" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_a_llamas_tokenizer_is_copied(
 ) -> None:
     """The new folder does not need the old one; the gap's text is read with the tokenizer."""
     monkeypatch.setattr(logit_gap, "TOKENS", 64)
-    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", "--attention=nsa", *SMALL]
+    text = ["--gap=synthetic", "--attention=nsa", *SMALL]
     folder = tmp_path / "llama"
     llama(folder, vocab_size=300)
     expected = add_tokenizer(folder)
