@@ -31,7 +31,7 @@ Work = Callable[..., Iterator[Any]]  # called with `on_document`; must be pickla
 
 
 class WorkerDied(DataError):
-    """A worker process that ended without reporting an error."""
+    """A worker process that was killed or crashed: no setting is wrong, a restart may succeed."""
 
 
 class Worker(Iterator[Any]):
@@ -140,17 +140,18 @@ def main() -> None:
     work = pickle.load(sys.stdin.buffer)
     for task in (_exit_with_parent, send_progress):
         Thread(target=task, daemon=True).start()
+    code = 0
     try:
         for item in work(on_document=on_document):
             send(ITEM, item)
         send(END, None)
     except DataError as error:
         send(ERROR, str(error))
-    except Exception as error:
-        traceback.print_exc()
-        send(ERROR, f"the worker failed: {type(error).__name__}: {error}")
+    except BaseException:
+        traceback.print_exc()  # the rank's error has its last lines
+        code = 1
     sys.stderr.flush()
-    os._exit(0)  # some threads of streaming libraries abort a regular exit
+    os._exit(code)  # some threads of streaming libraries abort a regular exit
 
 
 def _exit_with_parent() -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 
+from nsa.data.worker import WorkerDied
+
 T = TypeVar("T")
 PEER_TIMEOUT = timedelta(minutes=30)  # on top of the slowest healthy rank
 
@@ -18,8 +20,16 @@ class AllRanksError(ValueError):
     """An error raised by all ranks at the same point, so that they can still save together."""
 
 
+class AllRanksCrash(AllRanksError):
+    """The same of an error that no setting causes: a restart may succeed."""
+
+
 class RunAborted(Exception):
     """A No-Go, raised by all ranks together; the weights are intact."""
+
+
+def _on_all_ranks(message: str, crashed: bool) -> AllRanksError:
+    return AllRanksCrash(message) if crashed else AllRanksError(message)
 
 
 class CpuCollectives:
@@ -43,20 +53,21 @@ class CpuCollectives:
         self, number: int, error: ValueError | None = None, stop: str | None = None
     ) -> tuple[str | None, int]:
         """Return what `barrier` does, and the sum of all ranks' `number`, in one all-reduce."""
+        crashed = isinstance(error, WorkerDied)
         if self._group is None:
             if error is not None:
-                raise AllRanksError(str(error)) from error
+                raise _on_all_ranks(str(error), crashed) from error
             return stop, number
-        sums = torch.tensor([error is not None, stop is not None, number])
+        sums = torch.tensor([error is not None, crashed, stop is not None, number])
         dist.all_reduce(sums, group=self._group)
-        failed, stopped, total = sums.tolist()
+        failed, crashes, stopped, total = sums.tolist()
         if not failed and not stopped:
             return None, total
         message = None if error is None else str(error)
         messages = self.gather((message, stop), tuple[str | None, str | None])
         errors = [message for message, _ in messages if message]
         if errors:
-            raise AllRanksError("; ".join(dict.fromkeys(errors))) from error
+            raise _on_all_ranks("; ".join(dict.fromkeys(errors)), crashes > 0) from error
         reasons = (f"{reason} on rank {r}" for r, (_, reason) in enumerate(messages) if reason)
         return next(reasons), total
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from nsa.data.worker import WorkerDied
 from nsa.engine.command_line import build_parser, resolve_request
-from nsa.engine.cpu_collectives import RunAborted
+from nsa.engine.cpu_collectives import AllRanksCrash, RunAborted
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import Recipe
 from nsa.untrusted import printable
@@ -19,7 +20,7 @@ from nsa.validation import reject_unknown_flags
 
 __all__ = ["Recipe", "main"]
 
-REFUSED, ABORTED = 2, 3  # exit codes
+CRASHED, REFUSED, ABORTED = 1, 2, 3  # exit codes
 RANK_0_REPORT_SECONDS = 10  # for rank 0 to report an error before another rank does
 
 
@@ -55,6 +56,8 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
             start(request, lock)
     except RunAborted as error:
         _exit_with_error(recipe, error, ABORTED)
+    except (AllRanksCrash, WorkerDied) as error:
+        _exit_with_error(recipe, error, CRASHED)
     except ValueError as error:
         _exit_with_error(recipe, error, REFUSED)
     except BaseException as error:

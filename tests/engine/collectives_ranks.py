@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from nsa.engine.cpu_collectives import CpuCollectives
+from nsa.data.worker import WorkerDied
+from nsa.engine.cpu_collectives import AllRanksCrash, CpuCollectives
 
 
 class Entry(NamedTuple):
@@ -39,7 +40,11 @@ try:
     error = ValueError("rank 1 got no batch") if rank == 1 else None
     collectives.barrier(error)
 except ValueError as raised:
-    print("raised:", raised)
+    print("crash" if isinstance(raised, AllRanksCrash) else "raised:", raised)
+try:
+    collectives.barrier(WorkerDied("killed") if rank == 1 else ValueError("no batch"))
+except AllRanksCrash as crash:
+    print("crash:", crash)
 own = Entry(Path("ä" * 50), math.inf) if rank else Entry(None, 0.5)
 print("gathered:", *collectives.gather([own], list[Entry]))
 print("from rank 0:", collectives.broadcast(f"rank {rank}", str))

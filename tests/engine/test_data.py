@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from dataclasses import replace
@@ -16,9 +17,11 @@ from nsa.data import builtin
 from nsa.data.shards import Index, write_index
 from nsa.engine.run_request import RunRequest
 from nsa.monitor.csv_files import read_metrics
+from tests.data.processes import workers_of
 from tests.data.test_shards import STAMP
 from tests.engine.runs import TINY, cut_back, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small_request
+from tests.faults import harness
 from tests.ranks import free_port
 
 
@@ -129,6 +132,24 @@ def test_a_hanging_source_ends_every_rank_with_one_message_and_a_checkpoint(
     last = max(losses(tmp_path / "run"))
     assert last >= 3
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step{last:08d}"
+
+
+def test_a_killed_data_worker_ends_all_ranks_as_a_crash_with_a_checkpoint(
+    books: Path, tmp_path: Path
+) -> None:
+    """`nsa watch --restart` restarts after exit code 1, not after 2."""
+    run = harness.start(
+        *(tmp_path, f"--set=data.source={books}", "--steps=1000"),
+        *("--set=train.accumulation=16", "--set=train.eval_every=0"),
+    )
+    run.wait_for_step(2)
+    os.kill(workers_of(run.ranks.pids[1])[0], signal.SIGKILL)
+    run.end()
+    assert run.codes == [1, 1], run.output[-2_000:]
+    (error,) = (line for line in run.ranks.text("err").splitlines() if line.startswith("m7c: "))
+    assert "rank 1: its worker was ended by signal 9 (SIGKILL), possibly out of memory" in error
+    saved = run.dir / f"checkpoints/step{run.last_step:08d}"
+    assert saved.is_dir()
 
 
 @pytest.mark.full
