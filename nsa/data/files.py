@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,10 +30,10 @@ from nsa.data.source import NAMED, NAMES_SHOWN, DataError, Reader, Source, State
 COMPRESSIBLE = (".jsonl", ".ndjson", ".txt")
 SUFFIXES = (*COMPRESSIBLE, ".parquet", *(a + b for a in COMPRESSIBLE for b in COMPRESSIONS))
 READABLE = (
-    ".jsonl, .ndjson, .txt (also .gz or .zst), .parquet, .csv, .tsv, .json, and any other file of "
+    ".jsonl, .ndjson, .txt, .csv, .tsv, .json (also .gz or .zst), .parquet, and any other file of "
     "UTF-8 text"
 )
-TABLES = (".csv", ".tsv", ".json")
+TABLES = (".csv", ".tsv", ".json")  # also compressed
 DATASETS = (".jsonl", ".ndjson", ".parquet")  # other files beside these describe them
 LARGEST_TEXT = 8 << 20  # a larger file with another suffix is taken for generated
 HEAD_BYTES = 1 << 16  # of a file with another suffix: decides whether it holds text
@@ -68,13 +69,13 @@ def open_files(
         )
     file = _any_text(path, path.parent, None)
     if file is None:
-        if path.suffix.lower() in TABLES:
+        if _text_file(path, path.parent).suffix in TABLES:
             raise DataError(f"data.source = '{path}': empty, or not UTF-8; write it as UTF-8")
         raise DataError(
             f"data.source = '{path}': {path.suffix or 'no suffix'!r} is not a supported format; "
             f"supported: {READABLE}"
         )
-    if file.plain and path.suffix.lower() == ".json":
+    if file.plain and replace(file, plain=False).suffix == ".json":
         raise DataError(
             f"data.source = '{path}': not an array of objects; if each line is an object, name it "
             ".jsonl"
@@ -87,18 +88,24 @@ def _any_text(path: Path, root: Path, field: str | None) -> TextFile | None:
 
     In a folder a table or JSON array is read as records if they have `field`; alone (None), always.
     """
+    if path.exists() and not path.is_file() and not _is_text(path):
+        return None
     file = _text_file(path, root)
     if _is_text(path):
         return file
-    with name_in_errors(path):
-        if not path.is_file() or (file.bytes > LARGEST_TEXT and field is not None):
-            return None
-        with path.open("rb") as stream:
-            head = stream.read(HEAD_BYTES)
-        try:
-            text = codecs.getincrementaldecoder("utf-8-sig")().decode(head)
-        except UnicodeDecodeError:
-            return None
+    if file.bytes > LARGEST_TEXT and field is not None:
+        return None
+    try:
+        with name_in_errors(path), file.open() if file.suffix in TABLES else path.open("rb") as f:
+            head = f.read(HEAD_BYTES)
+    except DataError:
+        if path.suffix.lower() not in COMPRESSIONS:
+            raise
+        return file  # reading will raise it, or skip the file by data.on_error
+    try:
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(head)
+    except UnicodeDecodeError:
+        return None
     if not text or "\0" in text:
         return None
     is_array = file.suffix == ".json" and text.lstrip().startswith("[")
@@ -127,7 +134,10 @@ def _is_text(path: Path) -> bool:
 
 def _text_file(path: Path, root: Path) -> TextFile:
     with name_in_errors(path):
-        return TextFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
+            raise ValueError("it is a device or a folder")  # /dev/zero has no end
+        return TextFile(path, path.relative_to(root).as_posix(), status.st_size)
 
 
 @dataclass(eq=False)
@@ -196,7 +206,8 @@ class Files(Source):
             if not file.path.is_file():
                 return None
             documents = replace(self, files=[file]).read()
-            plain = file.plain or file.path.suffix.lower() == ".txt"  # not compressed
+            compressed = file.path.suffix.lower() in COMPRESSIONS
+            plain = file.suffix == ".txt" and not compressed
             for length in [file.bytes] if plain else (len(d.text) for d in documents):
                 count, size = count + 1, size + length
                 if count >= limit:

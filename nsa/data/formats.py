@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from nsa.data.source import DataError, Document, State, missing_field, not_text, text_of
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
 BUFFER_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 32  # of a file that is one document, decompressed
+MAX_RECORD_BYTES = 1 << 28  # of a line, a CSV field, or a JSON array, which is parsed as a whole
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,10 @@ def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Docume
     line_number, record, offset = (cursor.get(name, 0) for name in ("line", "record", "offset"))
     with file.open() as stream:
         _skip(stream, offset)
-        for line in stream:
+        for line in iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), b""):
             line_number, offset = line_number + 1, offset + len(line)
+            if len(line) > MAX_RECORD_BYTES:
+                raise ValueError(f"line {line_number} has more than {MAX_RECORD_BYTES:,} bytes")
             if line.isspace():
                 continue
             record += 1
@@ -163,10 +167,10 @@ def open_parquet(file: TextFile, field: str) -> Iterator[Any]:
 
 def _records(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
     """Read a document per row of a table or object of an array; resuming parses from the start."""
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(MAX_RECORD_BYTES)
     with io.TextIOWrapper(file.open(), "utf-8-sig", "replace", newline="") as lines:
         table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
-        records = json.load(lines) if file.suffix == ".json" else table
+        records = _json_array(lines) if file.suffix == ".json" else table
         for number, record in enumerate(records, 1):
             wanted = number > cursor.get("row", 0) and in_part(number - 1)
             document = wanted and _document(file, number, record, field)
@@ -174,11 +178,20 @@ def _records(file: TextFile, cursor: State, field: str, in_part: InPart) -> Docu
                 yield document, {"row": number}
 
 
+def _json_array(lines: TextIO) -> Any:
+    text = lines.read(MAX_RECORD_BYTES + 1)
+    if len(text) > MAX_RECORD_BYTES:
+        raise ValueError(f"an array of over {MAX_RECORD_BYTES:,} characters: write a line for each")
+    return json.loads(text)
+
+
 def _whole_file(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
     """Read a file as one document, byte for byte."""
     if not cursor and in_part(0):
         with file.open() as stream:
-            text = stream.read()
+            text = stream.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ValueError(f"one document of over {MAX_FILE_BYTES:,} bytes: divide it")
         if text:
             yield Document(text, file.name), {"read": True}
 

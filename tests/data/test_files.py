@@ -370,10 +370,11 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
     ],
 )
 @pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("compression", COMPRESS)
 def test_tables_and_json_arrays_are_read_by_field(
-    name: str, content: bytes, folder: bool, tmp_path: Path
+    name: str, content: bytes, folder: bool, compression: str, tmp_path: Path
 ) -> None:
-    path = write(tmp_path, name, content)
+    path = write(tmp_path, name + compression, COMPRESS[compression](content))
     source = open_files(tmp_path if folder else path, "text")
     expected = ['two\nlines, one "field"', "café"]
     assert texts(source) == expected
@@ -382,12 +383,67 @@ def test_tables_and_json_arrays_are_read_by_field(
     assert [document.text.decode() for document in source.read(reader.state())] == expected[1:]
     both = [texts(source.part(index, 2)) for index in range(2)]
     assert sorted([*both[0], *both[1]]) == sorted(expected)
-    with pytest.raises(DataError, match=r"t\.\w+:1: no field 'body', but .*set data\.text_field"):
+    with pytest.raises(
+        DataError, match=r"t\.[\w.]+:1: no field 'body', but .*set data\.text_field"
+    ):
         texts(open_files(path, "body"))
 
 
+def test_a_device_in_a_folder_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "a.txt", b"text")
+    (tmp_path / "b").symlink_to("/dev/zero")  # without a suffix of text it is left out
+    assert texts(open_files(tmp_path, "text")) == ["text"]
+    for name in ("c.txt", "c.jsonl", "c.parquet"):
+        (tmp_path / name).symlink_to("/dev/zero")
+        with pytest.raises(DataError, match=rf"{name}: cannot be read \(it is a device"):
+            open_files(tmp_path, "text")
+        with pytest.raises(DataError, match=rf"{name}: cannot be read \(it is a device"):
+            open_files(tmp_path / name, "text")
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "pack", "longest", "complaint"),
+    [
+        ("a.txt", bytes, 99, "one document of over 99 bytes: divide it"),
+        ("a.txt.gz", gzip.compress, 99, "one document of over 99 bytes: divide it"),
+        ("a.jsonl", bytes, 115, "line 2 has more than 115 bytes"),
+        ("a.jsonl.gz", gzip.compress, 115, "line 2 has more than 115 bytes"),
+        ("a.json", bytes, 113, "an array of over 113 characters: write a line for each"),
+        ("a.csv", bytes, 99, r"field larger than field limit \(99\)"),
+    ],
+)
+def test_a_document_that_would_fill_the_memory_is_refused_by_name(
+    name: str,
+    pack: Callable[[bytes], bytes],
+    longest: int,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "x" * 100
+    contents = {
+        "txt": text.encode(),
+        "jsonl": lines("first", text),
+        "json": json.dumps([{"text": text}]).encode(),
+        "csv": b"text\n" + text.encode() + b"\n",
+    }
+    path = write(tmp_path, name, pack(contents[name.split(".")[1]]))
+    for setting in ("MAX_FILE_BYTES", "MAX_RECORD_BYTES"):
+        monkeypatch.setattr(f"nsa.data.formats.{setting}", longest)
+    with pytest.raises(DataError, match=rf"{name}: cannot be read \({complaint}"):
+        texts(open_files(path, "text"))
+    for setting in ("MAX_FILE_BYTES", "MAX_RECORD_BYTES"):
+        monkeypatch.setattr(f"nsa.data.formats.{setting}", longest + 20)
+    assert texts(open_files(path, "text"))[-1] == text
+
+
 def test_a_broken_table_or_array_is_refused_by_name(tmp_path: Path) -> None:
-    for name, content in (("a.json", b'[{"text": "x"}, '), ("b.json", b'[1, "text"]')):
+    for name, content in (
+        ("a.json", b'[{"text": "x"}, '),
+        ("b.json", b'[1, "text"]'),
+        ("c.csv.gz", b"text, but no archive"),
+    ):
         path = write(tmp_path, name, content)
         with pytest.raises(DataError, match=rf"{name}"):
             texts(open_files(path, "text"))
