@@ -231,8 +231,9 @@ def read_index(folder: Path) -> Index:
         if stamp.dtype not in ("uint16", "uint32") or stamp.eos_id >= stamp.vocab_size:
             raise ValueError(f"dtype = {short_repr(stamp.dtype)}, eos_id = {stamp.eos_id}")
         for shard in shards:
-            if not shard.tokens or not shard.documents or Path(shard.name).name != shard.name:
-                raise ValueError(f"{short_repr(shard.name)} with {shard.tokens} tokens")
+            counts = shard.tokens, shard.documents, shard.text_bytes
+            if 0 in counts or Path(shard.name).name != shard.name:
+                raise ValueError(f"{short_repr(shard.name)} with {counts} tokens, documents, bytes")
         return Index(stamp, content["settings"], content["parts"], shards)
     except FileNotFoundError:
         if _is_ours(folder / PLAN):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import math
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa.data.config import DataConfig
-from nsa.data.hub import hub_url, probe
+from nsa.data.hub import hub_url, one_line, probe
 from nsa.data.source import DataError, Source
 from nsa.system import with_timeout
 from nsa.text import first_line
@@ -27,6 +30,8 @@ END_OF_TEXT = "<|endoftext|>"
 ORIGIN = "origin.json"  # in the folder of an imported model, and of its export
 MIN_VOCAB_SIZE = 257  # every byte, and the end of text
 HUB_SECONDS = 28.0  # limit for loading a tokenizer from the hub
+
+MAX_GROWTH = 32  # of a text by a tokenizer's rules; 18 is known: Unicode's normal form of U+FDFA
 
 CHARS_PER_PIECE = 1 << 20  # a longer text is split, which bounds the encoder's memory
 CHARS_PER_CALL = 8 * CHARS_PER_PIECE  # of all texts in a call of the encoder
@@ -103,7 +108,8 @@ class HubTokenizer(Tokenizer):
 
         self.name = name
         self.definition = (name, backend, eos, start)
-        self._backend = Backend.from_str(backend)
+        with _name_in_errors(name):
+            self._backend = Backend.from_str(backend)
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is plain text
@@ -134,7 +140,8 @@ class HubTokenizer(Tokenizer):
         """Read invalid UTF-8 as U+FFFD; use all CPU cores unless TOKENIZERS_PARALLELISM=false."""
         ids: list[list[TokenArray]] = [[] for _ in texts]
         for owners, pieces in _calls(texts, self._can_split):
-            encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+            with _name_in_errors(self.name):
+                encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
             for owner, encoding in zip(owners, encodings, strict=True):
                 ids[owner].append(np.array(encoding.ids, dtype=self._type))
         return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in ids]
@@ -142,10 +149,60 @@ class HubTokenizer(Tokenizer):
     def decode(self, ids: npt.ArrayLike) -> bytes:
         array = np.asarray(ids, dtype=np.int64)
         valid = array[(array >= 0) & (array < self.vocab_size)]
-        return self._backend.decode(valid.tolist(), skip_special_tokens=True).encode()
+        with _name_in_errors(self.name):
+            return self._backend.decode(valid.tolist(), skip_special_tokens=True).encode()
 
     def _ids(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with _name_in_errors(self.name):
+            return self._backend.encode(text, add_special_tokens=False).ids
+
+
+@contextmanager
+def _name_in_errors(name: str) -> Iterator[None]:
+    """Replace errors of the `tokenizers` library by a DataError that names the tokenizer."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_library_error(error):
+            raise
+        raise DataError(
+            f"data.tokenizer = {name!r}: its tokenizer.json is damaged ({one_line(error)}); save "
+            "it again, or choose another tokenizer"
+        ) from None
+
+
+def _is_library_error(error: BaseException) -> bool:
+    """Return whether it is an Exception, or a panic of Rust code, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _check_growth(name: str, backend: str) -> None:
+    """Refuse a tokenizer that lengthens texts so much that they may not fit into memory."""
+    definition = json.loads(backend)
+    for part in ("normalizer", "decoder"):
+        if (growth := _growth(definition.get(part))) > MAX_GROWTH:
+            raise DataError(
+                f"data.tokenizer = {name!r}: the {part} in its tokenizer.json may make a text "
+                f"{growth:,.0f} times as long, more than {MAX_GROWTH}; choose another tokenizer"
+            )
+
+
+def _growth(rules: Any) -> float:
+    """Return how many times as long the rules of a tokenizer.json may make a text."""
+    if isinstance(rules, list):
+        return math.prod(map(_growth, rules))
+    if not isinstance(rules, dict):
+        return 1
+    growth = 1.0
+    if rules.get("type") == "Replace":
+        growth = len(rules["content"]) / max(1, len(rules["pattern"].get("String", "")))
+    elif rules.get("type") == "Prepend":
+        growth = len(rules["prepend"])
+    elif rules.get("type") == "Precompiled":  # size of a trie, the trie, texts that end with NUL
+        charsmap = base64.b64decode(rules["precompiled_charsmap"])
+        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+        growth = max(len(text.decode(errors="replace")) for text in texts)
+    return max(1, growth) * math.prod(map(_growth, rules.values()))
 
 
 def _calls(texts: Sequence[bytes], can_split: bool) -> Iterator[tuple[list[int], list[str]]]:
@@ -199,6 +256,7 @@ def _load(name: str) -> HubTokenizer:
             f"data.tokenizer = {name!r} has no end-of-text token; add one of its tokens to its "
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
+    _check_growth(name, loaded.backend_tokenizer.to_str())
     # Only of an imported model: other runs never saw a start, and their tokenizer must not change.
     imported = (tokenizer_folder(name) / ORIGIN).is_file()
     starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
@@ -213,7 +271,9 @@ def load_pretrained(name: str) -> Any:
         raise DataError(f"data.tokenizer = {name!r}: no such folder")
     try:
         return _from_pretrained(str(folder) if folder.is_dir() else path)
-    except (OSError, ValueError) as error:
+    except BaseException as error:
+        if not _is_library_error(error):
+            raise
         if folder.is_dir():
             raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None
         return _from_hub(name, path)
@@ -230,7 +290,9 @@ def largest_id(file: Path) -> int:
 
     try:
         vocabulary = Backend.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library has no class of its own
+    except BaseException as error:
+        if not _is_library_error(error):
+            raise
         reason = first_line(error)
         raise ValueError(f"{file}: cannot be read ({reason}); save the tokenizer again") from None
     return max(vocabulary.values(), default=-1)

@@ -62,6 +62,10 @@ class ValidationData:
     def _available(self) -> tuple[int, str | None]:
         return self._samples.available(self._requested)
 
+    def wait_until_ready(self) -> None:
+        """Wait for the samples; raise a DataError if the split is empty, or data.timeout passes."""
+        assert self.sequences > 0
+
     @property
     def sequences(self) -> int:
         """Return the number of samples: fewer than requested if a source has no more."""

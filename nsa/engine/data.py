@@ -87,19 +87,23 @@ def open_data(
         consumed=state.samples,
         state=loader_state,
     )
+    validation: ValidationData | None = None
     try:
         expected = state.data if resumed and not data_changed else loader.source.fingerprint
         _check_source(config, loader.source, expected)
-        loader.wait_until_ready()  # errors of the first documents surface here
-        state.data = loader.source.fingerprint
         validation = ValidationData(
             dataset,
             sequences=config.train.eval_samples,
             micro_batch=config.train.rows,
             world_size=data_ranks.world_size,
         )
+        loader.wait_until_ready()  # errors of the first documents surface here
+        validation.wait_until_ready()
+        state.data = loader.source.fingerprint
     except ValueError:
         loader.close()
+        if validation is not None:
+            validation.close()
         raise
     notes += dataset.notes
     steps_left = config.train.steps - state.step

@@ -163,6 +163,21 @@ def test_a_resumed_rank_reads_what_it_would_have_read() -> None:
         assert torch.equal(next(resumed)[0].input_ids, ids)
 
 
+def test_the_order_is_that_of_earlier_versions() -> None:
+    """A run resumes by a position in it, so nothing may change: seed, epoch, source, sample."""
+    stores = [
+        TokenStore([np.arange(start, start + 21)], -1, 1.0, name=str(start)) for start in (0, 100)
+    ]
+    samples = Samples(stores, fractions=[0.5, 0.5], seq_len=2, seed=1337)
+    firsts = samples.batch(range(40)).input_ids[:, 0]
+    order = [(int(first) // 100, int(first) % 100 // 2) for first in firsts]
+    assert [source for source, _ in order] == [1, 0] * 20
+    of_source = [[number for source, number in order if source == which] for which in (0, 1)]
+    assert of_source[0] == [5, 2, 8, 0, 9, 7, 4, 1, 3, 6, 9, 3, 1, 0, 8, 6, 5, 4, 7, 2]
+    assert of_source[1] == [5, 2, 6, 3, 8, 7, 1, 4, 0, 9, 3, 7, 6, 1, 9, 0, 5, 8, 4, 2]
+    assert samples.fingerprint == "7f6198a0a0a464ae"
+
+
 def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch() -> None:
     stores = [
         TokenStore([np.arange(start, start + 4 * samples + 1)], -1, 1.0, name=str(start))

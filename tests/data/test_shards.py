@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from nsa.data.shards import (
+    BUFFER_BYTES,
     HEADER,
     INDEX,
     PLAN,
@@ -86,6 +87,31 @@ def test_tokens_and_document_ends_survive_a_round_trip(
     index = read_index(folder)
     assert longest_document(folder, index.shards[0], stamp) == 5
     verify_shards(folder, index)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_shard_larger_than_a_read_is_intact_and_verified_to_its_last_token(
+    dtype: str, tmp_path: Path
+) -> None:
+    stamp = replace(STAMP, vocab_size=60_000, eos_id=59_999, dtype=dtype)
+    tokens = np.arange(BUFFER_BYTES + 3) % 50_000
+    tokens[-1] = stamp.eos_id
+    shard = write_shard(tmp_path, "train-000-00000.bin", "train", stamp, [tokens], 1)
+    index = Index(stamp, {}, 1, [shard])
+    verify_shards(tmp_path, index)
+    path = tmp_path / shard.name
+    intact = path.read_bytes()
+    last_token = HEADER + (len(tokens) - 1) * np.dtype(dtype).itemsize
+    for at in (HEADER, HEADER + BUFFER_BYTES, last_token, len(intact) - 1):
+        damaged = bytearray(intact)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="its content changed since it was written"):
+            verify_shards(tmp_path, index)
+    low = replace(stamp, vocab_size=59_999, eos_id=0)
+    shard = write_shard(tmp_path, shard.name, "train", low, [tokens], 1)
+    with pytest.raises(DataError, match="holds the token id 59,999"):
+        verify_shards(tmp_path, Index(low, {}, 1, [shard]))
 
 
 def test_the_fingerprint_is_of_a_splits_tokens(folder: Path, tmp_path: Path) -> None:
@@ -220,6 +246,15 @@ def test_a_damaged_index_is_refused_by_name(folder: Path, change: dict, message:
     content = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps({**content, **change}))
     with pytest.raises(DataError, match=rf"index\.json.*{message}"):
+        open_shards(str(folder), "train")
+
+
+@pytest.mark.parametrize("name", ["tokens", "documents", "text_bytes"])
+def test_a_shard_of_nothing_is_refused(folder: Path, name: str) -> None:
+    """Without bytes of text, bits per byte would divide by zero."""
+    index = read_index(folder)
+    write_index(folder, replace(index, shards=[replace(index.shards[0], **{name: 0})]))
+    with pytest.raises(DataError, match=r"index\.json: damaged .*train-000-00000.* with \("):
         open_shards(str(folder), "train")
 
 

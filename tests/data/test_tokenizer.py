@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import multiprocessing
 import os
@@ -9,9 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,6 +249,78 @@ def test_a_tokenizer_whose_end_of_text_can_be_spelled_is_refused(folder: Path) -
         HubTokenizer("careless", json.dumps(definition), "<|endoftext|>")
 
 
+@pytest.mark.parametrize(
+    ("part", "rules", "complaint"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "YWJj"}, "cannot be loaded"),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "chunk size must be non-zero"),
+        (
+            "decoder",
+            {"type": "Strip", "content": "a", "start": 5, "stop": 5},
+            "index out of bounds",
+        ),
+        ("model", {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}, "Missing"),
+    ],
+)
+def test_a_tokenizer_that_fails_inside_its_library_is_refused_by_name(
+    folder: Path, tmp_path: Path, part: str, rules: dict[str, Any], complaint: str
+) -> None:
+    """Most are panics of Rust, which are no Exception."""
+    copy = edited(folder, tmp_path / "copy", {part: rules})
+
+    def use() -> None:
+        tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
+        tokenizer.decode(tokenizer.encode(b"a"))
+
+    with pytest.raises(DataError, match=rf"^data\.tokenizer = 'hf:{copy}'.*{complaint}"):
+        use()
+
+
+def edited(folder: Path, copy: Path, changes: dict[str, Any]) -> Path:
+    """Copy a tokenizer with other parts in its tokenizer.json."""
+    shutil.copytree(folder, copy)
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    (copy / "tokenizer.json").write_text(json.dumps(definition | changes))
+    return copy
+
+
+def replacing(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_a_tokenizer_that_multiplies_text_is_refused(
+    folder: Path, tmp_path: Path, part: str
+) -> None:
+    kind = {"normalizer": "normalizers", "decoder": "decoders"}[part]
+    chain = {"type": "Sequence", kind: [replacing("e", "ee") for _ in range(5)]}
+    allowed = edited(folder, tmp_path / "allowed", {part: chain})
+    assert build_tokenizer(DataConfig(tokenizer=f"hf:{allowed}")).vocab_size == 356
+    chain[kind] = [replacing("e", "ee"), *chain[kind]]
+    refused = edited(folder, tmp_path / "refused", {part: chain})
+    with pytest.raises(DataError, match=rf"'hf:{refused}': the {part} .* 64 times as long"):
+        build_tokenizer(DataConfig(tokenizer=f"hf:{refused}"))
+
+
+def test_replacing_a_long_text_by_a_shorter_one_is_no_growth(folder: Path, tmp_path: Path) -> None:
+    chain = [replacing("word " * 10, "w" * 50) for _ in range(9)]
+    copy = edited(
+        folder, tmp_path / "copy", {"normalizer": {"type": "Sequence", "normalizers": chain}}
+    )
+    assert build_tokenizer(DataConfig(tokenizer=f"hf:{copy}")).vocab_size == 356
+
+
+def test_a_charsmap_with_a_long_text_is_refused(folder: Path, tmp_path: Path) -> None:
+    trie = np.zeros(256, np.uint32).tobytes()
+    for length, refused in ((32, False), (33, True)):
+        texts = b"a\0" + b"x" * length + b"\0"
+        charsmap = base64.b64encode(len(trie).to_bytes(4, "little") + trie + texts).decode()
+        rules = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+        copy = edited(folder, tmp_path / str(length), {"normalizer": rules})
+        with pytest.raises(DataError, match="33 times as long") if refused else nullcontext():
+            build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
+
+
 def test_a_folder_is_loaded_without_network_or_warning(
     folder: Path,
     tmp_path: Path,
@@ -293,15 +367,13 @@ def test_a_folder_is_loaded_as_autotokenizer_loads_it(folder: Path) -> None:
     assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
-def test_an_unreachable_hub_is_reported_within_30_seconds(
+def test_an_unreachable_hub_is_reported_by_its_address(
     monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
     hub = f"http://127.0.0.1:{free_port}"
     monkeypatch.setenv("HF_ENDPOINT", hub)
-    start = time.monotonic()
     with pytest.raises(DataError) as refused:
         build_tokenizer(DataConfig(tokenizer="hf:nobody/nothing"))
-    assert time.monotonic() - start < 30
     for part in ("data.tokenizer = 'hf:nobody/nothing'", hub, "cannot be reached", "hf:<folder>"):
         assert part in str(refused.value)
 

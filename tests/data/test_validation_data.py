@@ -78,32 +78,52 @@ def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: 
         assert f"ends after {available} sequences" in validation.note
 
 
+def wait_for_document(validation: ValidationData) -> None:
+    """So that a short timeout does not include the worker's start."""
+    deadline = time.monotonic() + 60
+    while not validation._worker.location:
+        assert time.monotonic() < deadline, "no document in 60 seconds"
+        time.sleep(0.05)
+
+
 def test_validation_waits_while_its_source_yields_documents(pipe: tuple[str, Any]) -> None:
     name, writer = pipe
     train, documents = split(texts(200))
-    seconds = 2.0
+    seconds = 3.0
+    with closing(validation_of(configure(name, timeout=seconds), 9)) as validation:
+        write_to_pipe(writer, train[:1])
+        wait_for_document(validation)
 
-    def write_slowly() -> None:
-        for number, text in enumerate([*train[:20], *documents]):
-            write_to_pipe(writer, [text])
-            time.sleep(seconds / 12 if number < 14 else 0)
+        def write_slowly() -> None:
+            for number, text in enumerate([*train[1:20], *documents]):
+                write_to_pipe(writer, [text])
+                time.sleep(seconds / 12 if number < 14 else 0)
 
-    config = configure(name, timeout=seconds)
-    writing = Thread(target=write_slowly, daemon=True)
-    writing.start()
-    start = time.monotonic()
-    with closing(validation_of(config, 9)) as validation:
+        writing = Thread(target=write_slowly, daemon=True)
+        writing.start()
+        start = time.monotonic()
+        validation.wait_until_ready()
         assert validation.sequences == 9
-    assert time.monotonic() - start > seconds
-    writing.join()
+        assert time.monotonic() - start > seconds, "else this test proves nothing"
+        writing.join()
 
 
 def test_the_timeout_of_validation_names_the_hanging_source(pipe: tuple[str, Any]) -> None:
     name, writer = pipe
-    write_to_pipe(writer, texts(5))
-    config = configure(name, timeout=2)
+    with closing(validation_of(configure(name, timeout=1), 50)) as validation:
+        write_to_pipe(writer, texts(5))
+        wait_for_document(validation)
+        with pytest.raises(DataError, match=r"slow\.jsonl': no document .* 1 sec.*slow\.jsonl:5"):
+            validation.wait_until_ready()
+
+
+@pytest.mark.parametrize("kind", ["synthetic", "stream"])
+def test_an_empty_validation_split_is_refused_before_the_first_evaluation(
+    source: str, kind: str
+) -> None:
+    name = source if kind == "stream" else "synthetic"
     with (
-        closing(validation_of(config, 50)) as validation,
-        pytest.raises(DataError, match=r"slow\.jsonl': no document .* 2 sec.*slow\.jsonl:5"),
+        pytest.raises(DataError, match=r"no document for split 'val'; raise data\.held_out"),
+        closing(validation_of(configure(name, held_out=1e-9), 3)) as validation,
     ):
-        validation.batches(0)
+        validation.wait_until_ready()

@@ -152,13 +152,14 @@ def test_a_killed_data_worker_ends_all_ranks_as_a_crash_with_a_checkpoint(
     assert saved.is_dir()
 
 
-@pytest.mark.full
-def test_a_stream_without_validation_documents_loses_no_step(books: Path, tmp_path: Path) -> None:
+def test_a_stream_without_validation_documents_is_refused_before_the_run(
+    books: Path, tmp_path: Path
+) -> None:
     source = [f"--set=data.source={books}", "--set=data.held_out=1e-9"]
     result = on_one_rank("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
     assert result.returncode == 2
     assert "raise data.held_out" in result.stderr
-    assert (tmp_path / "run/checkpoints/latest").read_text() == "step00000004"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_in_the_first_documents_leaves_no_run_folder(books: Path, tmp_path: Path) -> None:
