@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.untrusted import parse_json, parse_yaml, printable, read_text
+from nsa.untrusted import MAX_TEXT_BYTES, parse_json, parse_yaml, printable, read_text
 from tests.evaluate.models import write_model
 from tests.ranks import ROOT, spawn_ranks
 
@@ -25,7 +25,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     assert read_text(tmp_path / "link") == "text"
 
 
-@pytest.mark.parametrize("depth", [101, 900, 100_000])
+@pytest.mark.parametrize("depth", [100, 900, 100_000])
 def test_deep_nesting_is_a_value_error(depth: int) -> None:
     for parse, text in (
         (parse_json, "[" * depth + "]" * depth),
@@ -36,8 +36,15 @@ def test_deep_nesting_is_a_value_error(depth: int) -> None:
             parse(text)
 
 
-def test_json_of_ordinary_depth_is_read() -> None:
-    tree = json.loads("[" * 50 + "1" + "]" * 50)
+def test_a_file_that_would_fill_the_memory_is_refused_unread(tmp_path: Path) -> None:
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", MAX_TEXT_BYTES + 1)
+    with pytest.raises(ValueError, match=r"sparse: has more than 268,435,456 bytes"):
+        read_text(tmp_path / "sparse")
+
+
+def test_json_of_the_greatest_depth_is_read() -> None:
+    tree = json.loads("[" * 99 + "1" + "]" * 99)
     assert parse_json(json.dumps(tree)) == tree
 
 

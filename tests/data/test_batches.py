@@ -191,6 +191,17 @@ def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch(
     assert int((first_tenth >= 1_000_000).sum()) == 200
 
 
+def test_a_mixture_reports_where_it_first_repeats_and_its_mean_bytes_per_token() -> None:
+    stores = [TokenStore([np.arange(41)], -1, 4.0, "a"), TokenStore([np.arange(13)], -1, 2.0, "b")]
+    samples = Samples(stores, fractions=[0.75, 0.25], seq_len=4, seed=0)
+    assert samples.per_epoch == [10, 3]
+    assert samples.bytes_per_token == 0.75 * 4 + 0.25 * 2
+    order = [samples.locate(position)[0].name for position in range(20)]
+    last = [at for at, name in enumerate(order) if name == "b"][3]  # "b" has three samples
+    assert samples.available(last) == (last, None)
+    assert samples.available(last + 1) == (last, "b")
+
+
 @pytest.mark.parametrize("packing", ["concat", "documents"])
 def test_labels_are_the_next_tokens_and_share_no_memory_with_the_inputs(packing: str) -> None:
     store = counting(6, seq_len=5).stores[0]
@@ -258,6 +269,28 @@ def test_cu_seqlens_are_well_formed_for_any_text(
         assert labels[start : end - 1] == ids[start + 1 : end]
         assert (labels[end - 1] == -100) == (ids[end - 1] == EOS)
         assert ids[end - 1] == EOS or end % seq_len == 0
+
+
+def test_positions_restart_at_each_document_and_continue_in_a_later_part() -> None:
+    batch, _ = packed([1, 2, EOS, 3, EOS, EOS, 4, 5, 6], seq_len=8)
+    assert batch.positions().tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
+    second = batch.sequence_part(1, 2)
+    assert second.positions(4).tolist() == [1, 0, 0, 1]
+    assert replace(second, cu_seqlens=None).positions(4).tolist() == [4, 5, 6, 7]
+    rows = Batch(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
+    assert rows.positions().tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_the_parts_of_a_sequence_are_consecutive_and_complete() -> None:
+    batch, _ = packed(list(range(13)), seq_len=12)
+    batch = replace(batch, label_count=7)
+    parts = [batch.sequence_part(index, 3) for index in range(3)]
+    for name in ("input_ids", "labels"):
+        whole, pieces = getattr(batch, name), [getattr(part, name) for part in parts]
+        assert [piece.shape for piece in pieces] == [(1, 4)] * 3
+        assert torch.equal(torch.cat(pieces, dim=1), whole)
+    assert all(part.cu_seqlens is batch.cu_seqlens for part in parts)
+    assert {part.label_count for part in parts} == {7}
 
 
 def test_to_moves_every_tensor_of_a_batch() -> None:

@@ -103,6 +103,26 @@ def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
     assert source.division.fraction == pytest.approx(16_384 / 1e6, 1e-3)
 
 
+@pytest.mark.parametrize(("count", "few"), [(24, True), (25, False)])
+def test_documents_are_few_if_a_hash_is_expected_to_hold_out_fewer_than_five(
+    count: int, few: bool, tmp_path: Path
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(count))
+    (opened,) = open_dataset(DataConfig(source=source, held_out=HELD_OUT)).sources
+    assert opened.division.by_position == opened.fits_in_memory == few
+
+
+@pytest.mark.parametrize(("size", "in_memory"), [(1 << 24, True), ((1 << 24) + 1, False)])
+def test_one_text_of_more_than_16_mib_is_streamed(
+    size: int, in_memory: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"x" * size)
+    (opened,) = open_dataset(DataConfig(source=str(path))).sources
+    assert opened.division.by_position
+    assert opened.fits_in_memory == in_memory
+
+
 def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) -> None:
     content = text(0, 1_000) * 1_000
     plain, packed = tmp_path / "book.txt", tmp_path / "book.txt.gz"

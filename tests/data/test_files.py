@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
 from nsa.data.files import LARGEST_TEXT, open_files
 from nsa.data.source import DataError, Document, Source
 from nsa.engine.config import RunConfig
@@ -348,6 +350,8 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
     found = {document.location: document.text for document in source.read()}
     assert found == kept
     assert source.left_out == len(skipped)
+    (note,) = open_dataset(DataConfig(source=str(tmp_path))).notes
+    assert note == f"{tmp_path}: 8 files are read; 4 that are empty, binary or huge are not"
     names = [file.name for file in open_files(tmp_path, "text", "*.py").files]
     assert names == ["a/main.py"]
     assert [file.name for file in open_files(tmp_path, "text", "b/*").files] == sorted(

@@ -7,8 +7,11 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from queue import Empty
+from threading import Event, Timer
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from nsa.data.batches import open_samples
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.data.files import open_files
-from nsa.data.loader import BatchLoader, open_loader
+from nsa.data.loader import BatchLoader, Prefetcher, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.source import DataError
 from nsa.data.tokenizer import train_tokenizer
@@ -203,6 +206,49 @@ def test_the_error_of_a_broken_document_passes_through(tmp_path: Path) -> None:
         pytest.raises(DataError, match=r"a\.jsonl:31: not a line of JSON"),
     ):
         read(loader, 1_000)
+
+
+def test_a_prefetcher_is_a_bounded_number_of_items_ahead() -> None:
+    begun: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(9):
+            begun.append(number)
+            yield number
+        raise DataError("broken")
+
+    prefetcher = Prefetcher(items(), 3, lambda: None)
+    with closing(prefetcher):
+        for number in range(9):
+            assert prefetcher.next(60) == number
+            assert begun[number] == number
+            assert len(begun) <= number + 1 + 3
+        for _ in range(2):
+            with pytest.raises(DataError, match="broken"):
+                prefetcher.next(60)
+
+
+def test_a_wait_for_items_ends_without_progress_and_not_with_it() -> None:
+    ready = Event()
+
+    def items() -> Iterator[str]:
+        ready.wait()
+        yield "item"
+
+    with closing(Prefetcher(items(), 1, ready.set)) as prefetcher:
+        with pytest.raises(Empty):
+            prefetcher.next(0.2)
+        progress = iter([0.0, *[time.monotonic() + 0.3] * 3])
+        Timer(0.25, ready.set).start()
+        assert prefetcher.next(0.2, lambda: next(progress, time.monotonic())) == "item"
+
+
+def test_an_unexpected_error_while_prefetching_is_a_data_error_with_its_cause() -> None:
+    with closing(Prefetcher(map(int, ["1", "x"]), 2, lambda: None)) as prefetcher:
+        assert prefetcher.next(60) == 1
+        with pytest.raises(DataError, match="prefetching failed: ValueError: invalid") as raised:
+            prefetcher.next(60)
+    assert isinstance(raised.value.__cause__, ValueError)
 
 
 def test_a_process_ends_with_open_loaders(source: str, tmp_path: Path) -> None:

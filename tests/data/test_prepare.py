@@ -108,6 +108,8 @@ def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> No
     index = prepare(config, tmp_path, shard_tokens=50_000, workers=4, progress=False)
     verify_shards(tmp_path, index)
     assert len(index.of("train")) > 8  # each part has several
+    full = [shard.tokens for shard in index.of("train")[:-1] if shard.name[6:9] == "000"][:-1]
+    assert all(50_000 <= tokens < 100_000 for tokens in full)
     for split in ("train", "val"):
         expected = Counter(
             text for text in texts if is_validation(text, HELD_OUT) == (split == "val")
