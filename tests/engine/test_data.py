@@ -117,7 +117,8 @@ def test_a_hanging_source_ends_every_rank_with_one_message_and_a_checkpoint(
     (folder / "a.jsonl").write_text(books.read_text())
     os.mkfifo(folder / "b.jsonl")
     pipe = os.open(folder / "b.jsonl", os.O_RDWR)
-    os.write(pipe, b"".join(books.read_bytes().splitlines(keepends=True)[:60]))
+    lines = (f'{{"text": "document {number}"}}\n' for number in range(1_300))
+    os.write(pipe, "".join(lines).encode())  # more than the 1,000 that are shuffled together
     try:
         source = [f"--set=data.source={folder}", "--set=data.timeout=6"]
         source += ["--set=train.eval_every=0"]
