@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa.data.config import DataConfig
-from nsa.data.hub import hub_url, one_line, probe
+from nsa.data.hub import hub_url, probe
 from nsa.data.source import DataError, Source
 from nsa.system import with_timeout
 from nsa.text import first_line
@@ -108,7 +108,7 @@ class HubTokenizer(Tokenizer):
 
         self.name = name
         self.definition = (name, backend, eos, start)
-        with _name_in_errors(name):
+        with _name_in_errors(f"data.tokenizer = {name!r}"):
             self._backend = Backend.from_str(backend)
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -140,7 +140,7 @@ class HubTokenizer(Tokenizer):
         """Read invalid UTF-8 as U+FFFD; use all CPU cores unless TOKENIZERS_PARALLELISM=false."""
         ids: list[list[TokenArray]] = [[] for _ in texts]
         for owners, pieces in _calls(texts, self._can_split):
-            with _name_in_errors(self.name):
+            with _name_in_errors(f"data.tokenizer = {self.name!r}"):
                 encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
             for owner, encoding in zip(owners, encodings, strict=True):
                 ids[owner].append(np.array(encoding.ids, dtype=self._type))
@@ -149,26 +149,24 @@ class HubTokenizer(Tokenizer):
     def decode(self, ids: npt.ArrayLike) -> bytes:
         array = np.asarray(ids, dtype=np.int64)
         valid = array[(array >= 0) & (array < self.vocab_size)]
-        with _name_in_errors(self.name):
+        with _name_in_errors(f"data.tokenizer = {self.name!r}"):
             return self._backend.decode(valid.tolist(), skip_special_tokens=True).encode()
 
     def _ids(self, text: str) -> list[int]:
-        with _name_in_errors(self.name):
+        with _name_in_errors(f"data.tokenizer = {self.name!r}"):
             return self._backend.encode(text, add_special_tokens=False).ids
 
 
 @contextmanager
 def _name_in_errors(name: str) -> Iterator[None]:
-    """Replace errors of the `tokenizers` library by a DataError that names the tokenizer."""
+    """Replace errors of the `tokenizers` library by a DataError that begins with `name`."""
     try:
         yield
     except BaseException as error:
         if not _is_library_error(error):
             raise
-        raise DataError(
-            f"data.tokenizer = {name!r}: its tokenizer.json is damaged ({one_line(error)}); save "
-            "it again, or choose another tokenizer"
-        ) from None
+        reason = first_line(error)
+        raise DataError(f"{name}: cannot be read ({reason}); save the tokenizer again") from None
 
 
 def _is_library_error(error: BaseException) -> bool:
@@ -259,7 +257,8 @@ def _load(name: str) -> HubTokenizer:
     _check_growth(name, loaded.backend_tokenizer.to_str())
     # Only of an imported model: other runs never saw a start, and their tokenizer must not change.
     imported = (tokenizer_folder(name) / ORIGIN).is_file()
-    starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
+    with _name_in_errors(f"data.tokenizer = {name!r}"):
+        starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
     start = loaded.bos_token if imported and starts else None
     return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token, start)
 
@@ -288,13 +287,8 @@ def largest_id(file: Path) -> int:
     """Return the largest id of a tokenizer.json; raise a ValueError if it cannot be read."""
     from tokenizers import Tokenizer as Backend
 
-    try:
+    with _name_in_errors(str(file)):
         vocabulary = Backend.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except BaseException as error:
-        if not _is_library_error(error):
-            raise
-        reason = first_line(error)
-        raise ValueError(f"{file}: cannot be read ({reason}); save the tokenizer again") from None
     return max(vocabulary.values(), default=-1)
 
 
