@@ -119,9 +119,10 @@ def test_the_timeout_of_validation_names_the_hanging_source(pipe: tuple[str, Any
 
 @pytest.mark.parametrize("kind", ["synthetic", "stream"])
 def test_an_empty_validation_split_is_refused_before_the_first_evaluation(
-    source: str, kind: str
+    kind: str, tmp_path: Path
 ) -> None:
-    name = source if kind == "stream" else "synthetic"
+    many = write_lines(tmp_path / "many.jsonl", texts(1_001))  # of fewer, each ends in validation
+    name = many if kind == "stream" else "synthetic"
     with (
         pytest.raises(DataError, match=r"no document for split 'val'; raise data\.held_out"),
         closing(validation_of(configure(name, held_out=1e-9), 3)) as validation,
