@@ -3,6 +3,11 @@
 An op's inputs are a NamedTuple, tensors before constants. The annotated fields give the op's
 schema, and its implementations receive the NamedTuple. Callers unpack it: `op(*inputs)`. Schemas
 have no type for an NSASpec, so callers pass `spec.to_ints()`.
+
+`torch.library.custom_op` and `register_autograd` would do the same without private names of torch.
+They make a micro-batch's host time 31 to 54% longer: 20.2, 22.4 and 19.0 ms of process time became
+26.4, 29.4 and 29.3 (tenth percentiles of 60 steps in alternating processes; forward and backward of
+four layers with φ `pool` and the selector loss on 64 tokens, with launches that start no kernel).
 """
 
 from __future__ import annotations
@@ -76,7 +81,7 @@ def _define(
     setup_context: Callable[..., None] | None = None,
     autograd: Callable[..., Any] | None = None,
 ) -> Any:
-    """`torch.library.custom_op` and `register_autograd`, with half their host time per call.
+    """Define an op with the dispatcher's own functions; see the top of this file.
 
     `read` turns an op's arguments into those of `implementation` and `fake`.
     """

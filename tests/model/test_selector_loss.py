@@ -359,6 +359,21 @@ def test_a_layer_returns_its_selector_loss_once_per_forward_pass() -> None:
     assert layer.take_selector_loss() is None
 
 
+def test_a_layer_of_ones_own_samples_other_queries_in_each_pass() -> None:
+    torch.manual_seed(0)
+    layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=0.5)
+    first = set()
+    for _ in range(8):
+        layer(torch.zeros(1, 320, 32))
+        layer.take_selector_loss()
+        assert layer.selector_target is not None
+        queries, target = layer.selector_target
+        assert target.shape[2] == len(queries) == 32
+        first.add(int(queries[0]))
+    assert first <= set(range(10))  # 32 queries of 320, 10 apart
+    assert len(first) > 3
+
+
 def test_a_layer_whose_loss_is_never_taken_warns() -> None:
     layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=0.5)
     layer(torch.randn(2, 128, 32))

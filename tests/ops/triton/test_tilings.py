@@ -79,6 +79,13 @@ def test_the_models_own_sizes_in_the_tiles_of_a_bf16_run(case: Case, branch: str
     assert_parity_with({kernel: (c.rows, c.keys) for kernel, c in sizes.items()}, case, branch)
 
 
+@pytest.mark.parametrize("window", [16, 17, 18, 31])
+def test_a_window_begins_at_its_first_key_wherever_tiles_begin(window: int) -> None:
+    """By its length, its first key is the last of a tile of keys, the first, or another."""
+    case = Case(replace(CASE.spec, window=window), (70,), kv_heads=1, group=1, key_dim=16)
+    assert_parity_with(dict.fromkeys(KERNELS, (16, 16)), case, "window")
+
+
 @pytest.mark.parametrize(
     ("case", "chunk", "short"),  # short 0: heads one by one, None: at once
     [
