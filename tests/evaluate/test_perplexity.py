@@ -25,7 +25,7 @@ from nsa.data.dataset import open_dataset, open_source
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
-from nsa.evaluate.command import sources_overlap
+from nsa.evaluate.command import SPLITS, sources_overlap
 from nsa.evaluate.perplexity import (
     EvalData,
     Losses,
@@ -122,6 +122,13 @@ def test_all_documents_of_unseen_data_are_evaluated(
     output = capsys.readouterr().out
     assert f"{other}, split all" in output
     assert "has fewer than the 1,000,000 requested" in output
+    every = ("--set", "data.held_out=0.5", "--tokens", "1000000", "--source", other)
+    parts = [evaluate(folder, str(folder / "nsa"), "--split", s, *every) for s in SPLITS]
+    held_out, train, both = (part[0]["tokens"] for part in parts)
+    expected = [sum(len(text) + 1 for text in part) for part in split(LINES[:12], 0.5)]
+    assert [train, held_out] == [(tokens - 1) // 96 * 96 for tokens in expected]
+    assert both == result["tokens"]
+    capsys.readouterr()
     evaluate(folder, str(folder / "nsa"), "--set", f"data.source={{{other}: 1}}", "--tokens", "96")
     assert f"{other}, split all" in capsys.readouterr().out
 

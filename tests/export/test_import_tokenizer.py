@@ -136,9 +136,14 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     model = NSAForCausalLM.from_pretrained(folder).eval()
-    theirs = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    theirs = model.generate(**prompt, **greedy)
     expected = theirs[0, prompt["input_ids"].shape[1] :]
     assert mine == source.decode(expected, skip_special_tokens=True) + "\n"
+    assert main([*command, "--prompt=hello"]) == 0  # starts with <s>, as a text in training
+    started = model.generate(**source("hello", return_tensors="pt"), **greedy)
+    continued = source.decode(started[0, 6:], skip_special_tokens=True)
+    assert capsys.readouterr().out == continued + "\n"
 
 
 def test_the_card_names_the_models_origin_and_license(chat_llama: Path, tmp_path: Path) -> None:

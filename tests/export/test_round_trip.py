@@ -119,14 +119,17 @@ def test_the_card_of_an_untrained_import_claims_no_training(original: Path, tmp_
     (source := tmp_path / "tiny-llama").mkdir()
     shutil.copytree(original, source, dirs_exist_ok=True)
     for license, sentence in (
-        ("mit", "the license at the top is that of tiny-llama"),
-        (None, "state the license of tiny-llama at the top"),
+        ("mit", "the license at the top is that of someone/tiny"),
+        (None, "state the license of someone/tiny at the top"),
     ):
+        named = settings(source) | {"_name_or_path": "someone/tiny"}
+        (source / "config.json").write_text(json.dumps(named))
         (source / "README.md").write_text(f"---\nlicense: {license}\n---\n" if license else "")
         imported(source, tmp_path / f"run-{license}", *SMALL)
         folder = export(tmp_path / f"run-{license}", tmp_path / f"hf-{license}")
         card = ModelCard.load(folder / "README.md")
         assert card.data.license == (license or "other")
+        assert card.data.base_model == "someone/tiny"
         assert (card.data.language, card.data.get("datasets")) == (None, None)
         assert f"Before you publish this folder: {sentence}." in card.text
         for claim in ("the code's", "trained on", "## Training", "embedded"):
