@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -45,6 +46,15 @@ def available_memory() -> int:
     available = psutil.virtual_memory().available
     limit = text_or_empty("/sys/fs/cgroup/memory.max").strip()  # "max" without a limit
     return min(available, int(limit)) if limit.isdigit() else available
+
+
+def isolated_environment() -> dict[str, str]:
+    """Return the environment of a Python child that imports what this process does, no more.
+
+    Without PYTHONSAFEPATH (Python 3.11) it would import modules from the current directory.
+    """
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def free_port() -> int:

@@ -12,6 +12,8 @@ REMOVE = "remove it"  # advice where nothing replaces it
 
 # Setting -> the value that this version always has, and what to do instead.
 SETTINGS: dict[str, tuple[Any, str]] = {
+    "checkpoint.background": (False, REMOVE),
+    "checkpoint.keep_hours": (0.0, "set checkpoint.keep"),
     "monitor.heartbeat": (5.0, REMOVE),
     "monitor.private": (False, "run under umask 077"),
     "monitor.progress": (True, REMOVE),

@@ -1,13 +1,11 @@
 """Atomic commit: the files of all ranks become one checkpoint, or none.
 
-    .step00000010.partial/          the draft; removed by the next run after a crash
-        *.pt state.json …           files of each rank, synced and hashed by that rank
-        .part0 .part1               each rank's part of the manifest, or its error
-        manifest.json               by rank 0, once all parts exist
-    step00000010/                   the same folder, renamed: from here on it is a checkpoint
-    latest                          written last
-
-Ranks wait for each other through files, so that no collective interferes with those of training.
+.step00000010.partial/          the draft; removed by the next run after a crash
+    *.pt state.json …           files of each rank, synced and hashed by that rank
+    .part0 .part1               each rank's part of the manifest
+    manifest.json               by rank 0, once all parts exist
+step00000010/                   the same folder, renamed: from here on it is a checkpoint
+latest                          written last
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import contextlib
 import errno
 import json
 import shutil
-import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -32,10 +29,10 @@ from nsa.checkpoint.manifest import (
     read_manifest,
     sync_and_hash,
 )
+from nsa.checkpoint.state_file import STATE
 from nsa.text import first_line
 
 LATEST = "latest"
-POLL_SECONDS = 0.02  # between two checks for the other ranks' parts
 PARTIAL = ".partial"
 FULL = (
     "; free some space, or keep fewer checkpoints with checkpoint.keep (if `df -i` shows no "
@@ -44,6 +41,7 @@ FULL = (
 REFUSED = "; fix the folder's permissions or mount, or choose another folder"
 FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), FULL),
+    errno.EFBIG: "; raise the limit of a file's size (`ulimit -f unlimited`)",
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), REFUSED),
 }
 
@@ -93,44 +91,19 @@ def write_part(draft: Path, rank: int, names: Iterable[str], finite: bool) -> No
     atomic_write_text(_part(draft, rank), json.dumps({"files": files, "finite": finite}))
 
 
-def write_failure(draft: Path, rank: int, names: Iterable[str], reason: str) -> None:
-    """Remove a rank's files, which frees their space, and report its error to rank 0."""
-    for name in names:
-        with contextlib.suppress(OSError):
-            (draft / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # if this fails as well, the next barrier reports it
-        atomic_write_text(_part(draft, rank), json.dumps({"error": reason}))
-
-
-def wait_for_parts(draft: Path, ranks: int, abort: threading.Event) -> list[dict[str, Any]]:
-    """Return every rank's part; raise a ValueError with the errors of ranks that failed."""
-    parts: dict[int, dict[str, Any]] = {}
-    while len(parts) < ranks:
-        if abort.is_set():
-            raise ValueError("another rank failed")
-        for rank in set(range(ranks)) - set(parts):
-            with contextlib.suppress(FileNotFoundError):
-                parts[rank] = json.loads(_part(draft, rank).read_text(encoding="utf-8"))
-        if len(parts) < ranks:
-            time.sleep(POLL_SECONDS)
-    errors = [parts[rank]["error"] for rank in range(ranks) if "error" in parts[rank]]
-    if errors:
-        raise ValueError("; ".join(dict.fromkeys(errors)))
-    return [parts[rank] for rank in range(ranks)]
-
-
-def commit(folder: Path, step: int, parts: list[dict[str, Any]], fields: dict[str, Any]) -> Path:
-    """Turn a finished draft into the checkpoint of `step`."""
+def commit(folder: Path, step: int, ranks: int, fields: dict[str, Any]) -> Path:
+    """Turn a draft with the parts of all ranks into the checkpoint of `step`."""
     draft, checkpoint = draft_of(folder, step), folder / checkpoint_name(step)
+    parts = [json.loads(_part(draft, rank).read_text(encoding="utf-8")) for rank in range(ranks)]
     manifest = {
         **fields,
         "step": step,
-        "ranks": len(parts),
+        "ranks": ranks,
         "time": time.time(),
         "finite": all(part["finite"] for part in parts),
         "files": {name: entry for part in parts for name, entry in sorted(part["files"].items())},
     }
-    for rank in range(len(parts)):
+    for rank in range(ranks):
         _part(draft, rank).unlink()
     publish(draft, checkpoint, manifest)
     atomic_write_text(folder / LATEST, checkpoint.name)
@@ -138,30 +111,48 @@ def commit(folder: Path, step: int, parts: list[dict[str, Any]], fields: dict[st
     return checkpoint
 
 
+def trial_commit(run_dir: Path) -> None:
+    """Commit a checkpoint of a few bytes and remove it; raise a ValueError if the disk cannot.
+
+    Else a run would train to its end and save nothing.
+    """
+    folder = run_dir / "checkpoints"
+    trial = (folder if folder.exists() else run_dir) / f".trial{PARTIAL}"
+    shutil.rmtree(trial, ignore_errors=True)
+    try:
+        with write_errors(trial):
+            (new_draft(trial, 0) / STATE).write_text("{}")
+            write_part(draft_of(trial, 0), 0, [STATE], finite=True)
+            commit(trial, 0, 1, {})
+    except ValueError as error:
+        raise ValueError(
+            f"--run-dir {run_dir}: no checkpoint can be saved there: {error}"
+        ) from error
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+
+
 def publish(draft: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a draft whose files are synced, and give the draft its name."""
     atomic_write_text(draft / MANIFEST, manifest_text(manifest))
     for folder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
         fsync_dir(folder)
-    if checkpoint.exists():  # damaged, or from before a rollback
+    if checkpoint.exists():  # damaged
         remove(checkpoint)
     draft.rename(checkpoint)
     fsync_dir(checkpoint.parent)
 
 
-def prune(folder: Path, keep: int, keep_hours: float, now: float) -> None:
-    """Remove checkpoints beyond the `keep` newest or older than `keep_hours`; 0: no limit.
+def prune(folder: Path, keep: int) -> None:
+    """Remove checkpoints beyond the `keep` newest; 0 keeps all.
 
-    The newest stays, and so does the newest without NaN or inf. Damaged ones stay and do not count.
-    Warn of failed removals.
+    The newest without NaN or inf stays. Damaged ones stay and do not count. Warn of failed
+    removals.
     """
-    paths = complete_by_size(folder)
-    manifests = {path: read_manifest(path) for path in paths}
-    protected = {*paths[:1], *[path for path in paths if manifests[path]["finite"]][:1]}
-    for index, path in enumerate(paths):
-        too_many = keep and index >= keep
-        too_old = keep_hours and now - manifests[path]["time"] > keep_hours * 3600
-        if path not in protected and (too_many or too_old):
+    paths = complete_by_size(folder) if keep else []
+    finite = next((path for path in paths if read_manifest(path)["finite"]), None)
+    for path in paths[keep:]:
+        if path != finite:
             try:
                 remove(path)
             except OSError as error:

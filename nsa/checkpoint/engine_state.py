@@ -1,4 +1,4 @@
-"""State of a DeepSpeed engine and of the random number generators: capture, copy, load."""
+"""State of a DeepSpeed engine and of the random number generators: capture, load."""
 
 from __future__ import annotations
 
@@ -48,32 +48,6 @@ def all_finite(files: dict[str, Any]) -> bool:
             pair = torch.stack(tensor.detach().aminmax()).float()  # a NaN makes both NaN
             extremes.setdefault(tensor.device, []).append(pair)
     return all(bool(torch.stack(pairs).isfinite().all()) for pairs in extremes.values())
-
-
-def copy_to_host(files: dict[str, Any]) -> dict[str, Any]:
-    """Copy all tensors to host memory: a thread writes them while training changes the originals.
-
-    Tensors that share a storage still share it, as they do in a file of torch.save.
-    """
-    storages: dict[int, torch.UntypedStorage] = {}
-    copies: dict[int, Any] = {}
-    for tensor in _tensors(files):
-        source = tensor.untyped_storage()
-        if source._cdata not in storages:
-            flat = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
-            pinned = source.device.type == "cuda"
-            host = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-            host.copy_(flat, non_blocking=True)
-            storages[source._cdata] = host.untyped_storage()
-        copied = torch.empty(0, dtype=tensor.dtype).set_(
-            storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
-        if isinstance(tensor, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, tensor.requires_grad)
-        copies[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return copy.deepcopy(files, copies)
 
 
 def write_file(path: Path, content: Any) -> None:

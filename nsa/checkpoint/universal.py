@@ -18,6 +18,7 @@ from nsa.checkpoint.commit import PARTIAL, publish, write_errors
 from nsa.checkpoint.manifest import find_problem, read_manifest, rng_file, sync_and_hash
 from nsa.checkpoint.safe_load import data_only
 from nsa.checkpoint.state_file import ANY_RANKS, STATE, SavedState, layout_of, rank_file
+from nsa.system import isolated_environment
 
 
 def needs_universal(saved: SavedState, ranks: int) -> bool:
@@ -60,10 +61,17 @@ def to_universal(saved: SavedState) -> SavedState:
 
 def _convert(checkpoint: Path, converted: Path) -> None:
     """Run the converter as a process, because it keeps global state and prints."""
-    command = [sys.executable, "-c", f"import {__name__} as this; this.run_converter()"]
+    code = "import sys; sys.path = [*filter(None, sys.path)]; "  # Python 3.10: not from here
+    command = [sys.executable, "-c", f"{code}import {__name__} as this; this.run_converter()"]
     command += ["--input_folder", str(checkpoint), "--output_folder", str(converted)]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=isolated_environment(),
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(f"{checkpoint} could not be converted: {last}")

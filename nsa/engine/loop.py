@@ -328,8 +328,6 @@ def _save(run: Run, required: bool = True) -> None:
             run.observers.on_message(f"NOT SAVED: {error}")
         run.telemetry.enter("idle")
         run.collectives.barrier(deleted)
-    if required:
-        run.saver.finish()
 
 
 def _is_due(step: int, every: int, stop_step: int) -> bool:

@@ -14,6 +14,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.ds_config import load_ds_config
 from nsa.engine.process_group import Ranks
+from nsa.engine.run_dir import refuse_other_run
 from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import RankProcess
 from nsa.engine.train_state import TrainState
@@ -43,6 +44,7 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | 
     if path is None:
         none = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
         return None, [*notes, f"--resume: {none}; starting at step 0"]
+    refuse_other_run(request.run_dir, path)
     saved = checkpoint.read_state_file(path)
     ranks = saved.topology.ranks
     required = Topology(

@@ -49,6 +49,7 @@ class Run:
     engine: Any  # DeepSpeed's
     teacher: Teacher | None = None  # of train.teacher
     info: RunInfo
+    run_id: str | None = None  # in the manifests of its checkpoints; None except on rank 0
     observers: Observers  # none except on rank 0
     saver: Saver
     reduction_check: ReductionCheck  # of the first step

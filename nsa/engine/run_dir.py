@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nsa.atomic_io import atomic_write_text, no_symlink
-from nsa.checkpoint.manifest import holds_intact, list_checkpoints
+from nsa.checkpoint.manifest import holds_intact, list_checkpoints, read_manifest
 from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest
+from nsa.monitor.artifacts import read_json
 from nsa.untrusted import parse_yaml, printable, read_text
 
 LOCK = ".lock"
@@ -96,6 +98,7 @@ def find_saved_settings(run_dir: Path) -> Path | None:
     """
     for path in list_checkpoints(run_dir / "checkpoints"):
         if holds_intact(path, CONFIG_FILES):
+            refuse_other_run(run_dir, path)
             return path
     file = run_dir / CONFIG_FILES[0]
     if not file.exists():
@@ -113,17 +116,50 @@ def find_saved_settings(run_dir: Path) -> Path | None:
     return run_dir
 
 
-def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[str, Any]]) -> None:
-    """Write config.yaml, ds_config.json and env.json.
+def read_run_id(run_dir: Path) -> str | None:
+    """Return a run's id; None for a run of an earlier version."""
+    run_id = read_json(run_dir / "env.json").get("run")
+    return run_id if isinstance(run_id, str) else None
 
-    `hosts` are in the order of the ranks, `kernel_check` has a row per operation of rank 0.
+
+def refuse_other_run(run_dir: Path, checkpoint: Path) -> None:
+    """Raise a ValueError if another run saved this checkpoint: it would replace the run's settings.
+
+    Checkpoints of earlier versions do not name their run.
     """
+    own, saved_by = read_run_id(run_dir), read_manifest(checkpoint).get("run")
+    if own and isinstance(saved_by, str) and saved_by != own:
+        raise ValueError(
+            f"--resume: {checkpoint} was saved by another run ({printable(saved_by)}, this one is "
+            f"{printable(own)}); move it elsewhere, or start a fresh run from it with --set "
+            f"train.start_from={checkpoint}"
+        )
+
+
+def record_run(
+    request: RunRequest,
+    hosts: list[str],
+    kernel_check: list[dict[str, Any]],
+    checkpoint: Path | None,
+) -> str:
+    """Write config.yaml, ds_config.json and env.json; return the run's id.
+
+    `hosts` are in the order of the ranks, `kernel_check` has a row per operation of rank 0. A run
+    resumed from `checkpoint` keeps its id.
+    """
+    run_id = None
+    if request.resume:
+        run_id = read_run_id(request.run_dir)
+        if run_id is None and checkpoint is not None:
+            run_id = read_manifest(checkpoint).get("run")
+    run_id = run_id or secrets.token_hex(8)
     from nsa.monitor.environment import write_env
 
     for name, text in request.config_files().items():
         atomic_write_text(request.run_dir / name, text)
     write_env(
         request.run_dir,
+        run=run_id,
         recipe=request.recipe,
         profile=request.profile,
         notes=request.notes,
@@ -131,6 +167,7 @@ def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[st
         hosts=hosts,
         kernel_check=kernel_check,
     )
+    return run_id
 
 
 class FolderLock:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
+from nsa.checkpoint.commit import trial_commit
 from nsa.doctor.check import OK, Check, failures, lines, passed
 from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
 from nsa.doctor.ranks import rank_checks
@@ -72,6 +73,8 @@ def start(request: RunRequest, lock: FolderLock | None) -> None:
 def prepare(run: Run) -> None:
     """Find the checkpoint, check the node and open the dataset."""
     request, ranks = run.request, run.ranks
+    if run.lock is not None:
+        trial_commit(request.run_dir)
     run.resume_from, notes = resume.find_checkpoint(request, ranks.world_size)
     run.notes += notes
     run.state, run.rank_state = TrainState(), {}
@@ -155,7 +158,8 @@ def build(run: Run) -> None:
     # Nothing is refused from here on, so the run's folder may change.
     passed_gate = preflight(checks)
     if run.ranks.rank == 0:
-        record_run(request, [process.host for process in run.processes], kernel_rows)
+        hosts = [process.host for process in run.processes]
+        run.run_id = record_run(request, hosts, kernel_rows, path)
         record_result(run_dir, passed_gate)
     dist.barrier()
     if request.stop_step == 0:  # --until preflight
@@ -222,8 +226,8 @@ def _create_parts(run: Run) -> None:
         barrier=run.collectives.barrier,
         attachments=request.config_files(),
         tokenizer={"name": source.tokenizer, "fingerprint": source.tokenizer_fingerprint},
+        run_id=run.run_id,
         on_saved=run.observers.on_checkpoint,
-        on_failed=lambda error: run.observers.on_message(f"NOT SAVED: {error}"),
     )
 
 

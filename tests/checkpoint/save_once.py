@@ -16,8 +16,7 @@ def save_once(
     state: dict[str, Any],
     rank_state: dict[str, Any] | None = None,
 ) -> None:
-    """Save once and wait for it; every rank must call it with the same step."""
+    """Save once; every rank must call it with the same step."""
     barrier = CpuCollectives(slowest=60).barrier
     saver = Saver(engine, folder, CheckpointConfig(), barrier=barrier)
     saver.save(step, state, rank_state)
-    saver.finish()

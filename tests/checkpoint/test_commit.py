@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import stat
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from nsa.checkpoint.commit import (
     draft_of,
     new_draft,
     prune,
+    publish,
     remove_drafts,
-    wait_for_parts,
-    write_failure,
+    trial_commit,
     write_part,
 )
-from nsa.checkpoint.manifest import find_problem, list_checkpoints, manifest_text, read_manifest
+from nsa.checkpoint.manifest import find_problem, list_checkpoints, read_manifest
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 
@@ -38,8 +38,8 @@ def save(folder: Path, step: int, *, finite: bool = True, keep: int = 0) -> Path
         for name in names:
             (draft / name).write_text(f"{name} of step {step}\n" * 100)
         write_part(draft, rank, names, finite)
-    path = commit(folder, step, wait_for_parts(draft, 2, threading.Event()), {})
-    prune(folder, keep, 0, time.time())
+    path = commit(folder, step, 2, {})
+    prune(folder, keep)
     return path
 
 
@@ -115,28 +115,69 @@ def checkpoint_names(*numbers: int) -> list[str]:
     return [f"step{number:08d}" for number in numbers]
 
 
-def test_a_failed_ranks_error_is_reported_and_its_files_are_removed(tmp_path: Path) -> None:
-    draft = new_draft(tmp_path, 3)
-    (draft / "state.json").write_text("{}")
-    (draft / "shard1.pt").write_text("incomplete")
-    write_part(draft, 0, ["state.json"], True)
-    write_failure(draft, 1, ["shard1.pt", "never written"], "shard1.pt: the disk is full")
-    assert not (draft / "shard1.pt").exists()
-    with pytest.raises(ValueError, match="the disk is full"):
-        wait_for_parts(draft, 2, threading.Event())
+def test_files_are_on_disk_before_the_checkpoint_and_it_before_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power loss, what was renamed or named by `latest` must be complete."""
+    synced: list[str] = []
+    checkpoint = tmp_path / "step00000003"
+
+    def fsync(descriptor: int) -> None:
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)
+        stage = "latest" if (tmp_path / "latest").exists() else "checkpoint"
+        synced.append(f"{path}, {stage if checkpoint.exists() else 'draft'}")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(tmp_path, 3)
+    draft, own = ".step00000003.partial", os.getpid()
+    files = ["shard0.pt", "rng_rank0.pt", "state.json", f"..part0.{own}"]
+    files += ["shard1.pt", "rng_rank1.pt", f"..part1.{own}", f".manifest.json.{own}"]
+    assert synced == [
+        *(f"{draft}/{name}, draft" for name in files),
+        f"{draft}, draft",
+        "., checkpoint",
+        f".latest.{own}, checkpoint",
+        "., latest",
+    ]
 
 
-def test_rank_0_waits_for_a_slow_rank_until_aborted(tmp_path: Path) -> None:
-    draft = new_draft(tmp_path, 3)
-    write_part(draft, 0, [], True)
-    late = threading.Timer(0.1, write_part, [draft, 1, [], False])
-    late.start()
-    parts = wait_for_parts(draft, 2, threading.Event())
-    assert [part["finite"] for part in parts] == [True, False]
-    abort = threading.Event()
-    threading.Timer(0.1, abort.set).start()
-    with pytest.raises(ValueError, match="another rank failed"):
-        wait_for_parts(draft, 3, abort)
+def test_folders_within_a_checkpoint_are_on_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of a universal checkpoint."""
+    (draft := tmp_path / "draft").mkdir()
+    (draft / "zero/0").mkdir(parents=True)
+    synced = set()
+    monkeypatch.setattr(
+        "nsa.checkpoint.commit.fsync_dir", lambda folder: synced.add(folder.relative_to(tmp_path))
+    )
+    publish(draft, tmp_path / "done", {})
+    assert set(map(str, synced)) == {"draft", "draft/zero", "draft/zero/0", "."}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_trial_commit_leaves_nothing_and_names_a_disk_that_cannot_save(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ["checkpoints"] * exists
+    for name in before:
+        (tmp_path / name).mkdir()
+    trial_commit(tmp_path)
+    assert os.listdir(tmp_path) == before
+
+    def fsync(descriptor: int) -> None:
+        code = errno.EINVAL if stat.S_ISDIR(os.fstat(descriptor).st_mode) else 0
+        code = code if only_folders else errno.EIO
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    only_folders = True  # as on some network file systems
+    trial_commit(tmp_path)
+    only_folders = False
+    with pytest.raises(ValueError, match=r"can be saved there: .*Input/output error"):
+        trial_commit(tmp_path)
+    assert os.listdir(tmp_path) == before
 
 
 def test_a_checkpoint_is_finite_only_if_every_rank_is(tmp_path: Path) -> None:
@@ -146,7 +187,7 @@ def test_a_checkpoint_is_finite_only_if_every_rank_is(tmp_path: Path) -> None:
         for name in names:
             (draft / name).write_text("x")
         write_part(draft, rank, names, finite)
-    path = commit(tmp_path, 3, wait_for_parts(draft, 2, threading.Event()), {})
+    path = commit(tmp_path, 3, 2, {})
     assert newest_valid(tmp_path)[0] == path
     assert not read_manifest(path)["finite"]
 
@@ -158,39 +199,20 @@ def test_an_older_draft_of_the_step_is_removed(tmp_path: Path) -> None:
     assert list(new_draft(tmp_path, 3).iterdir()) == []
 
 
-def set_time(path: Path, seconds: float) -> None:
-    """Change the time in a manifest."""
-    content = read_manifest(path)
-    (path / "manifest.json").write_text(manifest_text(content | {"time": seconds}))
-
-
 @pytest.mark.parametrize(
-    ("keep", "hours", "left"),
-    [
-        (0, 0, [1, 2, 3, 4, 5]),
-        (1, 0, [5]),
-        (3, 0, [3, 4, 5]),
-        (9, 0, [1, 2, 3, 4, 5]),
-        (0, 2.5, [3, 4, 5]),
-        (2, 2.5, [4, 5]),
-        (4, 0.5, [5]),
-        (0, 1e-9, [5]),
-    ],
+    ("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4]), (9, [1, 2, 3, 4])]
 )
-def test_pruning_by_number_and_by_age(
-    tmp_path: Path, keep: int, hours: float, left: list[int]
-) -> None:
-    now = 1e9
-    for step in (1, 2, 3, 4, 5):
-        set_time(save(tmp_path, step), now - 3600 * (5 - step) - 1)
-    prune(tmp_path, keep, hours, now)
+def test_pruning_keeps_the_newest(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    prune(tmp_path, keep)
     assert steps(tmp_path) == left
 
 
 def test_pruning_keeps_the_newest_finite_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, finite=step <= 2)
-    prune(tmp_path, 1, 1e-9, time.time() + 1e6)
+    prune(tmp_path, 1)
     assert steps(tmp_path) == [2, 4]
 
 
@@ -198,7 +220,7 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "step00000003/shard0.pt").write_text("short")
-    prune(tmp_path, 1, 0, time.time())
+    prune(tmp_path, 1)
     assert steps(tmp_path) == [2, 3]
 
 
@@ -206,7 +228,7 @@ def test_the_universal_form_is_removed_with_its_checkpoint(tmp_path: Path) -> No
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "step00000001.universal").mkdir()
-    prune(tmp_path, 1, 0, time.time())
+    prune(tmp_path, 1)
     assert steps(tmp_path) == [2]
     assert not draft_of(tmp_path, 1).exists()
 
@@ -216,5 +238,5 @@ def test_a_failed_removal_is_a_warning_and_the_others_are_removed(tmp_path: Path
         save(tmp_path, step)
     (tmp_path / ".step00000001.removed.partial").write_text("a file where a folder should be")
     with pytest.warns(UserWarning, match="step00000001 could not be removed: Not a directory"):
-        prune(tmp_path, 1, 0, time.time())
+        prune(tmp_path, 1)
     assert steps(tmp_path) == [1, 3]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nsa.checkpoint.commit import commit, new_draft, wait_for_parts, write_part
+from nsa.checkpoint.commit import commit, new_draft, write_part
+from nsa.checkpoint.manifest import manifest_text, read_manifest
 from nsa.checkpoint.state_file import SavedState, Topology, layout_of
 from nsa.engine import command_line
 from nsa.engine.config import RunConfig, TrainConfig
-from nsa.engine.resume import check_switch, find_checkpoint
+from nsa.engine.process_group import Ranks
+from nsa.engine.resume import check_switch, find_checkpoint, read_state
+from nsa.engine.run_dir import record_run
 from nsa.engine.run_request import Recipe, RunRequest
+from nsa.engine.train_state import TrainState
 from tests.engine.small import small, small_request
 
 RECIPE = Recipe("small", "", {"demo": small, "production": small})
@@ -39,8 +42,8 @@ def saved(tmp_path: Path) -> Path:
     for name, text in files.items():
         (draft / name).write_text(text)
     write_part(draft, 0, files, finite=True)
-    commit(run / "checkpoints", 3, wait_for_parts(draft, 1, threading.Event()), {})
-    (run / "env.json").write_text(json.dumps({"profile": "demo"}))
+    commit(run / "checkpoints", 3, 1, {"run": "a1"})
+    (run / "env.json").write_text(json.dumps({"profile": "demo", "run": "a1"}))
     return run
 
 
@@ -120,3 +123,33 @@ def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) ->
     request = resumed(saved, "--profile=production")
     assert request.profile == "demo"
     assert f"--profile production: {saved} keeps its own, demo" in request.notes
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_the_fix(saved: Path) -> None:
+    (saved / "env.json").write_text(json.dumps({"run": "b2"}))
+    with pytest.raises(ValueError, match=r"saved by another run \(a1, this one is b2\); move it"):
+        resumed(saved)
+
+
+@pytest.mark.parametrize("own", [{"run": "a1"}, {}])
+def test_a_run_keeps_its_id_also_without_its_env_json(saved: Path, own: dict[str, str]) -> None:
+    (saved / "env.json").write_text(json.dumps(own))
+    request = resumed(saved)
+    found, _ = find_checkpoint(request, world_size=2)
+    assert found is not None
+    assert record_run(request, ["here"] * 2, [], found.checkpoint) == "a1"
+    assert json.loads((saved / "env.json").read_text())["run"] == "a1"
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_run_and_resumes(saved: Path) -> None:
+    manifest = saved / "checkpoints/step00000003/manifest.json"
+    content = read_manifest(manifest.parent)
+    del content["run"]
+    manifest.write_text(manifest_text(content))
+    assert find_checkpoint(resumed(saved), world_size=2)[0] is not None
+
+
+def test_the_rolled_back_samples_of_an_earlier_version_are_ignored() -> None:
+    saved = SavedState(Path("x"), {"step": 3, "passed_over": [8]}, Topology("0", "bf16", 1))
+    state, _ = read_state(saved, Ranks(1, 1, 2))
+    assert state == TrainState(step=3)
