@@ -69,7 +69,9 @@ def test_after_a_universal_checkpoint_an_engine_loads_a_regular_one(
     assert again["losses"] == first["losses"]
 
 
-def test_the_converted_checkpoint_is_reused_until_it_is_damaged(root: Path) -> None:
+def test_the_converted_checkpoint_is_reused_until_it_is_damaged(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = read_state_file(root / "1_from_2" / "step00000004")
     universal = to_universal(saved)
     converted = universal.checkpoint
@@ -83,8 +85,12 @@ def test_the_converted_checkpoint_is_reused_until_it_is_damaged(root: Path) -> N
     assert converted.stat().st_mtime_ns == unchanged
     content = one.read_bytes()
     one.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for module in ("nsa", "runpy", "deepspeed"):  # of someone who can write here
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
     to_universal(saved)
     assert one.read_bytes() == content
+    assert not (tmp_path / "ran").exists(), "the converter imported from the current directory"
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
