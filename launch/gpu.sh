@@ -6,7 +6,6 @@
 #      blocks, FlexAttention, training
 #   bash launch/gpu.sh [--group 1|2|3] [--stage NAME] [--limit SECONDS] [--out DIR]
 #       [--wheels DIR] [--peers DIR] [--rehearse] [--dry-run]
-#   bash launch/gpu.sh --stage learn [--limit 3600] [--set attention.KEY=VALUE]
 #   bash launch/gpu.sh --build-wheels DIR
 # Each stage has a time limit, and the next one runs even if it fails or hangs. Results are saved
 # case by case, as JSON, in --out (docs/benchmarks/gpu, or runs/gpu-rehearsal with --rehearse). A
@@ -15,11 +14,7 @@
 #   --stage NAME         run one stage; repeatable. Some run only by name:
 #                          profile traces two steps of M7C;
 #                          step-nsa, step-dense and each with -reentrant: a step in its own process;
-#                          sanitizer checks every memory access, which takes minutes;
-#                          learn trains M7C on the files of torch as the recipe does, with NSA and with
-#                          dense attention in all steps, five seeds, and tests the differences. It
-#                          takes 90 minutes (estimate): give --limit 3600 and repeat the call
-#   --set KEY=VALUE      learn: also train NSA with this setting; repeat it for several at once
+#                          sanitizer checks every memory access, which takes minutes
 #   --limit SECONDS      time limit of each stage
 #   --rehearse           tiny sizes on the CPU
 #   --dry-run            only print the commands
@@ -39,13 +34,13 @@ declare -A groups=(
     [2]="doctor tests tests-bench aot-tune tune"
     [3]="aot recipe-zero1 train-compiled flex recipe-zero2 train"
 )
-by_name="profile step-nsa step-nsa-reentrant step-dense step-dense-reentrant sanitizer learn"
+by_name="profile step-nsa step-nsa-reentrant step-dense step-dense-reentrant sanitizer"
 declare -A limits=(
     [aot]=80 [peers]=115 [decode]=60 [module]=135 [ncu]=120 [kernels]=50
     [doctor]=110 [tests]=180 [tests-bench]=45 [aot-tune]=80 [tune]=150
     [recipe-zero1]=190 [train-compiled]=85 [flex]=60 [recipe-zero2]=95 [train]=50
     [profile]=60 [step-nsa]=60 [step-nsa-reentrant]=60 [step-dense]=30 [step-dense-reentrant]=30
-    [sanitizer]=540 [learn]=570
+    [sanitizer]=540
 )
 say() { printf 'gpu: %s\n' "$*"; }
 die() {
@@ -53,9 +48,9 @@ die() {
     exit 2
 }
 
-flags='--group --stage --limit --out --wheels --peers --set --build-wheels --rehearse --dry-run'
+flags='--group --stage --limit --out --wheels --peers --build-wheels --rehearse --dry-run'
 group_numbers=() named_stages=()
-out='' settings='' limit='' wheels='' peers='' build='' rehearse='' dry=''
+out='' limit='' wheels='' peers='' build='' rehearse='' dry=''
 while [ $# -gt 0 ]; do
     flag=$1
     case $flag in
@@ -65,7 +60,6 @@ while [ $# -gt 0 ]; do
     --out) out=${2-} && shift && { [ -n "$out" ] || die "--out needs a value"; } ;;
     --wheels) wheels=${2-} && shift ;;
     --peers) peers=${2-} && shift ;;
-    --set) settings+=${settings:+,}${2-} && shift ;;
     --build-wheels) build=${2-} && shift ;;
     --rehearse) rehearse=yes ;;
     --dry-run) dry=yes ;;
@@ -133,10 +127,6 @@ sys.exit(not (compiler and headers))' > /dev/null ||
     say "no C compiler or no Python.h here: Triton may fail to build its launcher"
 [ -n "$wheels" ] || has deepspeed ||
     say "$python lacks deepspeed: the stages recipe-* will fail; give --wheels DIR"
-plot=(--plot "$out/module.png")
-if ! has matplotlib; then
-    say "$python lacks matplotlib: the stage module will not plot" && plot=()
-fi
 
 arch=sm_90
 if [ -n "$rehearse" ]; then
@@ -158,8 +148,8 @@ done
 
 # Set `command` to a stage's command; $1: stage, $2: its seconds.
 bench() {
-    command=("$python" -m nsa.bench "$1" --limit "$(($2 * 8 / 10))" --out "$out/$3.json" "${@:4}")
-    [ -z "$rehearse" ] || command+=(--device cpu --seconds 0.01 --rounds 2)
+    command=("$python" -m tests.bench "$1" --limit "$(($2 * 8 / 10))" --out "$out/$3.json" "${@:4}")
+    [ -z "$rehearse" ] || command+=(--device cpu --seconds 0.01)
 }
 recipe() {
     local size=(--steps 100) zero=$3
@@ -168,7 +158,7 @@ recipe() {
         size=(--profile demo --steps 4 --save-every 2 "${tiny[@]}")
         [ "$zero" != zero1 ] || size+=(--kill-at 2)
     fi
-    command=("$python" -m nsa.bench recipe --zero "${zero}_pcie" --limit "$(($2 * 8 / 10))"
+    command=("$python" -m tests.bench recipe --zero "${zero}_pcie" --limit "$(($2 * 8 / 10))"
         --run-dir "$out/runs/$zero-$(date +%H%M%S)" --out "$out/$1.json" "${size[@]}")
 }
 command_of() {
@@ -188,7 +178,7 @@ command_of() {
             # A file's kernels are compiled once, on all CPU cores; other files meanwhile run.
             [ -n "$rehearse" ] || ! has xdist || command+=(-n 3 --dist loadfile)
             ;;
-        tests-bench) command+=(tests/bench/test_{gpu_benches,timing,baselines,profile}.py) ;;
+        tests-bench) command+=(tests/bench/test_{gpu_benches,harness}.py) ;;
         sanitizer) command+=("$sanitizer") ;;
         esac
         ;;
@@ -196,7 +186,7 @@ command_of() {
         size=(--benchmarks)
         [ "$1" = aot ] || size=(--tune)
         [ -z "$rehearse" ] || size=(--operation window_attention --jobs 1)
-        command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/$1.json" "${size[@]}")
+        command=("$python" -m tests.bench aot --arch "$arch" --out "$out/$1.json" "${size[@]}")
         ;;
     doctor) command=("$python" -m nsa.model.kernel_check) ;;
     profile | ncu)
@@ -214,18 +204,14 @@ command_of() {
         bench train "$2" "$1" "${size[@]}" "${layers[@]}"
         ;;
     tune)
-        size=(--shapes "m7c,64x4x128")
-        [ -z "$rehearse" ] || size=("${shapes[@]}")
-        bench tune "$2" tune "${size[@]}"
+        command=("$python" -m nsa.ops.tune 12x2x64 64x4x128)
+        [ -z "$rehearse" ] || command=("$python" -c "import nsa.ops.tune")
         ;;
-    module) bench module "$2" module "${plot[@]}" "${shapes[@]}" --kinds module \
+    module) bench module "$2" module "${shapes[@]}" --kinds module \
         --against sdpa-flash,sdpa-cudnn ;;
-    flex) bench module "$2" flex "${shapes[@]}" --kinds module --against flex-causal,flex-blocks ;;
+    flex) bench module "$2" flex "${shapes[@]}" --kinds module --against flex-causal ;;
     peers) bench module "$2" peers "${shapes[@]}" --kinds peers,same-pattern ;;
-    kernels)
-        [ -n "$rehearse" ] || shapes=()
-        bench kernels "$2" kernels --backends triton "${shapes[@]}"
-        ;;
+    kernels) bench module "$2" kernels "${shapes[@]}" --kinds parts ;;
     train | train-compiled)
         [ "$1" = train ] || size+=(--compile)
         [ -z "$rehearse" ] || size+=(--lengths 128 --tokens 128)
@@ -236,17 +222,7 @@ command_of() {
         bench decode "$2" decode "${size[@]}" "${layers[@]}"
         ;;
     recipe-*) recipe "$1" "$2" "${1#recipe-}" ;;
-    learn)
-        size=(--profile production --steps 600 --seeds 1 2 3 4 5)
-        [ -z "$rehearse" ] || size=(--steps 2 --seeds 1 2 "${tiny[@]}")
-        [ -z "$settings" ] || size+=(--variant "$settings")
-        # 90 s to start, to save what --limit stops, and to evaluate.
-        command=("$python" -m nsa.bench ablations --variants "dense-first,nsa,dense" --jobs 1
-            --limit "$(($2 - 90))" --runs "$out/runs/learn" --out "$out/learn.json" "${size[@]}")
-        ;;
     esac
-    # Triton's backend does not run on a CPU.
-    [ -z "$rehearse" ] || [ "$1" != kernels ] || command=("${command[@]/triton/blockwise}")
 }
 
 run_stages() {

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from nsa.data.command import add_parser as add_data_parser
 from nsa.doctor.command import add_parser as add_doctor_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
-from nsa.evaluate.tasks.command import add_parser as add_tasks_parser
 from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags and flags[0] in VERBS:
         parser.error(f"{flags[0]}: withdrawn in this version; {VERBS[flags[0]]}")
     args, unknown = parser.parse_known_args(flags)
-    if args.verb in ("bench", "train"):
+    if args.verb == "train":
         args.arguments = unknown
     elif unknown:
         reject_unknown_flags(args.parser, unknown)
@@ -68,10 +67,6 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"nsa {version}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
-    about = "run benchmarks; all arguments go to nsa.bench (see nsa bench --help)"
-    bench = verbs.add_parser("bench", help=about, add_help=False)
-    bench.set_defaults(run=_bench)
-
     about = "train with an installed recipe: nsa train [DeepSpeed's flags] m7c [the recipe's flags]"
     train = verbs.add_parser("train", help=about, add_help=False)
     train.set_defaults(run=_train)
@@ -97,8 +92,7 @@ def _parser() -> Parser:
     add_compare_parser(verbs)
     add_eval_parser(verbs)
     add_generate_parser(verbs)
-    add_tasks_parser(verbs)
-    add_doctor_parser(verbs, _kernel_table)
+    add_doctor_parser(verbs, _kernel_table, _tune)
     add_watch_parser(verbs)
     add_plan_parser(verbs, _plan)
     add_export_parser(verbs)
@@ -119,13 +113,6 @@ def _parser() -> Parser:
     for verb in verbs.choices.values():
         verb.set_defaults(parser=verb)
     return parser
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from nsa.bench.__main__ import main as bench
-
-    bench(args.arguments)
-    return 0
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -172,6 +159,12 @@ def _kernel_table() -> tuple[list[str], list[str]]:
     results = check_m7c()
     problems = [f"{result.operation}: {result.problem}" for result in results if result.problem]
     return (table(results) if results else []), problems
+
+
+def _tune(heads: list[str]) -> Iterator[str]:
+    from nsa.ops.tune import M7C, parse_heads, tune_device
+
+    return tune_device([parse_heads(text) for text in heads or [M7C]])
 
 
 def _plan(args: argparse.Namespace) -> int:

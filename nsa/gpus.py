@@ -1,4 +1,4 @@
-"""GPUs by name: peak rates and memory from data sheets, and what a multiprocessor of some does."""
+"""GPUs by name: peak rates and memory from data sheets."""
 
 from __future__ import annotations
 
@@ -7,32 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPU:
-    """Peak rates of dense matrix products, and memory; the rest where estimates need it."""
+    """Peak rates of dense matrix products, and memory."""
 
     bf16: float  # TFLOP/s in bf16 and fp16, summed in fp32
     tf32: float  # TFLOP/s in TF32, the fastest way in which these chips multiply fp32 matrices
     memory: int  # GB
-    chip: str = ""  # as the compiler names it
-    multiprocessors: int = 0
-    clock: float = 0.0  # GHz
-    bandwidth: float = 0.0  # TB/s of the memory
-    sustained: float = 0.0  # TFLOP/s in bf16 that large products reach, where that was measured
 
 
 # By the driver's full device name without "NVIDIA": SXM, PCIe and NVL boards of one chip differ.
 # MIG slices ("... MIG 3g.40gb"), laptop chips and custom boards are not listed.
 # From NVIDIA's data sheets (figures "with sparsity" halved); GeForce from the GA102, Ada and RTX
-# Blackwell architecture papers. H200: products and bandwidth as measured with large matrices and
-# copies; the H100 SXM is the same chip with the data sheet's memory.
+# Blackwell architecture papers.
 GPUS = {
     "A100-SXM4-40GB": GPU(312.0, 156.0, 40),
     "A100-SXM4-80GB": GPU(312.0, 156.0, 80),
     "A100-PCIE-40GB": GPU(312.0, 156.0, 40),
-    "A100 80GB PCIe": GPU(312.0, 156.0, 80, "sm_80", 108, 1.41, 2.0),
-    "H100 80GB HBM3": GPU(989.4, 494.7, 80, "sm_90", 132, 1.785, 3.35, 790.0),  # SXM5
+    "A100 80GB PCIe": GPU(312.0, 156.0, 80),
+    "H100 80GB HBM3": GPU(989.4, 494.7, 80),  # SXM5
     "H100 PCIe": GPU(756.5, 378.0, 80),
     "H100 NVL": GPU(835.5, 417.5, 94),
-    "H200": GPU(989.4, 494.7, 141, "sm_90", 132, 1.785, 4.3, 790.0),  # SXM5
+    "H200": GPU(989.4, 494.7, 141),  # SXM5
     "H200 NVL": GPU(835.5, 417.5, 141),
     "GH200 120GB": GPU(989.4, 494.7, 96),
     "GH200 480GB": GPU(989.4, 494.7, 96),

@@ -56,7 +56,10 @@ FLAGS: dict[str, str] = {
 }
 
 # Verb of `nsa` -> what to do instead.
-VERBS: dict[str, str] = {}
+VERBS: dict[str, str] = {
+    "bench": "run python -m tests.bench in a clone; for tile sizes nsa doctor --tune",
+    "tasks": "run python -m tests.bench recall in a clone",
+}
 
 
 def check_setting(name: str, value: Any, source: str) -> None:

@@ -25,7 +25,6 @@ from tests.ranks import ROOT
 M7C = load_profile(ROOT / "recipes/m7c.py", "production").model
 
 VERBS = (
-    "bench",
     "check",
     "compare",
     "completion",
@@ -38,7 +37,6 @@ VERBS = (
     "info",
     "plan",
     "report",
-    "tasks",
     "train",
     "watch",
 )
@@ -237,13 +235,6 @@ def test_compare_and_report_print_the_files_they_wrote(
     assert (tmp_path / "dense" / "report.md").read_text().startswith("# dense: not judged yet\n")
 
 
-def test_all_arguments_after_bench_go_to_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["bench", "roofline", "--lengths", "2k", "--help"])
-    assert exit_.value.code == 0
-    assert "--token" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -277,7 +268,6 @@ def test_an_unknown_argument_shows_the_usage_of_its_verb(
         (["export", "runs/a", "--too", "b"], "--to; --too (did you mean --to?)"),
         (["tarin", "m7c"], "tarin (did you mean train?)"),
         (["data", "preprae"], "preprae (did you mean prepare?)"),
-        (["bench", "roofline", "--lenghts=2k"], "--lenghts=2k (did you mean --lengths?)"),
     ],
 )
 def test_an_error_names_the_nearest_flag_or_verb(

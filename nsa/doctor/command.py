@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,16 @@ _M7C = 125_000_000  # parameters
 _M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
 
 
-def add_parser(verbs: Any, kernel_table: Callable[[], tuple[list[str], list[str]]]) -> None:
-    """Add `doctor`; `kernel_table` checks M7C's kernels and returns a table and the problems."""
+def add_parser(
+    verbs: Any,
+    kernel_table: Callable[[], tuple[list[str], list[str]]],
+    tune: Callable[[list[str]], Iterable[str]],
+) -> None:
+    """Add `doctor`.
+
+    `kernel_table` checks M7C's kernels and returns a table and the problems; `tune` measures tile
+    sizes for heads and returns a line for each kernel.
+    """
     about = "check this machine before a run"
     doctor = verbs.add_parser("doctor", help=about, description=about)
     add = doctor.add_argument
@@ -35,12 +43,21 @@ def add_parser(verbs: Any, kernel_table: Callable[[], tuple[list[str], list[str]
     add("--ranks", type=int, help="ranks on this machine (default: one per GPU, or 2 without any)")
     about = "compare M7C's kernels with PyTorch on this GPU, in bf16; packed documents too"
     add("--kernels", action="store_true", help=about)
+    about = (
+        "instead of checking, time the kernels' tile sizes on this GPU and keep the fastest, for "
+        "heads x KV heads x size (default: M7C's, 12x2x64); minutes"
+    )
+    add("--tune", nargs="*", metavar="HEADS", help=about)
     add("--json", action="store_true", help="print JSON")
-    doctor.set_defaults(run=_doctor, kernel_table=kernel_table)
+    doctor.set_defaults(run=_doctor, kernel_table=kernel_table, tune_kernels=tune)
 
 
 def _doctor(args: argparse.Namespace) -> int:
     positive_flags(args, "parameters", "checkpoints", "ranks")
+    if args.tune is not None:
+        for line in args.tune_kernels(args.tune):
+            print(line, flush=True)
+        return 0
     checks = node_checks(
         args.run_dir.expanduser(),
         checkpoint_bytes=checkpoint_bytes(args.parameters),

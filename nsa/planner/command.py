@@ -121,9 +121,7 @@ def assumptions(
     return [
         f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"
         + (nodes if hardware.nodes > 1 else ""),
-        # The two estimates of a step's time in this project: say how they differ.
-        f"{speed}; gaps between kernels included; "
-        "without them, an upper bound: python -m nsa.bench traffic",
+        f"{speed}; gaps between kernels included",
         *([not_counted] if offloading else []),
     ]
 

@@ -16,7 +16,7 @@ from nsa.planner.memory import Memory, memory
 MODES = ("none", "selective", "reentrant")  # fastest first; other modes cost as much as reentrant
 BACKWARD_FRACTION = 2 / 3  # of a micro-batch's time, without recomputation
 # Fraction of the layers' forward time in norms, RoPE and SwiGLU. Estimated from their bytes
-# (python -m nsa.bench traffic), not measured.
+# (python -m tests.bench traffic), not measured.
 ELEMENTWISE_FRACTION = 0.25
 # By kind of attention, on one H100 (docs/benchmarks/gpu.md): the fraction of the peak that the
 # production run reached, and the seconds that the host needs to start a layer's kernels in a pass.

@@ -1,21 +1,71 @@
-"""`python -m tests.bench <benchmark>`: what this repository decides by measuring; needs a clone.
+"""`python -m tests.bench <name>`: benchmarks, counts and experiments; needs a clone.
 
-The harness is that of `python -m nsa.bench`. `python -m tests.bench.host_time` stands alone.
+Each name is a module with `run(report)` and, if it has flags besides --out, `add_flags(parser)`.
+`run` adds rows to the report, or returns entries to add to it. `harness.py` has what they share.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
-from nsa.bench.__main__ import main as run_benchmark
-from nsa.bench.__main__ import run_script
+from nsa.validation import Parser
 
 BENCHMARKS = {  # name: one line of help
+    "aot": "compile the kernels without a GPU and check their limits",
+    "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",
+    "schedule": "how evenly the attention kernels fill a GPU, counted without one",
     "comm": "what each DeepSpeed config sends, and what that costs a step",
-    "costs": "on a CPU: attention and a layer, data, recording of layer health",
     "text": "loss on far text: NSA, its parts and dense attention, several seeds",
+    "recall": "small models on recall tasks: NSA, dense and window-only attention",
+    "module": "attention: NSA against dense attention and other NSA implementations",
+    "train": "a training step of M7C, NSA against dense attention",
+    "profile": "the kernels of a training step, their time, and how busy the GPU is",
+    "decode": "a decoding step at growing context length, NSA against dense attention",
+    "recipe": "the recipe under DeepSpeed's launcher on one GPU, killed and resumed",
 }
-main = partial(run_benchmark, package="tests.bench", benchmarks=BENCHMARKS)
+
+
+def module_of(name: str) -> ModuleType:
+    """Import a benchmark."""
+    return import_module("tests.compile.aot" if name == "aot" else f"tests.bench.{name}")
+
+
+def parser(arguments: Sequence[str]) -> Parser:
+    """Return the parser with the flags of the benchmark in `arguments`; import only that one."""
+    top = Parser(prog="python -m tests.bench", description="Run a benchmark.")
+    commands = top.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
+    selected = next((word for word in arguments if not word.startswith("-")), None)
+    for name, about in BENCHMARKS.items():
+        command = commands.add_parser(name, help=about, description=about)
+        if name == selected:
+            module = module_of(name)
+            if hasattr(module, "add_flags"):
+                module.add_flags(command)
+            if "--out" not in command._option_string_actions:
+                command.add_argument("--out", type=Path, help="write the results to this JSON file")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one benchmark and save its report; exit with 1 if the report lists failures."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    flags = parser(words).parse_args(words)
+    from tests.bench.harness import Report  # late: imports PyTorch
+
+    report = Report(flags, " ".join(["python -m tests.bench", *words]))
+    report.data |= module_of(flags.benchmark).run(report) or {}
+    report.finish()
+    if report.data.get("failures"):
+        raise SystemExit(1)
+
 
 if __name__ == "__main__":
-    run_script(main)
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

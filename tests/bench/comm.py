@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from nsa.bench.results import Report, cell
 from nsa.report.markdown import table
 from nsa.resources import resource_path
 from nsa.system import free_port
+from tests.bench.harness import Report, cell
 from tests.netns import RANKS, Link, link
 
 # Muon sends what AdamW sends, and its arithmetic would blur which part of a step is communication.

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench import ablations
 from tests.bench import text
 from tests.bench.__main__ import main
 from tests.engine.runs import TINY
@@ -29,7 +28,7 @@ def source(folder: Path) -> Path:
 def test_each_model_is_trained_evaluated_and_compared_with_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ablations, "subprocess", FORKING)
+    monkeypatch.setattr(text, "subprocess", FORKING)
     monkeypatch.setattr(text, "LENGTH", LENGTH)
     monkeypatch.setattr(text, "PLACES", (0, 16, 32, 48, LENGTH))
     tiny = [flag for flag in TINY if "seq_len" not in flag]
@@ -52,6 +51,12 @@ def test_each_model_is_trained_evaluated_and_compared_with_the_first(
     (tmp_path / "runs/nsa-seed3/text.json").write_text(json.dumps(dense))
     main(command)  # trains and evaluates nothing again
     assert f"{dense['all']:.3f}; +0.000" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"--runs .* has different settings .* the --steps of"):
+        main([*command, "--steps=3"])
+    with pytest.raises(SystemExit):
+        main([*command, f"--runs={tmp_path / 'others'}", "--limit=1"])
+    message = "nsa, seed 3 was not started: --limit reached; the same command continues"
+    assert message in capsys.readouterr().out
 
 
 def test_a_far_repeat_is_a_rare_token_whose_last_place_is_before_the_window() -> None:

@@ -11,24 +11,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.bench.ablations import COMMON, Training, add_run_flags, train_variants
-from nsa.bench.recipe import recipe_config
-from nsa.bench.results import Report
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
+from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.model.loss import token_losses
 from nsa.report.markdown import mean_and_range, table
 from nsa.report.paired import margin
-from nsa.validation import words_of
+from nsa.validation import whole_number_list, words_of
+from tests.bench import recipe
+from tests.bench.harness import Report
+from tests.bench.recipe import log_file, logged_rows, recipe_config
 
 LENGTH = 2_048
 MODELS = {
@@ -37,9 +47,11 @@ MODELS = {
     "dense": ("attention.kind=dense",),
 }
 HALF = "half"  # "nsa", dense for the first half of the steps
-SETTINGS = (
-    *COMMON,
+SETTINGS = (  # of the recipe's demo
+    "train.eval_every=0",  # evaluate at the end only
     "train.eval_samples=16",
+    "train.dense_steps=0",
+    "checkpoint.keep=1",
     f"data.seq_len={LENGTH}",
     "data.held_out=0.05",
     "model.vocab_size=4096",
@@ -62,11 +74,75 @@ SETTINGS = (
 DOCUMENTS = 128  # evaluated at most
 RARE = 0.25  # the rarest ids that together are this share of the tokens evaluated
 PLACES = (0, 512, 1_024, 1_536, LENGTH)
+MIN_SECONDS_LEFT = 60  # of --limit, to start a run
+LOG_TAIL = 2_000  # characters of a failed run's log to print
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run of the recipe's demo: a model with a seed."""
+
+    model: str
+    seed: int
+    steps: int
+    settings: tuple[str, ...]
+    folder: Path
+
+    def finished(self) -> bool:
+        """Return whether the last step is logged, with its evaluation."""
+        rows = logged_rows(self.folder)
+        return bool(rows) and rows[-1]["step"] == self.steps and rows[-1]["val_loss"] is not None
+
+    def check(self) -> None:
+        """Raise if the folder has a run with other settings."""
+        file, config = self.folder / "config.yaml", recipe_config("demo", self.settings)
+        if file.exists() and resolve_config(config, file) != config:
+            raise ValueError(
+                f"--runs {self.folder.parent}: {file} has different settings from this command; "
+                "choose another folder, or the --steps of that run"
+            )
+
+    def train(self, end: float = math.inf) -> str | None:
+        """Start or resume the run, until time.monotonic() is `end`; return its failure or None."""
+        name, left = f"{self.model}, seed {self.seed}", end - time.monotonic()
+        if self.finished():
+            return None
+        if left < MIN_SECONDS_LEFT:
+            return f"{name} was not started: --limit reached; the same command continues"
+        command = [sys.executable, str(recipe.RECIPE), "--profile", "demo"]
+        command += ["--resume"] if (self.folder / "config.yaml").exists() else []
+        if left < math.inf:
+            command += ["--time-limit", str(int(left))]  # saves a checkpoint
+        command += ["--run-dir", str(self.folder), *(f"--set={x}" for x in self.settings)]
+        log = log_file(self.folder)
+        with log.open("ab") as output:
+            done = subprocess.run(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads wait for a shared CPU
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        if self.finished():
+            print(f"{name}: trained", flush=True)
+            return None
+        if done.returncode == 0:
+            return f"{name} was stopped and saved; the same command resumes it"
+        failure = f"{name} ended with exit code {done.returncode}"
+        print(f"{log.read_text(errors='replace')[-LOG_TAIL:]}\n{failure}", flush=True)
+        return failure
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_run_flags(parser, "runs/text", steps=2_000, jobs=1)
+    add("--runs", type=Path, default="runs/text", help="folder of the runs (%(default)s)")
+    add("--steps", type=int, default=2_000, help="per run (%(default)s)")
+    about = "of weights and data, with spaces or commas (1 2 3)"
+    add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
+    about = "a setting of every run; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+    add("--jobs", type=int, default=1, help="concurrent runs, one thread each (%(default)s)")
+    add("--limit", type=float, help="stop and save after this many seconds")
     add("--source", default="embedded:torch", help="data.source (%(default)s)")
     about = "models to train; the others are compared with the first (%(default)s)"
     names = *MODELS, HALF
@@ -87,8 +163,24 @@ def run(report: Report) -> dict[str, Any]:
         train_tokenizer(source, config.model.vocab_size, tokenizer)
     half = *MODELS["nsa"], f"train.dense_steps={flags.steps // 2}"
     models = {name: half if name == HALF else MODELS[name] for name in flags.models}
-    trainings, failures = train_variants(report, "demo", common, models)
-    finished = [training for training in trainings if training.result()]
+    trainings = [
+        Training(
+            name,
+            seed,
+            flags.steps,
+            (*common, f"train.seed={seed}", *changes),
+            flags.runs / f"{name}-seed{seed}",
+        )
+        for group in flags.seeds
+        for seed in group
+        for name, changes in models.items()
+    ]
+    for training in trainings:
+        training.check()
+    # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
+    with ThreadPoolExecutor(flags.jobs) as pool:
+        ended = [*pool.map(partial(Training.train, end=report.end), trainings)]
+    finished = [training for training in trainings if training.finished()]
     documents = evaluated_documents(finished[0]) if finished else torch.empty(0)
     result: dict[str, Any] = {
         "documents": len(documents),
@@ -97,10 +189,10 @@ def run(report: Report) -> dict[str, Any]:
             for name, changes in models.items()
         },
         "losses": {
-            name: {str(x.seed): losses(x, documents) for x in finished if x.variant == name}
+            name: {str(x.seed): losses(x, documents) for x in finished if x.model == name}
             for name in models
         },
-        "failures": failures,
+        "failures": [failure for failure in ended if failure],
     }
     print("\n".join([*lines(result), *result["failures"]]))
     return result
@@ -108,7 +200,7 @@ def run(report: Report) -> dict[str, Any]:
 
 def evaluated_documents(training: Training) -> Tensor:
     """Return the first LENGTH + 1 tokens of held-out files, longer ones only: [documents, ..]."""
-    data = recipe_config(training.profile, training.settings).data
+    data = recipe_config("demo", training.settings).data
     tokenizer, (source,), rows = build_tokenizer(data), open_dataset(data).sources, list[Tensor]()
     for document in source.documents.read():
         ids = tokenizer.encode(source.division.text_for(document.text, "val"))

@@ -24,11 +24,10 @@ from unittest import mock
 from deepspeed.launcher import runner
 
 from nsa import cli
-from nsa.bench.__main__ import main as bench_main
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
 from nsa.watchdog.command import split_command
-from tests.bench.__main__ import main as tests_bench_main
+from tests.bench.__main__ import main as bench_main
 from tests.ranks import ROOT, spawn_ranks
 
 # Programs that are neither run nor parsed, and why.
@@ -148,7 +147,7 @@ def gpu(arguments: list[str]) -> None:
         assert not Path(arguments[1]).exists(), "a dry run built wheels"
         Path(arguments[1]).mkdir(parents=True)  # the next command names it
     for line in done.stdout.splitlines():
-        _, separator, flags = line.partition(" -m nsa.bench ")
+        _, separator, flags = line.partition(" -m tests.bench ")
         if separator:
             with contextlib.suppress(_Parsed):
                 parsed(bench_main, flags.split())
@@ -216,7 +215,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/test.sh": tests,
     "bash launch/setup.sh": no_arguments,
     "bash launch/soak.sh": soak,
-    "python -m tests.bench.host_time": no_arguments,
+    "python -m tests.ops.triton.host_time": no_arguments,
     "python -m tests.faults.table": no_arguments,
     "python -m build": no_arguments,
     "python docs/make_screenshots.py": screenshots,
@@ -226,10 +225,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
     "python recipes/m7c_classic.py": partial(recipe, "recipes/m7c_classic.py"),
     "python recipes/m7c_dense.py": partial(recipe, "recipes/m7c_dense.py"),
-    "nsa bench": partial(parsed, bench_main),
-    "python -m nsa.bench": partial(parsed, bench_main),
-    "python -m nsa bench": partial(parsed, bench_main),
-    "python -m tests.bench": partial(parsed, tests_bench_main),
+    "python -m tests.bench": partial(parsed, bench_main),
     "nsa train": train,
     "nsa watch": watch,
     "nsa": nsa,

@@ -100,9 +100,9 @@ def test_every_block_has_a_known_language(page: Path) -> None:
         "bash launch/test.sh tests/nowhere",
         "nsa info --seq-length 8",
         "nsa check ds_configs/nowhere.json",
-        "nsa bench decode --turns 2",
-        "python -m nsa.bench nowhere",
-        "python -m tests.bench costs nothing",
+        "python -m tests.bench decode --turns 2",
+        "python -m tests.bench nowhere",
+        "nsa bench traffic",
     ],
 )
 def test_a_command_that_would_fail_is_refused(command: str, clone: Path) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from nsa.cli import main
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, failures, lines, passed
@@ -49,6 +50,13 @@ def test_this_machine_passes_for_a_small_run_and_nothing_is_written(
     statuses = {check.name: check.status for check in checks}
     assert statuses["torch"] == statuses["deepspeed"] == statuses["disk"] == OK
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+def test_tuning_needs_a_gpu_and_the_heads_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    for heads, message in (([], "PyTorch sees no GPU"), (["m7c"], "not the heads of a model")):
+        assert main(["doctor", "--tune", *heads]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_disk_too_small_for_the_checkpoints_exits_with_2(

@@ -124,7 +124,7 @@ def test_only_stage_0_agrees_on_grad_norm_when_a_rank_lacks_a_gradient() -> None
 
 
 def test_zero_1_and_2_place_the_weights_of_a_fused_product_adjacently() -> None:
-    """What `parallel_linear` needs to copy none, and what `python -m nsa.bench traffic` counts."""
+    """What `parallel_linear` needs to copy none, and what `tests/operations.py` counts."""
     names = "zero1_pcie", "zero1_bf16acc", "zero2_pcie"
     for output in launch(WORKER, "layout", *names, timeout=120):
         assert rows(output) == [[name, [True] * 4] for name in names]

@@ -69,11 +69,21 @@ def test_metrics_have_a_row_for_each_step_with_sound_values(finished: FinishedRu
     assert [row["tokens"] for row in rows] == [step * 96 * 2 * 2 * 2 for step in range(1, 9)]
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [4, 8]
     last = rows[-1]
-    assert last["bits_per_byte"] == pytest.approx(last["val_loss"] / math.log(2), rel=1e-3)
     assert rows[0]["loss"] == pytest.approx(math.log(320), rel=0.1)
     assert last["loss"] < rows[0]["loss"]
     assert all(row["mfu"] is None for row in rows), "the peak of a CPU is unknown"
     assert all(row["grad_norm"] > 0 and row["memory_gb"] > 0 for row in rows)
+
+
+def test_bits_per_byte_are_bits_per_token_over_the_bytes_of_a_token(tmp_path: Path) -> None:
+    """Documents of three bytes and the token that ends them: 3/4 of a byte per token."""
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(f'{{"text": "{number:03}"}}\n' for number in range(1_000)) * 4)
+    flags = ["--steps=1", "--set=train.warmup_steps=1", f"--set=data.source={source}"]
+    flags += ["--set=data.held_out=0.5", "--run-dir=run"]
+    succeed(on_one_rank("m7c.py", *TINY, *flags, folder=tmp_path))
+    (row,) = read_metrics(tmp_path / "run/metrics.csv")
+    assert row["bits_per_byte"] == pytest.approx(row["val_loss"] / math.log(2) / 0.75, rel=1e-4)
 
 
 def test_memory_is_recorded_around_the_first_and_every_nth_step(finished: FinishedRun) -> None:

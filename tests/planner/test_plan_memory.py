@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.bench.traffic import as_on_cuda
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.model import LanguageModel
@@ -18,6 +17,7 @@ from nsa.planner.activations import activations
 from nsa.planner.forecast import traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
 from nsa.planner.memory import memory
+from tests.operations import as_on_cuda
 from tests.planner.allocations import LiveTensors
 from tests.planner.toys import BUCKET, toy
 from tests.ranks import ROOT, launch

@@ -22,7 +22,7 @@ from nsa.ops.triton.launch import cdiv, launch, padded_size
 
 # A document has few tiles of compressed keys, each seen by very many queries. So several programs
 # share a tile, and their float32 parts are added up in a fixed order. With 512 queries a program
-# takes about as long as one of the window's keys (python -m nsa.bench schedule).
+# takes about as long as one of the window's keys (python -m tests.bench schedule).
 QUERIES_PER_SPLIT = 512
 MAX_SPLITS = 16
 MAX_AXIS = 65_535  # programs of a grid's second or third axis, CUDA's limit

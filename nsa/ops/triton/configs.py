@@ -1,7 +1,7 @@
 """Tile sizes: at most four candidates for each kernel, and the choice that a launch takes.
 
 Nothing is tuned during a run. A launch takes the first candidate, or the one that
-`python -m nsa.bench tune` measured to be the fastest on this GPU and stored on disk. Between two
+`nsa doctor --tune` measured to be the fastest on this GPU and stored on disk. Between two
 implementations of an operation (flash_window.py) it chooses in the same way, by name.
 """
 

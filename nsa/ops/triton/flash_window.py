@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.ops.triton.configs import choose
 from nsa.ops.triton.launch import padded_size
 
-OPERATION = "window_library"  # what `python -m nsa.bench tune` measures and stores
+OPERATION = "window_library"  # what `nsa doctor --tune` measures and stores
 OURS, FLASH = "ours", "flash-attn"
 HEAD_MULTIPLE = 8
 

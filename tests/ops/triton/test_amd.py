@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.bench import results
 from nsa.monitor import environment as run_environment
 from nsa.ops import triton as backend
 from nsa.ops.cross_entropy import cross_entropy_
@@ -23,6 +22,7 @@ from nsa.ops.triton.configs import (
     warp_size,
 )
 from nsa.ops.triton.launch import recording
+from tests.bench import results
 from tests.ops.triton.parity import KERNELS
 
 GPU = torch.device("cuda", 0)

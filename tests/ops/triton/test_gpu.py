@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench import compile_check, kernel_launches
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
 from nsa.ops.triton.configs import chip_of
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
+from tests.compile import check as compile_check
+from tests.compile import launches as kernel_launches
 from tests.ops.cases import Case
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton import gpu_checks

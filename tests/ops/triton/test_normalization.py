@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.bench.traffic import Recorder
 from nsa.ops import add_rms_norm
 from nsa.ops.triton import normalization
 from nsa.ops.triton.launch import recording
+from tests.operations import Recorder
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough

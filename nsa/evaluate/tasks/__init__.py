@@ -1,1 +1,0 @@
-"""`nsa tasks`: synthetic recall tasks that only long-range attention solves."""

@@ -1,0 +1,166 @@
+"""`python -m tests.bench decode`: decoding at growing context length, M7C and its dense twin.
+
+Caches hold random numbers: the time of a token does not depend on them. Two figures:
+
+    step        one token of each sequence through the model; a mean over as many tokens as a
+                compressed block's stride, so that one block is appended
+    attention   one layer's attention for such a token; on a GPU replayed as a CUDA graph
+
+Dense attention alone is PyTorch's without a mask, with a group's heads as rows of one query: its
+fastest form.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa.constants import BRANCHES
+from nsa.model import LanguageModel
+from nsa.model.cache import KVCache
+from nsa.model.config import ATTENTION_KINDS as KINDS
+from nsa.model.decode import step
+from nsa.ops.decode import decode_attention
+from tests.bench.harness import (
+    Report,
+    Result,
+    Step,
+    add_gpu_flags,
+    cell,
+    figure,
+    lengths,
+    print_table,
+    ratio,
+)
+from tests.bench.train import model_config
+
+FIGURES = {"step_ms": 1.0, "attention_ms": 1.0, "read_bytes_per_token": 1e-3}  # and their units
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    skip = "skip cases with more tokens in their caches (%(default)s)"
+    add_gpu_flags(parser, "1k,2k,4k,8k,16k,32k,64k", tokens=524_288, tokens_help=skip)
+    parser.add_argument("--batches", type=lengths, default="1,8", help="batch sizes (1,8)")
+
+
+def run(report: Report) -> None:
+    """Measure every length and batch within the time limit; print a table per batch."""
+    flags = report.flags
+    models = {kind: _model(kind, report) for kind in KINDS}
+    for batch in flags.batches:
+        for length in flags.lengths:
+            if batch * length <= flags.tokens:
+                case = partial(_case, models, length, batch, report)
+                report.attempt(f"T={length} batch {batch}", case)
+        _print(batch, [row for row in report.data["rows"] if row["batch"] == batch])
+
+
+def _model(kind: str, report: Report) -> LanguageModel:
+    torch.manual_seed(0)
+    config = model_config(report, kind)
+    return LanguageModel(config).to(device=report.device, dtype=report.dtype).eval()
+
+
+@torch.no_grad()
+def _case(models: Mapping[str, LanguageModel], length: int, batch: int, report: Report) -> None:
+    count = models["nsa"].config.attention.spec.block_stride
+    caches = {
+        kind: KVCache(
+            model.config,
+            batch,
+            dtype=report.dtype,
+            device=report.device,
+            capacity=length + count,
+        )
+        for kind, model in models.items()
+    }
+    for cache in caches.values():
+        for layer in cache.layers:
+            for buffer in layer.buffers.values():
+                buffer.normal_()
+    steps, results = report.build(
+        {kind: partial(_step, models[kind], caches[kind], length, count) for kind in KINDS},
+        ("step_timing", "attention_timing"),
+    )
+    report.time(steps, results, "step_timing")
+    attention = {"nsa": sparse_attention, "dense": dense_attention}
+    calls = {kind: attention[kind](caches[kind], length) for kind in KINDS}
+    report.time(calls, results, "attention_timing", graph=True)
+    for kind, result in results.items():
+        result["step_ms"] = ratio(figure(result, "step_timing"), count)
+        result["attention_ms"] = figure(result, "attention_timing")
+        result["tokens_per_s"] = ratio(1e3 * batch, result["step_ms"])
+        result["read_bytes_per_token"] = read_bytes(caches[kind], length)
+    over = {what: ratio(results["dense"][what], results["nsa"][what]) for what in FIGURES}
+    row = {"length": length, "batch": batch, "layers": report.flags.layers}
+    report.add(row | {"implementations": results, "dense_over_nsa": over})
+
+
+def _step(model: LanguageModel, cache: KVCache, length: int, count: int) -> Step:
+    """Return a call that decodes `count` tokens, starting at `length` each time."""
+
+    def decode() -> Tensor:
+        cache.start([length] * cache.batch)
+        token = torch.zeros(cache.batch, dtype=torch.int64, device=cache.device)
+        for _ in range(count):
+            token = step(model, token, cache).argmax(-1)
+        return token
+
+    return decode
+
+
+def read_bytes(cache: KVCache, length: int) -> int:
+    """Count the bytes that attention reads for the last of `length` tokens, in all layers."""
+    config, spec, last = cache.config, cache.config.attention.spec, length - 1
+    positions = length
+    if config.attention.kind == "nsa":
+        positions = spec.visible_compressed(last) + spec.visible_window(last)
+        positions += spec.visible_selected(last)
+    sizes = config.head_dim + (config.value_dim or config.head_dim)
+    return positions * config.layers * config.kv_heads * sizes * cache.dtype.itemsize
+
+
+def _queries(cache: KVCache) -> Tensor:
+    shape = cache.batch, cache.config.heads, cache.config.head_dim
+    return torch.randn(shape, device=cache.device).to(cache.dtype)
+
+
+def sparse_attention(cache: KVCache, length: int) -> Step:
+    """Return one layer's sparse attention for one token of each sequence."""
+    attention, q, read = cache.config.attention, _queries(cache), cache.layers[0].read
+    cmp, sel, win = ((read(f"k_{branch}"), read(f"v_{branch}")) for branch in BRANCHES)
+    gates = q.new_full((*q.shape[:2], 3), 0.5)
+    lengths = torch.full((cache.batch,), length, device=cache.device)
+    spec, backend = attention.spec, attention.backend
+    return partial(decode_attention, q, *cmp, *sel, *win, gates, lengths, spec, backend=backend)
+
+
+def dense_attention(cache: KVCache, length: int) -> Step:
+    """Return the same, dense."""
+    q = _queries(cache).unflatten(1, (cache.config.kv_heads, -1))
+    k, v = cache.layers[0].read("k_all"), cache.layers[0].read("v_all")
+    assert k is not None
+    assert v is not None
+    k, v = (x[:, :length].transpose(1, 2) for x in (k, v))
+    return partial(scaled_dot_product_attention, q, k, v)
+
+
+def _print(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    heads = [f"batch {batch}, context length"]
+    for what in ("ms", "attention ms", "KB read"):
+        heads += [f"nsa {what}", f"dense {what}", "dense/nsa"]
+    lines, errors = [heads], dict[str, Result]()
+    for row in rows:
+        results, cells = row["implementations"], [f"{row['length']:,}"]
+        for what, unit in FIGURES.items():
+            cells += [cell(ratio(results[kind][what], 1 / unit)) for kind in KINDS]
+            cells.append(cell(row["dense_over_nsa"][what]))
+        lines.append(cells)
+        errors |= {f"T={row['length']} {kind}": results[kind] for kind in KINDS}
+    print_table(lines, errors)

@@ -1,0 +1,332 @@
+"""What the benchmarks share: flags and head shapes, timing, and the results file.
+
+Times are those of `triton.testing.do_bench`: between GPU events, with a cold L2 cache, in ms. It
+imports neither DeepSpeed nor YAML: GPU benchmarks run where only PyTorch and Triton are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nsa.atomic_io import atomic_write_text, row_json
+from nsa.dtypes import DTYPES
+from nsa.monitor.environment import cpu_model
+from nsa.ops.triton.configs import amd_chip
+from nsa.system import output_of, package_version
+from nsa.validation import words
+
+Step = Callable[[], object]
+Result = dict[str, Any]
+T = TypeVar("T")
+MIN_ROUNDS = 3  # on a CPU
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query heads, key/value heads, key size, value size."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    key: int
+    value: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.heads, self.kv_heads, self.key, self.value
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("m7c", 12, 2, 64, 64),
+        Shape("16x4x64", 16, 4, 64, 64),
+        Shape("64x4x128", 64, 4, 128, 128),
+        Shape("paper", 64, 4, 192, 128),
+    )
+}
+
+
+def shapes(text: str) -> list[Shape]:
+    """Parse "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
+    return [_shape(name) for name in words(text)]
+
+
+def _shape(name: str) -> Shape:
+    if name in SHAPES:
+        return SHAPES[name]
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", name):
+        heads, kv_heads, key, *value = map(int, name.split("x"))
+        if heads % kv_heads == 0:
+            return Shape(name, heads, kv_heads, key, *(value or [key]))
+    raise argparse.ArgumentTypeError(
+        f"{name!r} is not a shape; use one of {', '.join(SHAPES)}, or heads x KV heads x key size "
+        "[x value size], for example 12x2x64, heads a multiple of KV heads"
+    )
+
+
+def lengths(text: str) -> list[int]:
+    """Parse "1k,2k,500": token counts, k = 1,024."""
+    for name in words(text):
+        if re.fullmatch(r"[1-9]\d*k?", name) is None:
+            raise argparse.ArgumentTypeError(f"{name!r} is not a length; use 500, or 8k for 8,192")
+    return [int(n.rstrip("k")) * (1024 if n.endswith("k") else 1) for n in words(text)]
+
+
+def add_gpu_flags(
+    parser: argparse.ArgumentParser,
+    lengths_default: str,
+    *,
+    shapes_default: str = "",
+    tokens: int = 65_536,
+    tokens_help: str = "tokens per batch, about (%(default)s)",
+) -> None:
+    """Add a GPU benchmark's flags: head shapes if they have a default, else a model's size."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if present")
+    add("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")
+    add("--seconds", type=float, default=0.5, help="of each timing, about (%(default)s)")
+    add("--limit", type=float, help="start no new case after this many seconds")
+    if shapes_default:
+        about = f"{', '.join(SHAPES)}, or heads x KV heads x sizes (%(default)s)"
+        add("--shapes", type=shapes, default=shapes_default, help=about)
+    else:
+        add("--layers", type=int, default=12, help="transformer blocks")
+        add("--vocab", type=int, default=50_304, help="rows of the embedding")
+    add("--lengths", type=lengths, default=lengths_default, help="sequence lengths (%(default)s)")
+    add("--tokens", type=int, default=tokens, help=tokens_help)
+    about = "NSA's backend; default: triton on a GPU, blockwise on a CPU"
+    add("--backend", choices=("auto", "triton", "blockwise", "reference"), help=about)
+
+
+def time_step(
+    step: Step, device: torch.device, seconds: float = 0.5, graph: bool = False
+) -> Result:
+    """Return the median, least and largest milliseconds of a call, after calls to warm up.
+
+    With `graph`, a GPU replays the call as a CUDA graph, which has no launch time on the host.
+    """
+    if device.type == "cuda":
+        from triton import testing
+
+        time_call = testing.do_bench_cudagraph if graph else testing.do_bench
+        times = time_call(step, rep=1e3 * seconds, return_mode="all")
+    else:
+        step()
+        times, end = [], time.perf_counter() + seconds
+        while len(times) < MIN_ROUNDS or time.perf_counter() < end:
+            start = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - start) * 1e3)
+    low, high = min(times), max(times)
+    return {"median": statistics.median(times), "low": low, "high": high, "rounds": len(times)}
+
+
+def recover(error: Exception, device: torch.device) -> str:
+    """Free what a failed step left allocated and return its error as one line."""
+    error.__traceback__ = None  # its frames hold the step's tensors
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; return at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(step: Step, held: Iterable[Tensor], device: torch.device) -> int | None:
+    """Return the peak memory of `step` as if it ran alone: its allocations plus `held` tensors.
+
+    None on a CPU, where PyTorch counts nothing.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    return torch.cuda.max_memory_allocated(device) - before + sum(storages.values())
+
+
+class Report:
+    """Results of a benchmark, saved after every case.
+
+    A time limit or a hanging kernel loses only the case that it interrupts.
+    """
+
+    def __init__(self, flags: argparse.Namespace, command: str = "") -> None:
+        self.flags = flags
+        given = vars(flags)  # not every benchmark has all of these flags
+        self.device = pick_device(given.get("device", "auto"))
+        self.on_gpu = self.device.type == "cuda"
+        self.dtype_name: str = given.get("dtype") or ("bf16" if self.on_gpu else "fp32")
+        self.backend: str = given.get("backend") or ("triton" if self.on_gpu else "blockwise")
+        limit = given.get("limit")
+        self.end = math.inf if limit is None else time.monotonic() + limit
+        chosen = {"dtype": self.dtype_name, "device": self.device.type, "backend": self.backend}
+        self.data: dict[str, Any] = {
+            "environment": environment(command, self.device),
+            "settings": given | {name: value for name, value in chosen.items() if name in given},
+            "finished": False,
+            "rows": [],
+            "skipped": [],
+        }
+        torch.manual_seed(0)
+        self.save()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the benchmark's tensors."""
+        return DTYPES[self.dtype_name]
+
+    def seconds_left(self) -> float:
+        """Return the seconds until --limit is reached."""
+        return self.end - time.monotonic()
+
+    def save(self) -> None:
+        """Write the results to --out, if given."""
+        if self.flags.out is not None:
+            atomic_write_text(self.flags.out, row_json(self.data))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append one row and save."""
+        self.data["rows"].append(dict(row))
+        self.save()
+
+    def attempt(self, case: str, run: Callable[[], None]) -> None:
+        """Run one case; list it under `skipped` if it fails or the time limit is over."""
+        if self.seconds_left() <= 0:
+            reason = f"--limit {self.flags.limit:g} s over"
+        else:
+            try:
+                return run()
+            except Exception as error:  # one case, such as one too large, must not end the others
+                reason = recover(error, self.device)
+        self.data["skipped"].append({"case": case, "reason": reason})
+        self.save()
+        print(f"{case} NOT MEASURED: {reason}", flush=True)
+
+    def build(
+        self, builders: Mapping[str, Callable[[], T]], figures: Iterable[str]
+    ) -> tuple[dict[str, T], dict[str, Result]]:
+        """Build each implementation of a case; return them, and results with figures still None.
+
+        The result of an implementation that cannot be built is its error.
+        """
+        built: dict[str, T] = {}
+        results: dict[str, Result] = {
+            name: {**dict.fromkeys(figures), "errors": {}} for name in builders
+        }
+        for name, build in builders.items():
+            try:
+                built[name] = build()
+            except Exception as error:
+                results[name]["errors"]["all"] = recover(error, self.device)
+        return built, results
+
+    def time(
+        self, steps: Mapping[str, Step], results: dict[str, Result], what: str, graph: bool = False
+    ) -> None:
+        """Time each step; write its timing or error into its result."""
+        for name, step in steps.items():
+            try:
+                results[name][what] = time_step(step, self.device, self.flags.seconds, graph)
+            except Exception as error:
+                results[name]["errors"][what] = recover(error, self.device)
+
+    def finish(self) -> None:
+        """Mark the results as complete, unless a case was skipped, and save."""
+        self.data["finished"] = not self.data["skipped"]
+        self.save()
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of `--device`; `auto` is the GPU if there is one."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("--device cuda: PyTorch sees no CUDA device; use --device cpu")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def environment(command: str, device: torch.device) -> dict[str, Any]:
+    """Return date, command, hardware and software of a benchmark."""
+    hardware: dict[str, Any] = {
+        "device": device.type,
+        "triton": package_version("triton"),
+        "flash_attn": package_version("flash_attn"),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+        query = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
+        hardware |= {
+            "name": properties.name,
+            "capability": amd_chip(device) or f"sm_{properties.major}{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "rocm": torch.version.hip,
+            "cudnn": torch.backends.cudnn.version(),
+            "nvidia_smi": dict(zip(fields.split(","), query.strip().split(", "), strict=False)),
+        }
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "processor": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hardware": hardware,
+    }
+
+
+def figure(result: Mapping[str, Any], what: str) -> float | None:
+    """Return a result's median milliseconds, or bytes."""
+    value = result[what]
+    return value["median"] if isinstance(value, dict) else value
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Return the quotient of two figures; None if one is missing."""
+    return None if numerator is None or not denominator else numerator / denominator
+
+
+def cell(figure: float | None, form: str = ".3g") -> str:
+    """Return a figure as text for a table; a dash for None."""
+    return "-" if figure is None else format(figure, form)
+
+
+def print_table(
+    rows: Sequence[Sequence[str]], results: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Print aligned columns, the first left-aligned, and then the errors of `results`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        right = (text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *right]), flush=True)
+    for name, result in (results or {}).items():
+        for what, error in result["errors"].items():
+            print(f"  {name}, {what}: {error}")
+    print(flush=True)

@@ -1,0 +1,238 @@
+"""What NSA is measured against: PyTorch's SDPA and FlexAttention, other implementations of NSA.
+
+The latter are optional and imported on use, installed or from a folder on PYTHONPATH; if one is
+missing, the reason is its result. Notes say where one computes something different from NSA.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from nsa.ops import NSASpec, window_attention
+from nsa.system import package_version
+from tests.bench.attention import Implementation, Inputs
+from tests.bench.harness import Shape
+
+KERNELS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+FLEX_BLOCK = 128  # the only block size that all of FlexAttention's tile sizes divide
+# Optional library: its module, its distribution.
+LIBRARIES = {
+    "fla": ("fla.ops.nsa", "fla-core"),
+    "scalable-flash-nsa": ("flash_nsa", "flash-nsa"),
+    "flash-sparse-attention": ("fsa.ops", "flash-sparse-attention"),
+}
+SHARED_KV_NOTE = "keys and values shared by its branches; mean pooling included"
+# They call flash-attn for their window; so does ours where that is faster (nsa doctor --tune).
+OUR_WINDOW_NOTE = "; its window is nsa.ops.window_attention"
+# fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
+FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
+
+
+def sdpa(kernel: str, inputs: Inputs, shape: Shape) -> Implementation:
+    """Return causal scaled_dot_product_attention, forced to one kernel.
+
+    If the kernel rejects grouped heads or values narrower than keys, keys are repeated for every
+    head or values padded before timing starts, as a user would have to.
+    """
+    q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
+    padded = F.pad(v, (0, shape.key - shape.value)) if shape.key > shape.value else v
+    errors = []
+    for pad in dict.fromkeys((False, shape.key != shape.value)):
+        for repeat in (False, True):
+            keys, values = k, padded if pad else v
+            if repeat:
+                keys, values = (x.repeat_interleave(shape.group, 2) for x in (k, values))
+            function = partial(_sdpa, kernel, shape.value)
+            probe = Implementation(function, *(x[:1, :128] for x in (q, keys, values)))
+            try:
+                probe.forward_backward()
+            except RuntimeError as error:
+                errors.append(" ".join(str(error).split()))
+                continue
+            notes = ["values padded to the keys' size"] * pad
+            notes += ["keys and values repeated"] * repeat
+            return Implementation(function, q, keys, values, note="; ".join(notes))
+    raise RuntimeError(f"{kernel} supports none of these layouts: {errors[0]}")
+
+
+def _sdpa(kernel: str, value_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(KERNELS[kernel]):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return o.transpose(1, 2)[..., :value_size]
+
+
+def flex(inputs: Inputs, shape: Shape) -> Implementation:
+    """Return causal FlexAttention, on a GPU compiled for each length and mode.
+
+    One kernel for all lengths would mask every tile. `fullgraph` turns the silent fallback to T x T
+    scores into an error.
+    """
+    mask = causal_mask(inputs.q.shape[1], inputs.q.device)
+    attend: Callable[..., Tensor] = flex_attention
+    if inputs.q.is_cuda:
+        torch._dynamo.config.recompile_limit = 64
+        attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attend(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel)
+
+
+def causal_mask(seq_len: int, device: torch.device) -> BlockMask:
+    """Build the mask from its block table; `create_block_mask` would write a T x T mask first."""
+    blocks = torch.arange(-(-seq_len // FLEX_BLOCK), dtype=torch.int32, device=device)
+    # Row r has r full blocks, 0 to r - 1, and one partial block, r.
+    order = (blocks + blocks[:, None]) % len(blocks)
+    return BlockMask.from_kv_blocks(
+        torch.ones_like(blocks)[None, None],
+        order[None, None],
+        blocks[None, None],
+        blocks.expand(len(blocks), -1).contiguous()[None, None],
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda batch, head, query, key: query >= key,
+        seq_lengths=(seq_len, seq_len),
+    )
+
+
+def versions() -> dict[str, str | None]:
+    """Return each optional library's installed version; one from a folder has none."""
+    return {name: package_version(distribution) for name, (_, distribution) in LIBRARIES.items()}
+
+
+def load(name: str) -> ModuleType:
+    """Import an optional library; raise ImportError for any error."""
+    module, distribution = LIBRARIES[name]
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ImportError(f"{distribution} cannot be imported: {reason}") from error
+
+
+def fla(inputs: Inputs, shape: Shape, *, window: bool) -> Implementation:
+    """Return fla's NSA with mean pooling, with or without our window."""
+    if shape.group < 16 or shape.group & (shape.group - 1):
+        raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {shape.group}")
+    parallel_nsa, spec = load("fla").parallel_nsa, FLA_SPEC
+
+    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        g_cmp, g_sel, g_win = gates.unbind(-1)
+        o = parallel_nsa(
+            q,
+            k,
+            v,
+            g_cmp=g_cmp,
+            g_slc=g_sel,
+            block_counts=spec.select_top,
+            block_size=spec.select_len,
+            window_size=0,
+        )
+        if not window:
+            return o
+        return torch.addcmul(o, window_attention(q, k, v, spec.window), g_win[..., None])
+
+    note = SHARED_KV_NOTE + OUR_WINDOW_NOTE * window
+    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates, note=note)
+
+
+def _packed(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    """Return q, k and v as [B·T, H, D], and cu_seqlens with a document per sequence."""
+    batch, seq_len = inputs.q.shape[:2]
+    offsets = torch.arange(batch + 1, device=inputs.q.device, dtype=torch.int32) * seq_len
+    return [x.flatten(0, 1) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], offsets
+
+
+def _window(inputs: Inputs, spec: NSASpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return our window on [B·T, H, D]."""
+    batch = inputs.q.shape[0]
+
+    def window(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (batch, -1)) for x in qkv)
+        return window_attention(q, k, v, spec.window).flatten(0, 1)
+
+    return window
+
+
+def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
+    """Return the parts of Scalable-Flash-Native-Sparse-Attention's module; φ is a mean."""
+    library = load("scalable-flash-nsa")
+    config = library.NSAConfig(
+        qk_head_dim=shape.key,
+        v_head_dim=shape.value,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        kernel_size=spec.block_len,
+        stride=spec.block_stride,
+        block_size=spec.select_len,
+        top_n=spec.select_top,
+        num_init_blocks=spec.init_blocks,
+        num_local_blocks=spec.local_blocks,
+        window_size=spec.window,
+    )
+    module, window = library.HFNSACore(config), _window(inputs, spec)
+    qkv, offsets = _packed(inputs)
+    combine = importlib.import_module("flash_nsa.ops.combine").fused_sigmoid_combine
+
+    def run(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
+        library.NSAHelper.init_cu_seqlens(offsets)
+        k_cmp, v_cmp = module.compress_k(k), module.compress_v(v)
+        o_cmp, lse = library.compress_attn(q, k_cmp, v_cmp, sm_scale=module.sm_scale)
+        index, _ = library.slc_topk_indices(
+            q, k_cmp, lse, sm_scale=module.sm_scale, maybe_efficient_version=True
+        )
+        o_sel = library.select_attn(q, k, v, index, sm_scale=module.sm_scale)
+        return combine(o_cmp, o_sel, window(q, k, v), logits).unflatten(0, inputs.q.shape[:2])
+
+    logits = torch.logit(inputs.gates.flatten(0, 1).float(), 1e-3).to(inputs.gates.dtype)
+    note = SHARED_KV_NOTE + "; gates are logits" + OUR_WINDOW_NOTE
+    return Implementation(run, *qkv, logits, note=note)
+
+
+def flash_sparse_attention(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
+    """Return Flash-Sparse-Attention's kernels in the order of its module, φ a mean.
+
+    Like the module, it runs its own selected kernel for groups of up to 8 query heads.
+    """
+    if shape.key != shape.value:
+        raise ValueError("its keys and values have one size")
+    own = load("flash-sparse-attention").FSA_topk_sparse_attention
+    library = importlib.import_module("nsa_ref.ops")
+    selected = own if shape.group <= 8 else library.topk_sparse_attention
+    qkv, offsets = _packed(inputs)
+    window = _window(inputs, spec)
+    seq_len, count = inputs.q.shape[1], spec.compressed_len(inputs.q.shape[1])
+    pooled_offsets = offsets // seq_len * count
+    pooling, selection = (spec.block_len, spec.block_stride), (spec.select_len, spec.select_top)
+    lengths, forced = (
+        (offsets, pooled_offsets, seq_len, count),
+        (spec.init_blocks, spec.local_blocks),
+    )
+
+    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        k_cmp, v_cmp = (library.avgpool_compress(x, None, offsets, *pooling)[0] for x in (k, v))
+        o_cmp, index = library.compressed_attention(
+            q, k_cmp, v_cmp, *pooling, *selection, *lengths, None, *forced
+        )
+        o_sel = selected(q, k, v, index, spec.select_len, offsets, None)
+        g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
+        o = o_cmp * g_cmp + o_sel * g_sel + window(q, k, v) * g_win
+        return o.unflatten(0, inputs.q.shape[:2])
+
+    note = SHARED_KV_NOTE + OUR_WINDOW_NOTE
+    return Implementation(run, *qkv, inputs.gates.flatten(0, 1), note=note)

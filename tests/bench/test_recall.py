@@ -1,0 +1,224 @@
+"""Recall: tasks have one right answer, windows see their reach, every model is evaluated alike."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa.constants import IGNORE_INDEX
+from nsa.model import LanguageModel
+from tests.bench import recall as bench
+from tests.bench import recall_models
+from tests.bench.__main__ import main
+from tests.bench.recall_data import (
+    FIRST_FACT,
+    FIRST_POINTER,
+    KEYS,
+    VALUES,
+    VOCABULARY,
+    needle,
+    recall,
+)
+from tests.bench.recall_models import Task, check_answers, model_config, train
+from tests.ops.cases import threads
+
+LENGTH = 64
+TASK = Task(LENGTH)
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def facts_of(sequence: Tensor) -> dict[int, tuple[int, int]]:
+    """Return for each key of a sequence its value's token and its fact's position."""
+    facts = {}
+    for position, token in enumerate(sequence.tolist()):
+        if FIRST_FACT <= token < FIRST_POINTER:
+            key, value = divmod(token - FIRST_FACT, VALUES)
+            assert key not in facts, "a key has two facts"
+            facts[key] = (KEYS + value, position)
+    return facts
+
+
+def test_every_label_is_the_value_of_the_fact_with_the_questions_key() -> None:
+    for batch in (recall(rng(), 16, 64, 8), needle(rng(), 16, 65, 4, 0.5)):
+        rows = zip(batch.input_ids, batch.labels, batch.distance, strict=True)
+        for ids, labels, distance in rows:
+            facts = facts_of(ids)
+            questions = (labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
+            assert questions
+            for position in questions:
+                value, fact = facts[int(ids[position])]
+                assert labels[position] == value
+                assert distance[position] == position - fact > 0
+        shown = (batch.input_ids >= KEYS) & (batch.input_ids < KEYS + VALUES)
+        assert not shown.any(), "an answer is shown"
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
+def test_the_needle_is_at_its_depth_among_other_facts(depth: float) -> None:
+    batch = needle(rng(), 200, 41, 12, depth)
+    assert (batch.labels[:, :-1] == IGNORE_INDEX).all()
+    for ids, distance in zip(batch.input_ids, batch.distance, strict=True):
+        facts = facts_of(ids)
+        assert len(facts) == 12, "a fact was overwritten"
+        assert facts[int(ids[-1])][1] == round(depth * 39) == 40 - int(distance[-1])
+
+
+def test_with_two_hops_an_answer_is_the_pointers_key_and_then_its_value() -> None:
+    batch = recall(rng(), 16, 64, 8, hops=2)
+    for ids, labels, distance in zip(batch.input_ids, batch.labels, batch.distance, strict=True):
+        facts, pointers = facts_of(ids), {}
+        for position in (ids >= FIRST_POINTER).nonzero()[:, 0].tolist():
+            key, to = divmod(int(ids[position]) - FIRST_POINTER, KEYS)
+            pointers[key] = to, position
+        assert {to for to, _ in pointers.values()} == facts.keys()
+        for position in range(32, 64, 2):
+            to, first = pointers[int(ids[position])]
+            value, second = facts[to]
+            assert labels[position] == ids[position + 1] == to
+            assert labels[position + 1] == value
+            assert distance[position] == position - first
+            assert distance[position + 1] == position + 1 - second
+
+
+@pytest.mark.parametrize(("name", "reach"), [("win", TASK.reach + 1), ("nsa", 64), ("dense", 64)])
+def test_a_window_sees_up_to_its_reach_and_the_others_everything(name: str, reach: int) -> None:
+    """From how many positions back one token changes the last position's output."""
+    torch.manual_seed(0)
+    model = LanguageModel(model_config(name, TASK)).eval()
+    ids = torch.randint(40, (1, LENGTH), generator=rng(1))
+    others = ids + torch.eye(LENGTH, dtype=torch.int64).flip(1)  # row n: changed n back
+    with threads(1), torch.no_grad():
+        outputs = model(torch.cat([ids, others]))[:, -1]
+    seen = [back for back in range(LENGTH) if not outputs[0].equal(outputs[1 + back])]
+    assert seen == list(range(reach))
+
+
+def test_training_lowers_the_loss_and_is_a_function_of_the_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recall_models, "BATCH", 256)
+    first = train("win", TASK, 40, 5, lambda *_: None)
+    assert statistics.fmean(first.losses[-10:]) < first.losses[0] - 1
+    assert train("win", TASK, 3, 5, lambda *_: None).losses[0] == first.losses[0]
+
+
+class Oracle(nn.Module):
+    """A model that predicts the given tokens."""
+
+    def __init__(self, answers: Tensor) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return nn.functional.one_hot(self.answers, VOCABULARY[2]).float()
+
+
+def test_an_answer_is_correct_if_all_its_tokens_are() -> None:
+    batch = recall(rng(), 1, 32, 8, hops=2)
+    answers = batch.labels.clamp(min=0)
+    assert check_answers(Oracle(answers), batch, hops=2)[0].all()
+    answers[0, 16] += 1  # the first answer's first token
+    answers[0, 19] += 1  # the second answer's second token
+    correct, distance = check_answers(Oracle(answers), batch, hops=2)
+    assert correct.tolist() == [False, False] + [True] * 6
+    first, second = batch.distance[0, 16::2], batch.distance[0, 17::2]
+    assert distance.equal(torch.minimum(first, second))
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    monkeypatch.setattr(recall_models, "BATCH", 128)
+    monkeypatch.setattr(recall_models, "SPARSIFY_STEPS", (0.5, 1.0))
+    monkeypatch.setattr(bench, "SEQUENCES", 4)
+    main(["recall", "--seq-len=64", f"--out={folder}", *flags])
+    return json.loads((folder / "tasks.json").read_text())
+
+
+def test_every_model_is_evaluated_with_every_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--steps=1", "--seeds", "4", "5", "--models=selector loss,win"]
+    result = run(tmp_path / "deep/er", monkeypatch, *flags)
+    models = ["selector loss", bench.WITHOUT_SELECTION, "win"]
+    assert [(row["seed"], row["model"]) for row in result["rows"]] == [
+        (seed, model) for seed in (4, 5) for model in models
+    ]
+    for row in result["rows"]:
+        assert [cell["facts"] for cell in row["by_facts"]] == [2, 4, 8, 16]
+        assert [cell["seq_len"] for cell in row["needle"]] == [32, 64]
+        edges = [(cell["from"], cell["below"]) for cell in row["by_distance"]]
+        assert edges == [(1, 8), (8, 16), (16, 32), (32, 64)]
+        assert all(0 <= cell["right"] <= 1 for cell in row["by_distance"])
+    printed = capsys.readouterr().out
+    assert f"Random blocks would include {result['random_selection']:.1%} of 16 facts" in printed
+
+
+def test_a_sparsified_model_is_evaluated_after_each_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--models=sparsified", "--compressor=pool", "--steps=4", "--seeds=1"]
+    rows = run(tmp_path, monkeypatch, *flags)["rows"]
+    stages = ["dense", "converted", "after 2 steps of the selector", "and 4 of all weights"]
+    assert [row["model"] for row in rows] == stages
+    assert len({row["loss"] for row in rows[1:]}) == 3
+
+
+@pytest.mark.full
+def test_parallel_jobs_give_the_same_results() -> None:
+    pairs = [(4, "dense"), (4, "win")]
+    results = [
+        [row | {"seconds": None} for rows in bench.evaluate_all(Task(64), 1, pairs, jobs)
+         for row in rows]
+        for jobs in (1, 2)
+    ]  # fmt: skip
+    assert results[0] == results[1]
+
+
+def test_random_selection_is_how_often_random_blocks_include_the_fact() -> None:
+    task, generator = Task(2_048, pattern="recipe"), rng(bench.SEED)
+    batch = recall(generator, bench.SEQUENCES, 2_048, 16)
+    rows, queries = (batch.distance > task.reach).nonzero(as_tuple=True)
+    included = []
+    for row, query in zip(rows.tolist()[::7], queries.tolist()[::7], strict=True):
+        own, fact = query // 64, (query - int(batch.distance[row, query])) // 64
+        forced = {0, own - 1, own}
+        free = [block for block in range(own + 1) if block not in forced]
+        drawn = torch.randperm(len(free), generator=generator)[: task.spec.select_top - 3].tolist()
+        included.append(fact in forced | {free[index] for index in drawn})
+    assert bench.random_selection(task) == pytest.approx(statistics.fmean(included), abs=0.02)
+
+
+def test_the_table_has_means_margins_and_the_least_of_the_seeds() -> None:
+    needles = [{"seq_len": 32, "all": 0.7, "far": 0.7}, {"seq_len": 64, "all": 0.9, "far": 0.3}]
+    rows = [
+        {"model": "win", "seed": seed, "parameters": 1_234, "seconds": 10.0, "needle": needles,
+         "by_facts": [{"facts": facts, "all": 0.8, "far": accuracy} for facts in (2, 4, 8, 16)],
+         "twice_as_long": 0.1}
+        for seed, accuracy in ((1, 0.25), (2, 0.5), (3, 0.75))
+    ]  # fmt: skip
+    row = bench.lines({"seq_len": 64, "rows": rows})[2]
+    cells = [text.strip() for text in row.strip("|").split("|")]
+    # Student's t with 2 degrees of freedom: 4.303 * 0.25 / √3 = 0.621
+    facts, equal = ["50.0% ± 62.1, least 25.0%"] * 4, "{0} ± 0.0, least {0}"
+    assert cells == ["win", *facts, equal.format("10.0%"), equal.format("30.0%"), "1,234", "10"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--jobs", "0"], "--jobs 0: must be 1 or more"),
+        (["--seq-len", "48"], "--seq-len 48: take a multiple of 32, 64 or more"),
+        (["--seq-len=1024", "--pattern=recipe"], "windows of 512 .* take 2046 or more"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        main(["recall", *flags, "--out", str(tmp_path)])

@@ -1,0 +1,88 @@
+"""`python -m tests.bench traffic`: operations and bytes of a micro-batch of M7C, without a GPU.
+
+`tests/operations.py` begins with the definitions. Counts, and no estimate of a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from nsa.model import AttentionConfig, ModelConfig
+from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS, COMPRESSORS
+from tests.bench.harness import Report, print_table
+from tests.operations import PARTS, Operation, record_operations
+
+
+def totals(operations: Sequence[Operation]) -> list[dict[str, Any]]:
+    """Return a row per part, and the total."""
+    parts = {part: [x for x in operations if x.part == part] for part in PARTS}
+    return [_row(part, members) for part, members in parts.items() if members] + [
+        _row("total", operations)
+    ]
+
+
+def _row(part: str, operations: Iterable[Operation]) -> dict[str, Any]:
+    operations = list(operations)
+    return {
+        "part": part,
+        "operations": len(operations),
+        "bytes": sum(x.bytes for x in operations),
+        "launches": sum(len(x.launches) for x in operations),
+        "launch_bytes": sum(y.bytes for x in operations for y in x.launches),
+    }
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--micro-batch", type=int, default=8, help="sequences (%(default)s)")
+    add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
+    add("--layers", type=int, default=12, help="transformer blocks (%(default)s)")
+    add("--vocab", type=int, default=50_304, help="rows of the embedding (%(default)s)")
+    add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
+    add("--compressor", choices=COMPRESSORS, default="mean", help="φ of NSA (%(default)s)")
+    add("--selector-loss", action="store_true", help="count NSA's selector loss too")
+    add("--operations", action="store_true", help="list operations and launches by name too")
+
+
+def run(report: Report) -> dict[str, Any]:
+    """Count NSA and its dense twin; print a table of each."""
+    flags, result = report.flags, dict[str, Any]()
+    print(f"{flags.micro_batch} x {flags.seq_len:,} tokens, checkpointing {flags.checkpointing}")
+    for kind in ATTENTION_KINDS:
+        weight = float(flags.selector_loss and kind == "nsa")
+        config = ModelConfig(
+            layers=flags.layers,
+            vocab_size=flags.vocab,
+            attention=AttentionConfig(kind=kind, compressor=flags.compressor, selector_loss=weight),
+            activation_checkpointing=flags.checkpointing,
+        )
+        operations = record_operations(config, flags.micro_batch, flags.seq_len)
+        rows = totals(operations)
+        result[kind] = [{"kind": kind, **row} for row in rows]
+        _print(kind, rows)
+        if flags.operations:
+            _print_names(operations)
+    return result
+
+
+def _print(kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    lines = [[kind, "operations", "GB", "launches", "their GB"]]
+    for row in rows:
+        cells = [f"{row['operations']:,}", f"{row['bytes'] / 1e9:.2f}", f"{row['launches']:,}"]
+        lines.append([row["part"], *cells, f"{row['launch_bytes'] / 1e9:.2f}"])
+    print_table(lines)
+
+
+def _print_names(operations: Sequence[Operation]) -> None:
+    launches = [x for operation in operations for x in operation.launches]
+    for title, items in (("operation", operations), ("launch", launches)):
+        counts, moved = Counter[str](), Counter[str]()
+        for item in items:
+            counts[item.name] += 1
+            moved[item.name] += item.bytes
+        lines = [[title, "count", "GB"]]
+        lines += [[x, f"{counts[x]:,}", f"{y / 1e9:.2f}"] for x, y in moved.most_common()]
+        print_table(lines)

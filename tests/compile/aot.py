@@ -1,0 +1,65 @@
+"""`python -m tests.bench aot`: compile every kernel that the library can launch, without a GPU.
+
+Fails if a kernel does not compile or exceeds a limit of a chip (check.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import nullcontext, redirect_stdout
+from typing import Any
+
+from nsa.atomic_io import row_json
+from nsa.dtypes import DTYPES
+from nsa.ops.triton.configs import AMD, CHIPS
+from nsa.validation import words_of
+from tests.bench.harness import Report
+from tests.compile.launches import MAX_CANDIDATES, OPERATIONS, cases, record_launches
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    about = f"chips ({','.join(CHIPS)})"
+    parser.add_argument("--arch", type=words_of(*dict.fromkeys((*CHIPS, *AMD))), help=about)
+    which = parser.add_mutually_exclusive_group()
+    for kind, about in (
+        ("full", "every dtype, size and candidate config"),
+        ("benchmarks", "what the GPU benchmarks launch: fills Triton's cache for them"),
+        ("tune", "every candidate that `tune` times: fills Triton's cache for it"),
+    ):
+        which.add_argument(
+            f"--{kind}", dest="kind", action="store_const", const=kind, default="first", help=about
+        )
+    for flag, known in (("--operation", OPERATIONS), ("--dtype", DTYPES)):
+        parser.add_argument(flag, type=words_of(*known), default=[*known], help="(all)")
+    # Each imports PyTorch, and a container may report more CPU cores than it may use.
+    jobs = min(os.cpu_count() or 1, 16)
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(report: Report) -> dict[str, Any]:
+    """Compile, check and print a line per kernel."""
+    flags = report.flags
+    if os.environ.pop("TRITON_INTERPRET", None):  # interpreted kernels cannot be compiled
+        os.execv(sys.executable, sys.orig_argv)  # PyTorch has imported Triton as interpreter
+    import triton
+
+    from tests.compile import check
+
+    candidates = MAX_CANDIDATES if flags.kind in ("full", "tune") else 1
+    launches = (
+        (case, launch, chip)
+        for case in cases(flags.kind, flags.operation)
+        if case.dtype in flags.dtype
+        for chip in flags.arch or CHIPS
+        for launch in record_launches(case, candidates, chip)
+    )
+    spilled = check.MAX_SPILLED_FIRST if flags.kind == "first" else check.MAX_SPILLED
+    with redirect_stdout(sys.stderr) if flags.json else nullcontext():
+        rows, failures = check.check(launches, flags.jobs, spilled)
+    result = {"triton": triton.__version__, "failures": failures, "rows": rows}
+    if flags.json:
+        print(row_json(result))
+    return result

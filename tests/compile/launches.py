@@ -1,0 +1,284 @@
+"""Kernel launches of every operation, recorded on the `meta` device.
+
+The library's own functions and launchers run under `recording()`, once per candidate config, so
+what is compiled and checked is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa import ops
+from nsa.dtypes import DTYPES
+from nsa.ops import decode, pooling
+from nsa.ops.cross_entropy import cross_entropy_
+from nsa.ops.custom_op import IMPLEMENTATIONS
+from nsa.ops.triton import pool_limit
+from nsa.ops.triton.configs import MAX_CANDIDATES, choosing_for, override_choices
+from nsa.ops.triton.launch import Launch, recording
+from nsa.spec import NSASpec
+from tests.bench.harness import SHAPES
+
+PAPER, DOCUMENTS = NSASpec(), 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one operation."""
+
+    operation: str
+    heads: int
+    kv_heads: int
+    key: int
+    value: int
+    seq_len: int
+    dtype: str
+    packed: bool
+    spec: NSASpec = PAPER
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a `meta` tensor; without `dtype`, of the case's dtype and with a gradient."""
+        used = dtype or DTYPES[self.dtype]
+        return torch.empty(shape, dtype=used, device="meta", requires_grad=dtype is None)
+
+    @property
+    def q(self) -> Tensor:
+        return self.empty(1, self.seq_len, self.heads, self.key)
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of every position."""
+        return self._pair(self.seq_len)
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the compressed blocks."""
+        return self._pair(self.spec.compressed_len(self.seq_len))
+
+    def _pair(self, length: int) -> tuple[Tensor, Tensor]:
+        k, v = (self.empty(1, length, self.kv_heads, size) for size in (self.key, self.value))
+        return k, v
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of every call: packed documents and backend."""
+        cu_seqlens = self.empty(DOCUMENTS + 1, dtype=torch.int32) if self.packed else None
+        return {"cu_seqlens": cu_seqlens, "backend": "triton"}
+
+    @property
+    def pattern(self) -> str:
+        """The spec's numbers, in one word."""
+        return "-".join(str(number) for number in astuple(self.spec))
+
+    def __str__(self) -> str:
+        sizes = f"{self.key}" if self.key == self.value else f"{self.key}/{self.value}"
+        words = [self.operation, f"{self.heads}/{self.kv_heads} heads", sizes, self.dtype]
+        words += [f"T={self.seq_len}", *["packed"] * self.packed]
+        words += [self.pattern] if self.spec != PAPER else []
+        return " ".join(words)
+
+
+class Launchers(TorchDispatchMode):
+    """Runs the launchers of custom ops; PyTorch would run their fake kernels on `meta` tensors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return IMPLEMENTATIONS.get(func._schema.name, func)(*args, **(kwargs or {}))
+
+
+OPERATIONS: dict[str, Callable[[Case], None]] = {}  # every public operation
+
+
+def _operation(call: Callable[[Case], Iterable[Tensor]]) -> Callable[[Case], None]:
+    """Add the call to OPERATIONS, as a function that runs its launchers forward and backward."""
+
+    def run(case: Case) -> None:
+        with Launchers():
+            outputs = [x for x in call(case) if x.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+
+    return OPERATIONS.setdefault(call.__name__, run)
+
+
+@_operation
+def compressed_attention(case: Case) -> Iterable[Tensor]:
+    return ops.compressed_attention(case.q, *case.blocks, case.spec, **case.options)
+
+
+@_operation
+def select_blocks(case: Case) -> Iterable[Tensor]:
+    lse = case.empty(1, case.seq_len, case.heads, dtype=torch.float32)
+    return [ops.select_blocks(case.q, case.blocks[0], lse, case.spec, **case.options)]
+
+
+@_operation
+def selector_loss(case: Case) -> Iterable[Tensor]:
+    queries = case.empty(32, dtype=torch.int64)
+    keys = case.blocks[0], case.tokens[0]
+    return [ops.selector_loss(case.q, *keys, queries, case.spec, **case.options)[0]]
+
+
+@_operation
+def selected_attention(case: Case) -> Iterable[Tensor]:
+    top = case.spec.select_top
+    index = case.empty(1, case.seq_len, case.kv_heads, top, dtype=torch.int32)
+    return [ops.selected_attention(case.q, *case.tokens, index, case.spec, **case.options)]
+
+
+@_operation
+def window_attention(case: Case) -> Iterable[Tensor]:
+    return [ops.window_attention(case.q, *case.tokens, case.spec.window, **case.options)]
+
+
+@_operation
+def nsa_attention(case: Case) -> Iterable[Tensor]:
+    gates = case.empty(1, case.seq_len, case.heads, 3)
+    pairs = *case.blocks, *case.tokens, *case.tokens
+    return [ops.nsa_attention(case.q, *pairs, gates, case.spec, **case.options)]
+
+
+@_operation
+@torch.no_grad()
+def decode_attention(case: Case) -> Iterable[Tensor]:
+    """One token, with caches of capacity `seq_len`; documents are not packed."""
+    k_win, v_win = (x[:, : case.spec.window] for x in case.tokens)
+    gates, lengths = case.empty(1, case.heads, 3), case.empty(1, dtype=torch.int64)
+    pairs = *case.blocks, *case.tokens, k_win, v_win
+    return [
+        decode.decode_attention(case.q[:, -1], *pairs, gates, lengths, case.spec, backend="triton")
+    ]
+
+
+@_operation
+def swiglu(case: Case) -> Iterable[Tensor]:
+    """Gate and up in M7C's proportion: 2 × 2,368 columns for heads of 64."""
+    return [ops.swiglu(case.empty(case.seq_len, 74 * case.key), backend="triton")]
+
+
+@_operation
+def rotary_pool(case: Case) -> Iterable[Tensor]:
+    """Three layouts: all branches; one set of keys, with an mlp φ; dense attention."""
+    sizes, length = (case.heads, case.kv_heads, case.key, case.value), case.spec.block_len
+    tokens, covering = case.seq_len, -(-length // case.spec.block_stride)
+    cos, sin = case.empty(2, tokens, 1, case.key // 2, dtype=torch.float32)
+    blocks = case.empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
+    covers = case.empty(tokens, covering, dtype=torch.int64)
+    for layout in (
+        ops.PackedLayout(*sizes, kv_sets=3, gates=3, first_set=1, mean=True),
+        ops.PackedLayout(*sizes, kv_sets=1, gates=3, pre_rope=True),
+        ops.PackedLayout(*sizes, kv_sets=1),
+    ):
+        packed = case.empty(1, tokens, -(-sum(layout.columns) // 8) * 8)
+        yield ops.rotary_pool(packed, layout, cos, sin, blocks, covers, backend="triton").q
+
+
+@_operation
+def pool(case: Case) -> Iterable[Tensor]:
+    """Keys, which are rotated, and values; only of the sizes that a program can hold."""
+    length, tokens = case.spec.block_len, case.seq_len
+    blocks = case.empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
+    covers = case.empty(tokens, -(-length // case.spec.block_stride), dtype=torch.int64)
+    rotary = case.empty(2, len(blocks), 1, case.key // 2, dtype=torch.float32)
+    for x, angles in zip(case.tokens, ((rotary[0], rotary[1]), None), strict=True):
+        heads, size = x.shape[2:]
+        if pool_limit(length, size) is None:
+            parameters = ((heads, size, size), (heads, length, size), (heads * size,))
+            weight, position, scale = (case.empty(*shape) for shape in parameters)
+            tables = angles, blocks, covers
+            yield pooling.pool(x, weight, position, scale, *tables, backend="triton")
+
+
+@_operation
+def cross_entropy(case: Case) -> Iterable[Tensor]:
+    """M7C's vocabulary, or with packed documents GPT-2's, which 16 does not divide."""
+    logits = case.empty(case.seq_len, 50_257 if case.packed else 50_304).detach()
+    labels = case.empty(case.seq_len, dtype=torch.int64)
+    for with_gradients in (False, True):
+        yield cross_entropy_(logits, labels, with_gradients, backend="triton")
+
+
+@_operation
+def add_rms_norm(case: Case) -> Iterable[Tensor]:
+    """With and without a residual."""
+    x, delta = (case.empty(case.seq_len, case.heads * case.key) for _ in range(2))
+    weight = case.empty(x.shape[1])
+    yield ops.add_rms_norm(x, None, weight, 1e-5, backend="triton")[1]
+    yield from ops.add_rms_norm(x, delta, weight, 1e-5, backend="triton")
+
+
+# Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
+# blocks and one program sums a key's gradient. LONG: neither.
+SHORT, LONG = 2048, 65_536
+SUBSET = [(12, 2, 64, 64, SHORT), (64, 4, 128, 128, LONG)]
+FULL = [
+    (*heads, *sizes, length)
+    for heads, all_sizes in (
+        ((12, 2), [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]),
+        ((4, 4), [(64, 64)]),
+        ((64, 4), [(128, 128), (192, 128)]),
+    )
+    for sizes in all_sizes
+    for length in (SHORT, LONG)
+]
+# Triton compiles separately for a length of 1, lengths that 16 does not divide, 64-bit strides and
+# other blocks: here blocks that do not overlap.
+DISJOINT = NSASpec(block_len=64, block_stride=64, select_len=64)
+SPECIAL = [
+    ((12, 2, 64, 64, 1), PAPER),
+    ((12, 2, 64, 64, 2047), PAPER),
+    ((64, 4, 128, 128, 2**19), PAPER),
+    ((12, 2, 64, 64, SHORT), DISJOINT),
+    ((64, 4, 128, 128, LONG), DISJOINT),
+]
+# The GPU benchmarks; beyond 8k tokens nothing more is compiled.
+BENCHMARKS = [
+    ((*SHAPES[name].sizes, length), spec)
+    for name in ("m7c", "64x4x128")
+    for length in (SHORT, 8192)
+    for spec in (PAPER, DISJOINT)
+]
+TUNED = ("compressed_attention", "select_blocks", "selected_attention", "window_attention",
+         "nsa_attention", "decode_attention")  # fmt: skip
+
+
+def cases(kind: str, operations: Iterable[str]) -> list[Case]:
+    """Return the cases of a flag of `python -m tests.bench aot`; `first`: of two shapes."""
+    wanted = [(shape, "bf16", PAPER) for shape in SUBSET]
+    if kind == "full":
+        wanted = [(shape, dtype, PAPER) for shape in FULL for dtype in DTYPES]
+        wanted += [(shape, "bf16", spec) for shape, spec in SPECIAL]
+    elif kind == "benchmarks":
+        wanted = [(shape, "bf16", spec) for shape, spec in BENCHMARKS]
+    elif kind == "tune":
+        wanted = [(shape, "bf16", spec) for shape, spec in BENCHMARKS if spec == PAPER]
+        operations = [name for name in operations if name in TUNED]
+    return [
+        Case(operation, *shape, dtype, packed, spec)
+        for operation in operations
+        for shape, dtype, spec in wanted
+        for packed in ((False,) if kind in ("benchmarks", "tune") else (False, True))
+    ]
+
+
+def record_launches(
+    case: Case, candidates: int = MAX_CANDIDATES, chip: str = "sm_80"
+) -> list[Launch]:
+    """Return every launch of a call on a chip, for each of the first `candidates` configs."""
+    launches: list[Launch] = []
+    for number in range(candidates):
+
+        def choice(_: str, options: list[Any], number: int = number) -> Any:
+            return options[min(number, len(options) - 1)]
+
+        with choosing_for(chip), override_choices(choice), recording() as recorded:
+            OPERATIONS[case.operation](case)
+        launches += recorded
+    return launches

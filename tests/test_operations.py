@@ -1,0 +1,147 @@
+"""Operations and bytes of a pass, against counts by hand; a micro-batch of M7C stays fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa.model import AttentionConfig, ModelConfig
+from nsa.spec import NSASpec
+from tests.bench.traffic import totals
+from tests.operations import Operation, Recorder, record_operations
+
+BATCH, SEQ_LEN = 2, 128
+
+
+def toy(kind: str = "nsa", checkpointing: str = "none") -> ModelConfig:
+    return ModelConfig(
+        vocab_size=256,
+        layers=2,
+        width=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp_width=96,
+        attention=AttentionConfig(kind=kind),
+        activation_checkpointing=checkpointing,
+    )
+
+
+def recorded(run: Callable[[Tensor], object]) -> list[Operation]:
+    x = torch.empty(4, 6, device="meta")  # 96 bytes
+    with Recorder() as recorder:
+        run(x)
+    return recorder.operations
+
+
+def test_a_linear_is_three_products_and_its_views_are_free() -> None:
+    with torch.device("meta"):
+        linear = nn.Linear(16, 8, bias=False, dtype=torch.bfloat16)
+        x = torch.empty(4, 3, 16, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.empty(4, 3, 8, dtype=torch.bfloat16)
+    with Recorder() as recorder:
+        linear(x).backward(gradient)
+    assert [x.name for x in recorder.operations] == ["aten::mm"] * 3
+    assert {x.bytes for x in recorder.operations} == {2 * (12 * 16 + 16 * 8 + 12 * 8)}
+    assert {x.part for x in recorder.operations} == {"matrix products"}
+
+
+def test_views_and_allocations_are_free() -> None:
+    assert recorded(lambda x: (x.t()[1:].unflatten(0, (1, -1)).detach(), x.new_empty(9))) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda x: x + x[:1], 96 + 24 + 96),
+        (lambda x: x + x[:1].expand(4, 6), 96 + 24 + 96),
+        (lambda x: x.add_(1), 96 + 96),
+        (lambda x: x.copy_(x.new_empty(4, 6, dtype=torch.bfloat16)), 48 + 96),
+        (lambda x: torch.mul(x, 2, out=torch.empty_like(x)), 96 + 96),
+        (lambda x: x.new_zeros(5), 20),
+    ],
+    ids=["broadcast", "expanded", "in place", "copy", "out", "zeros"],
+)
+def test_bytes_are_those_of_inputs_and_outputs(
+    run: Callable[[Tensor], object], expected: int
+) -> None:
+    assert [x.bytes for x in recorded(run)] == [expected]
+
+
+def test_of_an_embedding_a_row_per_token_counts() -> None:
+    tokens, rows = torch.empty(3, 2, dtype=torch.long, device="meta"), 6 * 8 * 4
+    table = torch.empty(50, 8, device="meta")
+    with Recorder() as recorder:
+        nn.functional.embedding(tokens, table)
+    (gather,) = recorder.operations
+    assert gather.bytes == tokens.numel() * 8 + 2 * rows
+
+
+def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote() -> None:
+    def largest(name: str, kernel: str) -> int:
+        launches = (y for x in operations if x.name == name for y in x.launches)
+        return max(y.bytes for y in launches if y.name == kernel)
+
+    operations = record_operations(toy(), BATCH, SEQ_LEN)
+    tokens, logits = BATCH * SEQ_LEN, BATCH * SEQ_LEN * 256 * 2
+    assert largest("nsa::linear_cross_entropy", "cross_entropy_kernel") == 2 * logits + tokens * 12
+    q = BATCH * SEQ_LEN * 4 * 16 * 2
+    selected = largest("nsa::triton_gated_backward", "selected_queries_kernel")
+    assert 5 * q < selected < 5.5 * q  # q, do, keys and values, dq twice; lse, row sums and lists
+    # q, do, dq twice, keys and values and their gradients; lse, row sums, gates and compressed keys
+    gated = largest("nsa::triton_gated_backward", "band_keys_kernel")
+    assert 6 * q < gated < 7.2 * q
+
+
+@pytest.mark.parametrize(("tokens", "read"), [(4096, 3072), (1100, 76), (1024, 0)])
+def test_queries_that_select_all_their_candidates_are_not_read(tokens: int, read: int) -> None:
+    """Those before position 1,024, in whole tiles of 64."""
+    launches = {y.name: y for x in record_operations(toy(), 1, tokens) for y in x.launches}
+    q, lse, keys = 4 * 16 * 2, 4 * 4, NSASpec().compressed_len(tokens) * 2 * 16 * 2
+    index = tokens * 2 * 16 * 4
+    assert launches["select_kernel"].bytes == read * (q + lse) + keys + index
+
+
+def test_rotary_reads_the_columns_that_it_rotates_or_copies() -> None:
+    launches = {y.name: y for x in record_operations(toy(), BATCH, SEQ_LEN) for y in x.launches}
+    tables = SEQ_LEN * 16 * 4
+    columns = 4 * 16 + 2 * 2 * 2 * 16 + 4 * 3  # q, two of three copies, gates: read and written
+    assert launches["rotary_kernel"].bytes == tables + 2 * BATCH * SEQ_LEN * columns * 2
+
+
+def test_custom_ops_are_one_operation_and_all_their_launches() -> None:
+    by_part = {row["part"]: row for row in totals(record_operations(toy(), BATCH, SEQ_LEN))}
+    for part in ("attention", "loss"):
+        assert by_part[part]["launches"] > by_part[part]["operations"]
+    launches = {y.name for x in record_operations(toy(), BATCH, SEQ_LEN) for y in x.launches}
+    assert {"select_kernel", "selected_forward_kernel", "band_keys_kernel"} <= launches
+    assert not any(name in launches for name in ("aten::linear", "aten::matmul"))
+
+
+def test_nearly_everything_of_a_model_belongs_to_a_part() -> None:
+    for kind in ("nsa", "dense"):
+        rows = totals(record_operations(toy(kind), BATCH, SEQ_LEN))
+        other = sum(row["bytes"] for row in rows if row["part"] == "other")
+        assert other < 0.01 * rows[-1]["bytes"]
+
+
+def test_recomputation_counts() -> None:
+    none, reentrant = (
+        {row["part"]: row for row in totals(record_operations(toy("nsa", mode), BATCH, SEQ_LEN))}
+        for mode in ("none", "reentrant")
+    )
+    assert reentrant["matrix products"]["bytes"] > none["matrix products"]["bytes"]
+    assert reentrant["attention"]["launches"] > none["attention"]["launches"]
+    assert reentrant["loss"] == none["loss"]
+
+
+def test_a_micro_batch_of_m7c_stays_fused() -> None:
+    """The page's totals, and a little more: 311 operations of 34.3 GB."""
+    total = totals(record_operations(ModelConfig(), 8, 2_048))[-1]
+    assert total["operations"] <= 320
+    assert total["bytes"] <= 34.4e9
+    assert total["launches"] <= 540
+    assert total["launch_bytes"] <= 48.0e9
