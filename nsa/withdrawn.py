@@ -53,6 +53,7 @@ VALUES: dict[tuple[str, Any], Any] = {
 FLAGS: dict[str, str] = {
     "nsa data prepare --files": "use --pattern",
     "nsa data train-tokenizer --files": "use --pattern",
+    "nsa plan --search": "use --compare, and --set train.micro_batch=auto",
 }
 
 # Verb of `nsa` -> what to do instead.

@@ -304,7 +304,6 @@ def test_json_has_stable_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     }
     assert main(["plan"]) == 0
     assert f"{row['tokens_per_second']:,.0f}" in capsys.readouterr().out
-    assert len(tree("plan", "--search")["plans"]) > 12  # all, not the first dozen
     assert main(["plan", "--memory", "1", "--json"]) == 1
     assert not json.loads(capsys.readouterr().out)["plans"][0]["fits"]
     compared = tree("compare", str(tmp_path / "a"))

@@ -15,12 +15,11 @@ from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, resolve_auto, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, json_row, table
-from nsa.planner.forecast import Candidate, compare, fits, forecast, search
+from nsa.planner.forecast import Candidate, compare, fits, forecast
 from nsa.planner.inputs import Zero
 from nsa.resources import resource_path
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
-SHOWN = 12  # rows of a table
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -37,16 +36,15 @@ def run(flags: argparse.Namespace) -> int:
     zero = zero_of(source, config, flags.gpus)
     resolved, notes, mode_notes = resolve_auto(config, zero, flags.gpus, target.memory)
     model, batch = model_of(resolved), batch_of(resolved)
-    memory, zeros = f"{target.memory / 1e9:g} GB", dict[str, Zero]()
-    if flags.search or flags.compare:
+    zeros: dict[str, Zero] = {}
+    if flags.compare:
         for file in sorted(source.parent.glob("*.json")):
             try:
                 zeros[file.stem] = zero_of(file, resolved, flags.gpus)
             except ValueError as error:
                 print(f"left out: {error}", file=sys.stderr)
-        rank = search if flags.search else compare
         given = replace(batch, checkpointing=config.model.activation_checkpointing)
-        candidates = rank(model, zeros, given, target, flags.gpus)  # each with a mode of its own
+        candidates = compare(model, zeros, given, target, flags.gpus)  # each with a mode of its own
     else:
         notes += mode_notes
         zeros[source.stem] = zero
@@ -61,17 +59,13 @@ def run(flags: argparse.Namespace) -> int:
         ]
         tree = {"parameters": model.parameters, "steps": steps, "plans": plans}
         print(json.dumps(tree | {"assumptions": [*assumed, *notes]}, indent=2))
-    elif not candidates:
-        print(f"nothing fits into {memory}")
-    elif flags.search or flags.compare:
-        print(*table(candidates[:SHOWN], steps), sep="\n")
-        if len(candidates) > SHOWN:
-            print(f"the fastest {SHOWN} of {len(candidates)} that fit")
-        print(*assumed, sep="\n")
+    elif flags.compare:
+        print(*table(candidates, steps), *assumed, sep="\n")
     else:
         title, *lines = describe(source.stem, model, batch, step, target, steps)
         print(title, *assumed, *lines, *notes, sep="\n")
         if not any(fitting):
+            memory = f"{target.memory / 1e9:g} GB"
             print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
     return 0 if any(fitting) else 1
 

@@ -10,6 +10,7 @@ As in `loss`, the forward pass computes the gradients and the backward pass scal
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -76,7 +77,9 @@ class _SummedKL(torch.autograd.Function):
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        with torch.autocast(hidden.device.type, enabled=False):
+        # torch.autocast refuses `meta`, on which nsa plan counts tensors.
+        device = hidden.device.type
+        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             pairs = _log_probabilities((hidden, weight), (teacher_hidden, teacher_weight))
             for part, log_p, log_t in pairs:
                 counted = (labels[part] != IGNORE_INDEX)[:, None]

@@ -248,7 +248,7 @@ class _WithoutInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def meta_model(config: ModelConfig) -> LanguageModel:
+def meta_model(config: ModelConfig, sequence: SequenceParallel | None = None) -> LanguageModel:
     """Build a model on the meta device: shapes, without storage or initialization."""
     with torch.device("meta"), _WithoutInit():
-        return LanguageModel(config)
+        return LanguageModel(config, sequence)

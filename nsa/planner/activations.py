@@ -1,143 +1,175 @@
-"""Activation memory of a micro-batch on a GPU, with a term for each tensor that a layer saves."""
+"""Activation memory of a micro-batch on a GPU: live tensors of the model on the `meta` device.
+
+Two layers are counted; each further one holds as much as the second. Attention runs the kernels
+that a GPU would take, and each sequence is one document. Tensors that a custom op frees before it
+returns are not seen; those of the loss, gigabytes of logits, are added.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
-from nsa.constants import BRANCHES
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa.model.attention import BranchKV
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.language_model import LanguageModel, meta_model
+from nsa.model.loss import chunk_rows
+from nsa.model.sequence_parallel import SequenceParallel
 from nsa.planner.inputs import BatchShape, Model
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one micro-batch keeps for, or allocates during, its backward pass."""
+    """Bytes of a micro-batch's tensors; of the weights' gradients only what is not yet reduced."""
 
-    kept_layer: int  # per layer, from its forward to its backward pass
-    recomputed: int  # of one layer
-    shared: int  # RoPE tables, block grid, tokens
-    final: int  # last norm and its output
-    loss: int  # logits and gradients of the head, during the loss
-    in_layer: int  # gradients inside one layer's backward pass
+    before_loss: int  # held for the backward pass
+    loss: int  # more, at the peak of the loss: logits and gradients of the head
+    last_layer: int  # at the peak of the backward pass down to the last layer
+    first_layer: int  # at its peak from there down to the first layer
+    embedding: int  # at its peak in the embedding
 
 
+@cache
 def activations(model: Model, batch: BatchShape) -> Activations:
-    """Count activations, with the Triton kernels."""
-    tokens, size, width = batch.tokens, model.weight_bytes, model.config.width
-    stream, hidden = size * width * tokens, size * model.config.mlp_width * tokens
-    weights = 2 * size * width * model.config.mlp_width  # gate and up side by side
-    layer = 4 * stream + 3 * hidden + weights + _attention(model, batch)  # norms save their input
-    kept, reused = layer, 0
-    if batch.checkpointing != "none":
-        # Two tensors per layer: the residual stream, and the previous layer's output, which is
-        # added to it next. The first layer has no previous one.
-        kept = (2 * model.config.layers - 1) * stream // model.config.layers
-    if batch.checkpointing == "selective":  # saves that output anyway
-        kept = stream + _selective_outputs(model, batch)
-        reused = _selective_reused(model, batch)
-    rope = 4 * model.config.head_dim * batch.seq_len
-    grid = 8 * model.spec.block_len * _blocks(model, batch.seq_len) if model.spec else 0
-    return Activations(
-        kept_layer=kept,
-        recomputed=0 if batch.checkpointing == "none" else layer - reused,
-        shared=8 * tokens + rope + grid,
-        final=2 * stream,
-        loss=_loss(model, tokens),
-        in_layer=2 * hidden + 2 * stream,
+    """Count the activations of all layers."""
+    layers = model.config.layers
+    counted = count_layers(model, batch, min(layers, 2))
+    more = max(0, layers - 2)
+    if more:
+        more *= counted.before_loss - count_layers(model, batch, 1).before_loss
+    held = {name: getattr(counted, name) + more for name in ("before_loss", "last_layer")}
+    return replace(counted, **held)
+
+
+def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
+    """Run a forward and a backward pass of a model with this many layers on `meta` tensors."""
+    mode = "reentrant" if batch.checkpointing == "deepspeed" else batch.checkpointing
+    attention = replace(model.config.attention, backend="auto")
+    config = replace(
+        model.config, layers=layers, attention=attention, activation_checkpointing=mode
     )
+    dtype = torch.bfloat16 if model.weight_bytes == 2 else torch.float32
+    ranks = batch.ranks_per_sequence
+    net = meta_model(config, _RanksOfASequence(ranks) if ranks > 1 else None).to(dtype)
+    if attention.kind == "dense":
+        for name, module in net.named_modules():
+            if name.endswith(".attention"):
+                vars(module)["attend"] = _flash_attention
+    live = _LiveTensors()
+    _free_gradients(net, live)
+    width = 0 if model.teacher is None else model.teacher.width
+    head = torch.empty(model.config.vocab_size, width, device="meta", dtype=dtype)
+    shape = batch.micro_batch, batch.seq_len // ranks
+    with live:
+        tokens, labels = (torch.empty(shape, device="meta", dtype=torch.long) for _ in range(2))
+        teacher = (head.new_empty(batch.tokens, width), head) if width else None
+        loss = net(tokens, labels=labels, teacher=teacher)
+        live.begin("last_layer")
+        loss.backward()
+    before = live.before_loss
+    peaks = {name: live.peaks[name] for name in ("last_layer", "first_layer", "embedding")}
+    return Activations(before, live.peaks["forward"] - before, **peaks)
 
 
-def _attention(model: Model, batch: BatchShape) -> int:
-    """Return the bytes that attention saves: queries, keys, values, gates, outputs, φ."""
-    query, output, key, value = model.head_sizes
-    saved = query + len(model.branches) * model.config.heads  # and gates
-    if model.spec is not None:
-        saved += output  # the gated sum; dense attention's only output is counted below
-    # Keys and values of the branches that read tokens; those of compressed blocks are added below.
-    copies = len({"sel", "win"}.intersection(model.branches)) if model.branches else 1
-    elements = batch.tokens * (saved + copies * (key + value))
-    elements += model.config.width * (model.attention_size - output)  # projections side by side
-    if model.spec is not None and "cmp" in model.branches:
-        compressed = key + value
-        if model.config.attention.compressor == "mlp":
-            hidden = model.config.head_dim
-            compressed += model.spec.block_len * (key + value)
-            compressed += 4 * hidden * model.config.kv_heads
-        elif model.config.attention.compressor == "pool":
-            elements += batch.tokens * (key + value)  # the first copy, before RoPE
-            # In fp32: means before scale and RoPE, and the softmax's lse.
-            compressed += (key + value) * 2 * 4 // model.weight_bytes
-        blocks = _blocks(model, batch.seq_len) * batch.micro_batch
-        elements += blocks * compressed // batch.ranks_per_sequence
-    return model.weight_bytes * elements + _branch_outputs(model, batch)
+def _free_gradients(net: LanguageModel, live: _LiveTensors) -> None:
+    """Free each gradient when it has arrived, and begin the spans of the backward pass."""
+
+    # The last gradient of each block, and the span that begins with it.
+    last = {net.get_parameter(f"blocks.{len(net.blocks) - 1}.attention_norm.weight"): "first_layer"}
+    last[net.get_parameter("blocks.0.attention_norm.weight")] = "embedding"
+
+    def arrived(weight: Tensor) -> None:
+        weight.grad = None
+        assert isinstance(weight, torch.nn.Parameter)
+        if weight in last:
+            live.begin(last[weight])
+
+    for weight in net.parameters():
+        weight.register_post_accumulate_grad_hook(arrived)
 
 
-def _branch_outputs(model: Model, batch: BatchShape) -> int:
-    """Return the bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
-    from nsa.ops.triton.configs import one_tile
+class _LiveTensors(TorchDispatchMode):
+    """Bytes of the storages that operations create, until they are freed, and their peaks."""
 
-    config, output = model.config, model.weight_bytes * model.head_sizes[1]
-    per_token = max(1, len(model.branches)) * (output + 4 * config.heads)
-    head = max(config.head_dim, config.value_dim or 0)
-    blocks = _blocks(model, batch.seq_len)
-    if _returns_gated_sum(model) and one_tile(blocks, head, model.weight_bytes):
-        per_token -= output  # the compressed branch's, which one tile computes again
-    if model.spec is not None and "sel" in model.branches:
-        per_token += 4 * model.config.kv_heads * model.spec.select_top
-    return per_token * batch.tokens
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.before_loss = 0
+        self.peaks = Counter[str]()  # by span of the passes
+        self._span = "forward"
+        self._storages: dict[int, Any] = {}
 
+    def begin(self, span: str) -> None:
+        self._span = span
+        self._record()
 
-def _selective_outputs(model: Model, batch: BatchShape) -> int:
-    """Return the bytes that `selective` saves per layer: outputs of products and attention."""
-    config, (_, output, key, value) = model.config, model.head_sizes
-    elements = model.attention_size - output + 2 * config.width + 2 * config.mlp_width
-    if batch.ranks_per_sequence > 1:  # results of both exchanges
-        elements += model.attention_size
-    if _returns_gated_sum(model):
-        elements += output
-    lse = 0
-    if "sel" in model.branches and "cmp" not in model.branches:
-        elements += output  # compressed attention, run for its lse
-        lse = 4 * config.heads
-    total = (model.weight_bytes * elements + lse) * batch.tokens + _branch_outputs(model, batch)
-    if "cmp" in model.branches and config.attention.compressor == "mlp":
-        hidden = config.head_dim
-        blocks = _blocks(model, batch.seq_len) * batch.micro_batch // batch.ranks_per_sequence
-        total += model.weight_bytes * blocks * (2 * config.kv_heads * hidden + key + value)
-    return total
+    def _record(self, more: int = 0) -> None:
+        self.peaks[self._span] = max(self.peaks[self._span], self.bytes + more)
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is_tensor(x)}
+        if func is torch.ops.nsa.linear_cross_entropy.default:
+            self.before_loss = self.bytes
+            self._record(loss_bytes(*args[:2]))
+        result = func(*args, **(kwargs or {}))
+        for x in filter(_is_tensor, tree_leaves(result)):
+            storage = x.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in given and key not in self._storages:
+                self._storages[key] = weakref.finalize(storage, self._free, key, size)
+                self.bytes += size
+                self._record()
+        return result
 
-def _selective_reused(model: Model, batch: BatchShape) -> int:
-    """Return the bytes of those outputs that the backward pass reads: not recomputed."""
-    output = model.head_sizes[1] if _returns_gated_sum(model) else 0
-    elements = 2 * model.config.mlp_width + output
-    return model.weight_bytes * elements * batch.tokens + _branch_outputs(model, batch)
+    def _free(self, key: int, size: int) -> None:
+        del self._storages[key]
+        self.bytes -= size
 
 
-def _returns_gated_sum(model: Model) -> bool:
-    """Return whether attention's op returns the gated sum besides the branches' outputs."""
-    return len(model.branches) == len(BRANCHES)
+def _is_tensor(x: object) -> bool:
+    return isinstance(x, Tensor)
 
 
-def _loss(model: Model, tokens: int) -> int:
-    """Return the bytes of one chunk's logits and the head's gradient.
+def loss_bytes(hidden: Tensor, weight: Tensor) -> int:
+    """Return the most bytes that the head's loss allocates: a chunk's logits, and gradients.
 
-    A second chunk's gradient needs a tensor of its own; more chunks are summed in fp32.
-    Distillation follows: it holds both losses' gradients, and both models' logits of few tokens.
+    A second chunk's gradient of the weight needs a tensor of its own; those of more chunks are
+    summed in float32.
     """
-    from nsa.model.distillation import LOG_PROBABILITIES
-    from nsa.model.loss import CHUNK_LOGITS
-
-    vocab_size, size = model.config.vocab_size, model.weight_bytes
-    chunks = -(-tokens * vocab_size // CHUNK_LOGITS)
-    logits = -(-tokens // chunks) * vocab_size
-    parts = {1: size, 2: 2 * size}.get(chunks, 2 * size + 4)
-    loss = size * (logits + model.config.width * tokens) + parts * model.embedding
-    if model.teacher is None:
-        return loss
-    gradients = 2 * size * (model.config.width * tokens + model.embedding)
-    part = (3 * size + 4 * 4) * logits // LOG_PROBABILITIES
-    return size * model.teacher.width * tokens + max(loss, gradients + part)
+    rows = chunk_rows(hidden, weight)
+    chunks, size = -(-len(hidden) // rows), hidden.element_size()
+    gradients = {1: size, 2: 2 * size}.get(chunks, 2 * size + 4) * weight.numel()
+    return size * rows * len(weight) + hidden.nbytes + gradients
 
 
-def _blocks(model: Model, seq_len: int) -> int:
-    return model.spec.compressed_len(seq_len) if model.spec else 0
+def _flash_attention(q: Tensor, _: None, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
+    """Dense attention by the op that CUDA dispatches; `meta` would form all scores."""
+    size = max(x.shape[-1] for x in (q, *kv["all"]))
+    q, k, v = (
+        (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))).transpose(1, 2)
+        for x in (q, *kv["all"])
+    )
+    o = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+    return o.transpose(1, 2)[..., : kv["all"][1].shape[-1]]
+
+
+class _RanksOfASequence(SequenceParallel):
+    """The size of a group of ranks alone: an exchange of `meta` tensors has a shape."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank = size, 0
+        self._group: Any = SimpleNamespace(group_name="")
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.detach().clone()

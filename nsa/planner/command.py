@@ -63,16 +63,7 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     add("--memory", type=float, help="GB of a GPU (the device's, or 80)")
     about = f"fraction of the peak reached ({MFU['nsa']}, in dense steps {MFU['dense']})"
     add("--mfu", type=float, help=about)
-    table = parser.add_mutually_exclusive_group()
-    table.add_argument(
-        "--search",
-        action="store_true",
-        help="rank all configs, micro-batches, checkpointing modes and ranks per sequence that "
-        "fit, for the same sequences per step",
-    )
-    table.add_argument(
-        "--compare", action="store_true", help="compare all configs in the JSON's folder"
-    )
+    add("--compare", action="store_true", help="compare all configs in the JSON's folder")
     add("--json", action="store_true", help="print JSON: bytes, seconds, and every candidate")
     parser.set_defaults(run=run)
 

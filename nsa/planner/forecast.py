@@ -1,4 +1,4 @@
-"""Forecast of a step: traffic, compute, exposed communication; search for the fastest config.
+"""Forecast of a step: traffic, compute, exposed communication; `auto`.
 
 Traffic is that of a ring: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n.
 """
@@ -6,7 +6,7 @@ Traffic is that of a ring: an all-reduce sends 2(n-1)/n of its input, an all-gat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -237,26 +237,6 @@ class Candidate:
     forecast: Forecast
 
 
-def search(
-    model: Model, configs: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
-) -> list[Candidate]:
-    """Return the settings that fit, fastest first.
-
-    Ties go to the larger micro-batch, which uses a GPU better than `MFU` says, then to less memory.
-    """
-    candidates = [
-        Candidate(name, split, forecast(model, zero, split, hardware, ranks))
-        for name, zero in configs.items()
-        for split in _splits(model, batch, ranks)
-    ]
-
-    def order(candidate: Candidate) -> tuple[int, int, int]:
-        step = candidate.forecast
-        return -round(step.tokens_per_second), -candidate.batch.micro_batch, step.memory.peak
-
-    return sorted((c for c in candidates if fits(c.forecast.memory, hardware)), key=order)
-
-
 def compare(
     model: Model, configs: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
 ) -> list[Candidate]:
@@ -321,15 +301,3 @@ def select_checkpointing(
     if not fitting:
         reason += "; does not fit: lower train.micro_batch"
     return selected, [f"activation checkpointing: {selected} ({reason})"]
-
-
-def _splits(model: Model, batch: BatchShape, ranks: int) -> Iterator[BatchShape]:
-    """Yield every split of a step's sequences; at most `kv_heads` ranks process one sequence."""
-    sequences = batch.micro_batch * batch.accumulation * (ranks // batch.ranks_per_sequence)
-    for parts in range(1, model.config.kv_heads + 1):
-        if any(size % parts for size in (model.config.kv_heads, batch.seq_len, ranks)):
-            continue
-        per_group, rest = divmod(sequences, ranks // parts)
-        for micro_batch, mode in product(range(1, per_group + 1), MODES):
-            if rest == 0 and per_group % micro_batch == 0:
-                yield BatchShape(batch.seq_len, micro_batch, per_group // micro_batch, mode, parts)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nsa.planner.activations import Activations, activations
 from nsa.planner.inputs import BatchShape, Model, Zero
 
 
@@ -35,6 +34,8 @@ class Memory:
 
 def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     """Count tensors, without CUDA's context, NCCL's buffers and fragmentation."""
+    from nsa.planner.activations import activations  # late: imports torch
+
     count, size = model.parameters, model.weight_bytes
     shards = ranks if zero.stage else 1
     weights = size * count
@@ -55,15 +56,27 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
         gradients = zero.accumulate_bytes * count // ranks
     accumulated = gradients if batch.accumulation > 1 else 0
     acts = activations(model, batch)
+    layers = model.config.layers
+    arrived = gradients * (layers - 1) * model.layer // model.parameters
+    # Sharded gradients of a micro-batch are added to the sum of those before when all are complete.
+    sums = accumulated if zero.stage >= 2 else 0
     in_passes = {
         "in the loss": {
             "gradients": accumulated,
-            "activations": model.config.layers * acts.kept_layer + acts.shared + acts.final,
+            "activations": acts.before_loss,
             "logits and loss": acts.loss,
         },
         **{
-            phase: {"gradients": held, "activations": acts.shared + kept, **buckets}
-            for phase, kept, held in _backward(model, acts, accumulated, gradients)
+            phase: {"gradients": held, "activations": size, **buckets}
+            for phase, size, held in (
+                ("in the last layer's backward pass", acts.last_layer, accumulated),
+                (
+                    "in the first layer's backward pass",
+                    acts.first_layer,
+                    max(accumulated, sums + arrived),
+                ),
+                ("in the embedding's backward pass", acts.embedding, sums + gradients),
+            )
         },
     }
     for parts in in_passes.values():
@@ -72,34 +85,6 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     updated = {"gradients": _update_copies(model, zero, ranks), **buckets}
     after = {"while gradients are reduced": reduced, "while weights are updated": updated}
     return Memory(static, in_passes | after)
-
-
-def _backward(
-    model: Model, acts: Activations, accumulated: int, gradients: int
-) -> list[tuple[str, int, int]]:
-    """Return each phase of the backward pass with its activations and gradients.
-
-    The head's gradient is held from the loss until the embedding's is added to it.
-    """
-    head = model.weight_bytes * model.embedding
-    kept = model.config.layers * acts.kept_layer
-    before = accumulated if gradients < model.weight_bytes * model.parameters else 0
-    arrived = gradients * (model.config.layers - 1) * model.layer // model.parameters
-    return [
-        # The head's gradient, and its scaled copy.
-        ("as the backward pass begins", kept + acts.final, accumulated + 2 * head),
-        (
-            "in the last layer's backward pass",
-            kept + acts.recomputed,
-            accumulated + acts.in_layer + head,
-        ),
-        (
-            "in the first layer's backward pass",
-            acts.kept_layer + acts.recomputed,
-            before + arrived + acts.in_layer + head,
-        ),
-        ("as the backward pass ends", acts.kept_layer, before + gradients + 2 * head),
-    ]
 
 
 def _reduction_copies(model: Model, zero: Zero, gradients: int) -> int:

@@ -59,7 +59,7 @@ def test_the_log_says_what_was_taken_and_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = production(tmp_path, monkeypatch, 24 * GB).notes
-    assert "micro-batch: 16 sequences, accumulation 2 (needs about 17.8 of 24.0 GB)" in notes
+    assert "micro-batch: 16 sequences, accumulation 2 (needs about 18.0 of 24.0 GB)" in notes
     notes = production(tmp_path, monkeypatch, 1 * GB).notes
     assert any(note.startswith("micro-batch: 1 ") and "does not fit" in note for note in notes)
 

@@ -1,4 +1,4 @@
-"""Memory and collectives: within named spans on the CPU, and of operations on any device.
+"""Memory and collectives within named spans on the CPU.
 
 `Allocations` is recorded by PyTorch's profiler. Frees by gloo's threads are not recorded, so usage
 is relative to a span's start; what is in use before is counted from live tensors (`live_bytes`).
@@ -7,16 +7,11 @@ is relative to a span's start; what is in use before is counted from live tensor
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Allocations:
@@ -58,34 +53,3 @@ def live_bytes() -> int:
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-class LiveTensors(TorchDispatchMode):
-    """Bytes of the storages that operations create, until they are freed; `meta` tensors too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._storages: dict[int, Any] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is_tensor(x)}
-        result = func(*args, **(kwargs or {}))
-        for x in filter(_is_tensor, tree_leaves(result)):
-            storage = x.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in given and key not in self._storages:
-                self._storages[key] = weakref.finalize(storage, self._free, key, size)
-                self.bytes += size
-                self.peak = max(self.peak, self.bytes)
-        return result
-
-    def _free(self, key: int, size: int) -> None:
-        del self._storages[key]
-        self.bytes -= size
-
-
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, Tensor)

@@ -1,4 +1,4 @@
-"""`nsa plan`: traffic and step time against measurements, search, command line."""
+"""`nsa plan`: traffic and step time against measurements, command line."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ from nsa.planner.forecast import (
     Hardware,
     Traffic,
     communication_seconds,
-    fits,
     forecast,
-    search,
     traffic,
 )
 from nsa.planner.inputs import BatchShape, Model, Zero
@@ -211,7 +209,7 @@ def test_a_bucket_larger_than_the_layers_overlaps_nothing() -> None:
     assert smaller.exposed < 0.7 * smaller.communication
 
 
-@pytest.mark.parametrize("table", [(), ("--compare",), ("--search",)])
+@pytest.mark.parametrize("table", [(), ("--compare",)])
 def test_offload_is_named_as_not_counted(table: tuple[str, ...], tmp_path: Path) -> None:
     content = json.loads((ROOT / "ds_configs/zero2_pcie.json").read_text())
     for name, device in (("off", "cpu"), ("on", "none")):
@@ -259,20 +257,6 @@ def test_checkpointing_costs_one_more_forward_pass() -> None:
         for mode in ("none", "selective", "reentrant")
     }
     assert costs["none"] < costs["selective"] < costs["reentrant"] < 4 / 3 * costs["none"]
-
-
-def test_search_keeps_sequences_per_step_and_omits_what_does_not_fit() -> None:
-    model, _, batch = m7c("zero1_pcie", micro_batch=8, accumulation=4)
-    zeros = {path.stem: zero_of(path, RunConfig(), 2) for path in SHIPPED}
-    small = replace(A100, memory=6e9)
-    fitting = search(model, zeros, batch, small, 2)
-    assert {one.forecast.tokens for one in fitting} == {2 * 32 * batch.seq_len}
-    assert all(fits(one.forecast.memory, small) for one in fitting)
-    everything = search(model, zeros, batch, A100, 2)
-    assert len(fitting) < len(everything) == 7 * 3 * (6 + 7), "32 for each rank, or 64 for both"
-    assert {one.batch.ranks_per_sequence for one in everything} == {1, 2}
-    speeds = [round(one.forecast.tokens_per_second) for one in fitting]
-    assert speeds == sorted(speeds, reverse=True)
 
 
 def test_the_command_plans_the_given_recipe_and_profile() -> None:
@@ -324,8 +308,6 @@ def test_a_run_that_does_not_fit_exits_with_1() -> None:
         ) in plan(*words, *table)[1]
     code, output, _ = plan("--memory", "2")
     assert (code, "does not fit into 2 GB" in output) == (1, True)
-    code, output, _ = plan("--memory", "2", "--search")
-    assert (code, output) == (1, "nothing fits into 2 GB\n")
 
 
 @pytest.mark.parametrize(
@@ -386,9 +368,8 @@ def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
     assert set(modes.values()) == {"reentrant"}
 
 
-@pytest.mark.parametrize("table", ["--compare", "--search"])
-def test_a_config_that_the_precision_excludes_is_left_out_of_a_table(table: str) -> None:
-    code, output, error = plan(table, "--set", "train.precision=fp32")
+def test_a_config_that_the_precision_excludes_is_left_out_of_a_table() -> None:
+    code, output, error = plan("--compare", "--set", "train.precision=fp32")
     assert code == 0
     assert "zero3" in output
     assert "zero1_muon" not in output

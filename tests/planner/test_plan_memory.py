@@ -12,13 +12,11 @@ import torch
 
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
-from nsa.model import LanguageModel
-from nsa.planner.activations import activations
+from nsa.model.config import ModelConfig
+from nsa.planner.activations import activations, count_layers, loss_bytes
 from nsa.planner.forecast import traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
 from nsa.planner.memory import memory
-from tests.operations import as_on_cuda
-from tests.planner.allocations import LiveTensors
 from tests.planner.toys import BUCKET, toy
 from tests.ranks import ROOT, launch
 
@@ -100,70 +98,120 @@ def test_sequence_parallel_traffic_is_that_of_the_engine(
     assert planned == pytest.approx(engines[name]["exchanged"], rel=0.02)
 
 
-def one_pass(config: RunConfig) -> tuple[float, float]:
-    """Return planned / counted: memory held for the backward pass, and the peak in that pass.
-
-    Counted on `meta` tensors with the Triton backend, whose ops allocate their results there.
-    """
-    attention = replace(config.model.attention, backend="triton")
-    with torch.device("meta"):
-        net = LanguageModel(replace(config.model, attention=attention)).bfloat16()
-    tokens = torch.empty(config.train.micro_batch, config.data.seq_len, dtype=torch.long)
-    live = LiveTensors()
-    with as_on_cuda(), live:
-        loss = net(tokens.to("meta"), labels=tokens.to("meta"))
-        held = live.peak = live.bytes
-        loss.backward()
-    model, batch = model_of(config), replace(batch_of(config), accumulation=1)
-    acts = activations(model, batch)
-    # The loss computes the gradients of the head and of its input, which replaces the input.
-    planned = config.model.layers * acts.kept_layer + acts.shared + acts.final
-    planned += model.weight_bytes * model.embedding
-    phases = memory(model, Zero(0), batch, 1).phases
-    peak = max(sum(parts.values()) for phase, parts in phases.items() if "pass" in phase)
-    return planned / held, peak / live.peak
-
-
-@pytest.mark.parametrize("kind", ["nsa", "dense"])
-@pytest.mark.parametrize("mode", ["none", "selective", "reentrant", "non_reentrant"])
-def test_activations_are_those_of_the_production_runs_micro_batch(mode: str, kind: str) -> None:
+def changed(mode: str = "none", **changes: Any) -> tuple[Model, BatchShape]:
+    """Return M7C with changed settings of attention, or else of the model, and its batch."""
     config = RunConfig()
-    config.model.attention.kind, config.model.activation_checkpointing = kind, mode
-    held, peak = one_pass(config)
-    assert held == pytest.approx(1, abs=0.005)
-    assert peak == pytest.approx(1, abs=0.03)
+    config.model.activation_checkpointing = mode
+    for name, value in changes.items():
+        setattr(
+            config.model.attention if hasattr(config.model.attention, name) else config.model,
+            name,
+            value,
+        )
+    return model_of(config), batch_of(config)
 
 
-@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("mode", ["none", "selective", "reentrant", "non_reentrant"])
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
+        {"kind": "dense"},
         {"compressor": "mlp"},
-        {"compressor": "pool"},
+        {"compressor": "pool", "selector_loss": 0.1},
         {"branches": "sel+win"},
-        {"branches": "sel"},
+        {"tied_head": False, "qk_norm": True},
     ],
     ids=str,
 )
-def test_activations_match_each_kind_of_attention(changes: dict[str, Any], mode: str) -> None:
-    config = RunConfig()
-    config.model.activation_checkpointing = mode
-    vars(config.model.attention).update(changes)
-    held, peak = one_pass(config)
-    assert held == pytest.approx(1, abs=0.005)
-    assert peak == pytest.approx(1, abs=0.03)
+def test_two_layers_stand_for_all(changes: dict[str, Any], mode: str) -> None:
+    model, batch = changed(mode, layers=5, **changes)
+    planned, counted = activations(model, batch), count_layers(model, batch, 5)
+    assert (planned.before_loss, planned.loss) == (counted.before_loss, counted.loss)
+    assert planned.last_layer == counted.last_layer
+    assert planned.embedding == pytest.approx(counted.embedding, rel=0.01)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_model_of_few_layers_is_counted_whole(layers: int) -> None:
+    model, batch = changed(layers=layers)
+    assert activations(model, batch) == count_layers(model, batch, layers)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 512, "heads": 2, "kv_heads": 1},  # too large for the kernels
+        {"kind": "dense", "value_dim": 32},
+        {"kind": "dense", "value_dim": 128},
+        {"branches": "win"},
+        {"backend": "reference"},
+        {"qkv_bias": True, "no_rope_every": 2},
+    ],
+    ids=str,
+)
+def test_every_model_is_counted(changes: dict[str, Any]) -> None:
+    """The residual stream alone is five tensors of a layer's size."""
+    model, batch = changed(**changes)
+    held = activations(model, batch).before_loss
+    assert held > 12 * 5 * 2 * 768 * batch.tokens
+
+
+def test_activations_grow_with_tokens_and_with_the_bytes_of_a_number() -> None:
+    model, batch = changed()
+    one = activations(model, batch)
+    two = activations(model, replace(batch, micro_batch=2 * batch.micro_batch))
+    half = activations(model, replace(batch, ranks_per_sequence=2))
+    single = activations(replace(model, weight_bytes=4), batch)
+    for counted, factor in ((two, 2), (half, 0.5), (single, 2)):
+        assert counted.before_loss / one.before_loss == pytest.approx(factor, rel=0.1)
+
+
+def test_deepspeeds_checkpointing_is_counted_as_reentrant() -> None:
+    model, batch = changed("deepspeed")
+    assert activations(model, batch) == activations(
+        model, replace(batch, checkpointing="reentrant")
+    )
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
 def test_modes_that_recompute_more_keep_less(kind: str) -> None:
-    config = RunConfig()
-    config.model.attention.kind = kind
-    modes = [
-        activations(model_of(config), replace(batch_of(config), checkpointing=mode))
-        for mode in ("reentrant", "selective", "none")
-    ]
-    assert modes[0].kept_layer < modes[1].kept_layer < modes[2].kept_layer
-    assert modes[0].recomputed > modes[1].recomputed > modes[2].recomputed == 0
+    model, batch = changed(kind=kind)
+    none, selective, reentrant = (
+        activations(model, replace(batch, checkpointing=mode))
+        for mode in ("none", "selective", "reentrant")
+    )
+    assert reentrant.before_loss < selective.before_loss < none.before_loss
+    # The last layer's tensors are back when its gradients are computed.
+    layer = (none.before_loss - reentrant.before_loss) / 12
+    assert reentrant.last_layer - reentrant.before_loss > layer
+    stream = 2 * 768 * batch.tokens  # a layer keeps its input and the output before
+    assert reentrant.before_loss == pytest.approx((2 * 12 + 1) * stream, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "gradients"), [(8_192, 8_192, 2), (16_384, 8_192, 4), (32_768, 8_192, 8)]
+)
+def test_the_loss_takes_a_chunks_logits_and_gradients(
+    tokens: int, rows: int, gradients: int
+) -> None:
+    """Bytes per weight of the head: one gradient, two, or two and a sum in float32."""
+    hidden, weight = (
+        torch.empty(n, 768, device="meta", dtype=torch.bfloat16) for n in (tokens, 65_536)
+    )
+    expected = 2 * rows * 65_536 + 2 * tokens * 768 + gradients * 65_536 * 768
+    assert loss_bytes(hidden, weight) == expected
+
+
+def test_a_teacher_adds_its_head_input_and_both_models_logits() -> None:
+    model, batch = changed()
+    taught = replace(model, teacher=ModelConfig(width=1_024, heads=16))
+    alone, more = activations(model, batch), activations(taught, batch)
+    head_input = 2 * 1_024 * batch.tokens
+    gradients = 2 * (768 * batch.tokens + model.embedding)
+    assert more.before_loss - alone.before_loss == head_input
+    assert more.last_layer - alone.last_layer == pytest.approx(gradients + head_input, rel=0.3)
+    assert more.loss > gradients + alone.loss
 
 
 def test_sharding_takes_less_memory() -> None:
