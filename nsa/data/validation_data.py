@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from contextlib import closing
+from functools import partial
 from queue import Empty
 
 from nsa.constants import IGNORE_INDEX
@@ -10,61 +11,22 @@ from nsa.data.batches import Batch, Samples, build_samples, open_samples
 from nsa.data.dataset import NO_DOCUMENT, Dataset
 from nsa.data.loader import PREPARE, Prefetcher
 from nsa.data.source import DataError
-from nsa.data.token_store import TokenStore
 from nsa.data.worker import Worker
 
 VALIDATION_SEED = 0  # every run is evaluated on the same samples, whatever train.seed is
 
 
 class ValidationData:
-    """The first `sequences` samples of the validation split, divided among the ranks.
-
-    Streamed sources are read by a background process.
-    """
+    """The first `sequences` samples of the validation split, divided among the ranks."""
 
     def __init__(
         self, dataset: Dataset, *, sequences: int, micro_batch: int, world_size: int
     ) -> None:
-        config = dataset.config
-        self._config, self._requested = config, sequences
-        self._micro_batch, self._world_size = micro_batch, world_size
-        self._indexed = open_samples(dataset, "val", VALIDATION_SEED)
-        if self._indexed is None:
-            tokens = sequences * config.seq_len + 1
-            work = partial(dataset.stores, "val", tokens)
-            self._worker = Worker(work, f"data.source = {config.source_names()!r}, validation")
-            self._stores: Prefetcher[TokenStore] = Prefetcher(
-                self._worker, len(config.sources()), self._worker.close
-            )
-
-    @cached_property
-    def _samples(self) -> Samples:
-        """The samples, once read; a DataError after data.timeout seconds without a document."""
-        if self._indexed is not None:
-            return self._indexed
-        timeout, worker = self._config.timeout, self._worker
-        try:
-            stores = [
-                self._stores.next(timeout, lambda: worker.last_progress)
-                for _ in self._config.sources()
-            ]
-        except Empty:
-            source = worker.source or self._config.source_names()
-            raise DataError(
-                f"data.source = {source!r}: no document for {timeout:g} seconds (data.timeout) "
-                "while reading the validation split; the last document read was "
-                f"{worker.location or NO_DOCUMENT}. Raise data.timeout, or {PREPARE}"
-            ) from None
-        self.close()
-        return build_samples(self._config, stores, VALIDATION_SEED)
-
-    @cached_property
-    def _available(self) -> tuple[int, str | None]:
-        return self._samples.available(self._requested)
-
-    def wait_until_ready(self) -> None:
-        """Wait for the samples; raise a DataError if the split is empty, or data.timeout passes."""
-        assert self.sequences > 0
+        """Read the samples; raise a DataError if there are none, or data.timeout passes."""
+        self._requested, self._micro_batch, self._world_size = sequences, micro_batch, world_size
+        samples = open_samples(dataset, "val", VALIDATION_SEED)
+        self._samples = samples or _read_samples(dataset, sequences * dataset.config.seq_len + 1)
+        self._available = self._samples.available(sequences)
 
     @property
     def sequences(self) -> int:
@@ -103,7 +65,20 @@ class ValidationData:
         batch.labels.view(self._micro_batch, -1)[len(positions) :] = IGNORE_INDEX
         return batch
 
-    def close(self) -> None:
-        """Stop the background process of a streamed source."""
-        if self._indexed is None:
-            self._stores.close()
+
+def _read_samples(dataset: Dataset, tokens: int) -> Samples:
+    """Read the samples of streamed sources, in a process: one that hangs ends in an error."""
+    config = dataset.config
+    names, timeout = config.source_names(), config.timeout
+    work = partial(dataset.stores, "val", tokens)
+    worker = Worker(work, f"data.source = {names!r}, validation")
+    with closing(Prefetcher(worker, len(config.sources()), worker.close)) as stores:
+        try:
+            read = [stores.next(timeout, lambda: worker.last_progress) for _ in config.sources()]
+        except Empty:
+            raise DataError(
+                f"data.source = {worker.source or names!r}: no document for {timeout:g} seconds "
+                "(data.timeout) while reading the validation split; the last document read was "
+                f"{worker.location or NO_DOCUMENT}. Raise data.timeout, or {PREPARE}"
+            ) from None
+    return build_samples(config, read, VALIDATION_SEED)

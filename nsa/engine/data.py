@@ -42,14 +42,9 @@ class Data:
         batches = self.validation.batches(self.data_ranks.rank)
         return [batch.sequence_part(*self.sequence_part) for batch in batches]
 
-    def stop(self) -> None:
-        """Stop the prefetching threads and worker processes."""
-        self.loader.close()
-        self.validation.close()
-
     def close(self) -> None:
-        """Stop, and log what data.on_error left out."""
-        self.stop()
+        """Stop the prefetching thread and worker, and log what data.on_error left out."""
+        self.loader.close()
         for line in self.loader.source.skipped():
             warn(f"rank {self.data_ranks.rank}: {line}")
 
@@ -87,7 +82,6 @@ def open_data(
         consumed=state.samples,
         state=loader_state,
     )
-    validation: ValidationData | None = None
     try:
         expected = state.data if resumed and not data_changed else loader.source.fingerprint
         _check_source(config, loader.source, expected)
@@ -98,12 +92,9 @@ def open_data(
             world_size=data_ranks.world_size,
         )
         loader.wait_until_ready()  # errors of the first documents surface here
-        validation.wait_until_ready()
         state.data = loader.source.fingerprint
     except ValueError:
         loader.close()
-        if validation is not None:
-            validation.close()
         raise
     notes += dataset.notes
     steps_left = config.train.steps - state.step

@@ -179,7 +179,7 @@ def _fit_micro_batch(run: Run) -> RunRequest:
         run.notes += notes
         request = replace(request, notes=[*request.notes, *notes])  # also in env.json
         run.request = request
-        run.data.stop()
+        run.data.loader.close()
         loader_state = run.rank_state.get("feed")
         run.data = open_data(run.config, run.ranks, run.state, loader_state, request.data_changed)
     return request

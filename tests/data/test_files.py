@@ -196,6 +196,8 @@ def test_sizes_are_known_without_compression(tmp_path: Path) -> None:
     total = open_files(tmp_path, "text").size()
     assert total == pytest.approx(201_000, rel=0.05)
     assert open_files(tmp_path, "text").part(0, 4).size() == total // 4
+    write(tmp_path, "c.jsonl", b"y" * 50)
+    assert open_files(tmp_path, "text").size() == total + 50
     write(tmp_path, "c.txt.gz", gzip.compress(b"x"))
     assert open_files(tmp_path, "text").size() is None
 

@@ -12,7 +12,7 @@ import pytest
 
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.files import open_files
+from nsa.data.files import Files, open_files
 from nsa.data.formats import BUFFER_BYTES
 from nsa.data.prepare import prepare
 from nsa.data.source import DataError, State
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def open_skipping(folder: Path) -> object:
+def open_skipping(folder: Path) -> Files:
     return open_files(folder, "text", on_error="skip")
 
 
@@ -82,6 +82,19 @@ def test_a_pass_that_resumes_anywhere_skips_the_same(folder: Path) -> None:
     for at in (0, 8, 9, 29, *middle, *range(len(expected) - 455, len(expected), 7)):
         resumed = source.read(json.loads(json.dumps(states[at])))
         assert [*resumed] == expected[at + 1 :], expected[at].location
+
+
+def test_a_broken_last_file_is_counted_once_by_a_pass_that_resumes_after_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    last = tmp_path / "last"
+    last.mkdir()
+    (last / "a.txt").write_text("a")
+    (last / "b.parquet").write_bytes((folder / "c.parquet").read_bytes())
+    reader = open_skipping(last).read()
+    assert len([*reader]) == reader.skipped.number == 1
+    resumed = open_skipping(last).read(reader.state())
+    assert len([*resumed]) == resumed.skipped.number == 0
 
 
 def test_stop_names_the_file_the_line_and_the_setting(folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import struct
+import termios
 import time
-from contextlib import closing
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.data.source import DataError
 from nsa.data.validation_data import ValidationData
+from nsa.data.worker import Worker
 from tests.data.texts import configure, split, texts, write_lines, write_to_pipe
 
 
@@ -48,9 +51,9 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
     config = configure(name, packing=packing)
     expected: list[tuple[int, ...]] = []
     for ranks, micro_batch in ((1, 1), (2, 3), (5, 2)):
-        with closing(validation_of(config, 13, micro_batch, ranks)) as validation:
-            samples = evaluated(validation, ranks, micro_batch)
-            assert validation.note is None
+        validation = validation_of(config, 13, micro_batch, ranks)
+        samples = evaluated(validation, ranks, micro_batch)
+        assert validation.note is None
         expected = expected or samples
         assert len(set(expected)) == 13
         assert samples == expected
@@ -59,11 +62,11 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
 def test_validation_reads_only_documents_that_training_does_not(source: str) -> None:
     _, documents = split(texts(200))
     stream = b"\n".join(documents)
-    with closing(validation_of(configure(source), 20)) as validation:
-        for sample in evaluated(validation, 1, 1):
-            for text in bytes(min(token, 255) for token in sample[:16]).split(b"\xff"):
-                assert text in stream
-        assert validation.bytes_per_token == pytest.approx(0.97, abs=0.02)
+    validation = validation_of(configure(source), 20)
+    for sample in evaluated(validation, 1, 1):
+        for text in bytes(min(token, 255) for token in sample[:16]).split(b"\xff"):
+            assert text in stream
+    assert validation.bytes_per_token == pytest.approx(0.97, abs=0.02)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -72,59 +75,63 @@ def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: 
     source = write_lines(tmp_path / "b.jsonl", train[:40] + documents[:3])
     available = (sum(len(text) + 1 for text in documents[:3]) - 1) // 16
     assert available > 0
-    with closing(validation_of(configure(source), 50, 2, ranks)) as validation:
-        assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
-        assert validation.note is not None
-        assert f"ends after {available} sequences" in validation.note
+    validation = validation_of(configure(source), 50, 2, ranks)
+    assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
+    assert validation.note is not None
+    assert f"ends after {available} sequences" in validation.note
 
 
-def wait_for_document(validation: ValidationData) -> None:
-    """So that a short timeout does not include the worker's start."""
-    deadline = time.monotonic() + 60
-    while not validation._worker.location:
-        assert time.monotonic() < deadline, "no document in 60 seconds"
-        time.sleep(0.05)
+@pytest.fixture
+def started(pipe: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Event:
+    """Set once the worker has read the pipe: a short timeout must not include its start."""
+    event, (_, writer) = Event(), pipe
+
+    class Started(Worker):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            deadline = time.monotonic() + 60
+            while struct.unpack("i", fcntl.ioctl(writer, termios.FIONREAD, bytes(4))) != (0,):
+                assert time.monotonic() < deadline, "nothing read in 60 seconds"
+                time.sleep(0.05)
+            event.set()
+
+    monkeypatch.setattr("nsa.data.validation_data.Worker", Started)
+    return event
 
 
-def test_validation_waits_while_its_source_yields_documents(pipe: tuple[str, Any]) -> None:
+def test_validation_waits_while_its_source_yields_documents(
+    pipe: tuple[str, Any], started: Event
+) -> None:
     name, writer = pipe
     train, documents = split(texts(200))
     seconds = 3.0
-    with closing(validation_of(configure(name, timeout=seconds), 9)) as validation:
-        write_to_pipe(writer, train[:1])
-        wait_for_document(validation)
+    write_to_pipe(writer, train[:1])
 
-        def write_slowly() -> None:
-            for number, text in enumerate([*train[1:20], *documents]):
-                write_to_pipe(writer, [text])
-                time.sleep(seconds / 12 if number < 14 else 0)
+    def write_slowly() -> None:
+        started.wait()
+        for number, text in enumerate([*train[1:20], *documents]):
+            write_to_pipe(writer, [text])
+            time.sleep(seconds / 12 if number < 14 else 0)
 
-        writing = Thread(target=write_slowly, daemon=True)
-        writing.start()
-        start = time.monotonic()
-        validation.wait_until_ready()
-        assert validation.sequences == 9
-        assert time.monotonic() - start > seconds, "else this test proves nothing"
-        writing.join()
+    writing = Thread(target=write_slowly, daemon=True)
+    writing.start()
+    assert validation_of(configure(name, timeout=seconds), 9).sequences == 9
+    writing.join()
 
 
-def test_the_timeout_of_validation_names_the_hanging_source(pipe: tuple[str, Any]) -> None:
+def test_the_timeout_of_validation_names_the_hanging_source(
+    pipe: tuple[str, Any], started: Event
+) -> None:
     name, writer = pipe
-    with closing(validation_of(configure(name, timeout=1), 50)) as validation:
-        write_to_pipe(writer, texts(5))
-        wait_for_document(validation)
-        with pytest.raises(DataError, match=r"slow\.jsonl': no document .* 1 sec.*slow\.jsonl:5"):
-            validation.wait_until_ready()
+    write_to_pipe(writer, texts(5))
+    with pytest.raises(DataError, match=r"slow\.jsonl': no document .* 3 sec.*slow\.jsonl:5"):
+        validation_of(configure(name, timeout=3), 50)
+    assert started.is_set()
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "stream"])
-def test_an_empty_validation_split_is_refused_before_the_first_evaluation(
-    kind: str, tmp_path: Path
-) -> None:
+def test_an_empty_validation_split_is_refused_when_it_is_opened(kind: str, tmp_path: Path) -> None:
     many = write_lines(tmp_path / "many.jsonl", texts(1_001))  # of fewer, each ends in validation
     name = many if kind == "stream" else "synthetic"
-    with (
-        pytest.raises(DataError, match=r"no document for split 'val'; raise data\.held_out"),
-        closing(validation_of(configure(name, held_out=1e-9), 3)) as validation,
-    ):
-        validation.wait_until_ready()
+    with pytest.raises(DataError, match=r"no document for split 'val'; raise data\.held_out"):
+        validation_of(configure(name, held_out=1e-9), 3)
