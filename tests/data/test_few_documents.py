@@ -20,14 +20,13 @@ from nsa.data.loader import StreamingBatches, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.shards import open_shards
 from nsa.data.source import DataError, HeldOut
-from nsa.data.token_store import TokenStore
 from nsa.data.validation_data import ValidationData
 from nsa.engine.data import open_data
 from nsa.engine.process_group import Ranks
 from nsa.engine.train_state import TrainState
 from tests.data.texts import (
     HELD_OUT,
-    documents_in,
+    documents_of,
     names_of_counted,
     open_store,
     split,
@@ -38,10 +37,6 @@ from tests.data.texts import (
 from tests.engine.small import small_request
 
 SHAPE = {"micro_batch": 2, "accumulation": 1, "seed": 1}
-
-
-def documents(store: TokenStore) -> list[bytes]:
-    return documents_in(store.read(0, len(store)))
 
 
 @pytest.fixture
@@ -68,9 +63,9 @@ def test_a_folder_of_four_documents_is_prepared_and_trained_on(
     assert ValidationData(dataset, sequences=1, micro_batch=1, world_size=2).sequences == 1
     for name in ("train", "val"):
         store = open_shards(str(out), name)
-        text_bytes = sum(map(len, documents(store)))
+        text_bytes = sum(map(len, documents_of(store)))
         assert store.bytes_per_token == pytest.approx(text_bytes / len(store), 1e-9)
-    starts, ends = (documents(open_shards(str(out), name)) for name in ("train", "val"))
+    starts, ends = (documents_of(open_shards(str(out), name)) for name in ("train", "val"))
     joined = [start + end for start, end in zip(starts, ends, strict=True)]
     assert sorted(joined) == [text(number, 2_000) for number in range(4)]
 
@@ -93,7 +88,7 @@ def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes(text(0, 1_000_000))
     config = DataConfig(source=str(path))
-    (start,), (end,) = (documents(open_store(config, name)) for name in ("train", "val"))
+    (start,), (end,) = (documents_of(open_store(config, name)) for name in ("train", "val"))
     assert start + end == path.read_bytes()
     assert len(end) == 50_000
     for name, part in (("train", start), ("val", end)):
@@ -188,7 +183,7 @@ def test_enough_documents_keep_their_split_and_fingerprints(
     config = DataConfig(source=source, held_out=HELD_OUT, seq_len=16)
     prepare(config, Path("out"), workers=1, progress=False)
     for name, expected in zip(("train", "val"), split(texts(25)), strict=True):
-        assert documents(open_shards("out", name)) == expected
+        assert documents_of(open_shards("out", name)) == expected
     fingerprints = [open_shards("out", name).fingerprint[:16] for name in ("train", "val")]
     stream = StreamingBatches(
         open_dataset(config), rank=0, world_size=1, micro_batch=1, seed=1, state=None

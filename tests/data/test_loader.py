@@ -306,6 +306,19 @@ def test_a_small_stream_that_is_read_many_times_is_warned_about(source: str) -> 
         assert len(loader.source.describe(4 * size // 16)) == 1
 
 
+def test_each_stream_of_a_mixture_is_described_by_its_fraction_of_the_samples(
+    source: str, tmp_path: Path
+) -> None:
+    other = write_lines(tmp_path / "b.jsonl", texts(100))
+    with closing(loader_of(configure({source: 3.0, other: 1.0}))) as loader:
+        lines = loader.source.describe(400)
+    for line, name, samples in zip(lines, (source, other), (300, 100), strict=True):
+        size = Path(name).stat().st_size
+        assert line.startswith(f"{name}: streamed, tokenizer byte, documents shuffled 1,000 at a")
+        assert f"consumes {samples} samples of 16" in line
+        assert line.endswith(f"at least {samples * 16 / size:.2f} epochs of {size:,} bytes")
+
+
 def test_a_resumed_stream_without_a_saved_cursor_is_refused(source: str) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl' is streamed, and no cursor .* rank 0"):
         loader_of(configure(source), consumed=2)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from nsa.data.builtin import synthetic
@@ -25,6 +24,7 @@ from nsa.data.shards import INDEX, PLAN, Index, open_shards, verify_shards
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from tests.data.processes import ends_soon, workers_of
+from tests.data.texts import documents_of
 
 HALVES = HeldOut(0.5, by_position=True)
 HELD_OUT = 0.2  # so that every part has validation documents
@@ -94,12 +94,7 @@ def assert_ended(pids: Sequence[int]) -> None:
 
 
 def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
-    store = open_shards(str(out), split)
-    tokens = store.read(0, len(store))
-    ends = np.flatnonzero(tokens == store.eos_id)
-    assert ends[-1] == len(tokens) - 1
-    starts = [0, *(ends[:-1] + 1)]
-    return [tokenizer.decode(tokens[a:b]) for a, b in zip(starts, ends, strict=True)]
+    return documents_of(open_shards(str(out), split), tokenizer)
 
 
 def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> None:

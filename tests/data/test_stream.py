@@ -21,7 +21,6 @@ from tests.data.texts import (
     HELD_OUT,
     Rows,
     documents_in,
-    open_store,
     split,
     text,
     texts,
@@ -230,9 +229,3 @@ def test_validation_tokens_are_the_first_of_the_source_and_as_many_as_requested(
     assert store.bytes_per_token == pytest.approx(text_bytes / (text_bytes + len(documents)))
     (everything,) = dataset.stores("val", 10**9)
     assert documents_in(everything.read(0, len(everything))) == validation
-
-
-def test_a_source_without_validation_documents_is_refused_by_name(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", split(texts(100))[0])
-    with pytest.raises(DataError, match=r"a\.jsonl' .*split 'val'; raise data\.held_out = 0\.2"):
-        open_store(DataConfig(source=source, held_out=HELD_OUT), "val")

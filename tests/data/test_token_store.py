@@ -12,23 +12,13 @@ from nsa.data.config import DataConfig
 from nsa.data.source import DataError, is_validation
 from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import ByteTokenizer
-from tests.data.texts import open_store
+from tests.data.texts import documents_of, open_store
 
 SYNTHETIC = DataConfig(source="synthetic")
 
 
-def documents(store: TokenStore) -> list[bytes]:
-    tokens = store.read(0, len(store))
-    ends = np.flatnonzero(tokens == store.eos_id)
-    assert ends[-1] == len(tokens) - 1
-    starts = [0, *(ends[:-1] + 1)]
-    return [
-        ByteTokenizer().decode(tokens[start:end]) for start, end in zip(starts, ends, strict=True)
-    ]
-
-
 def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
-    train, val = (documents(open_store(SYNTHETIC, split)) for split in ("train", "val"))
+    train, val = (documents_of(open_store(SYNTHETIC, split)) for split in ("train", "val"))
     texts = [document.text for document in synthetic().read()]
     assert train == [text for text in texts if not is_validation(text, 0.05)]
     assert val == [text for text in texts if is_validation(text, 0.05)]

@@ -18,7 +18,7 @@ from nsa.data.files import Files
 from nsa.data.source import is_validation
 from nsa.data.stream import SHUFFLE_DOCUMENTS, stream_rows
 from nsa.data.token_store import TokenStore
-from nsa.data.tokenizer import ByteTokenizer
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer
 
 EOS = ByteTokenizer.eos_id
 HELD_OUT = 0.2  # fraction for validation, so that a few of the texts below are in it
@@ -126,10 +126,16 @@ def tokens_of(rows: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([row[:-1] for batch in rows for row in batch])
 
 
-def documents_in(tokens: np.ndarray) -> list[bytes]:
+def documents_in(tokens: np.ndarray, tokenizer: Tokenizer | None = None) -> list[bytes]:
     """The complete documents at the start of a stream."""
-    ends = np.flatnonzero(tokens == EOS)
+    tokenizer = tokenizer or ByteTokenizer()
+    ends = np.flatnonzero(tokens == tokenizer.eos_id)
     starts = [0, *(ends[:-1] + 1)]
-    return [
-        ByteTokenizer().decode(tokens[start:end]) for start, end in zip(starts, ends, strict=True)
-    ]
+    return [tokenizer.decode(tokens[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def documents_of(store: TokenStore, tokenizer: Tokenizer | None = None) -> list[bytes]:
+    """All documents of a store, which ends with the end of the last one."""
+    tokens = store.read(0, len(store))
+    assert tokens[-1] == store.eos_id
+    return documents_in(tokens, tokenizer)
