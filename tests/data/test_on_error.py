@@ -15,6 +15,7 @@ from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
 from nsa.data.formats import BUFFER_BYTES
 from nsa.data.prepare import prepare
+from nsa.data.shards import INDEX
 from nsa.data.source import DataError, State
 from nsa.data.token_store import coverage
 from nsa.engine.data import open_data
@@ -119,6 +120,11 @@ def test_prepare_counts_in_one_line_what_it_skips(
         assert prepare(out, "--on-error=skip", "--shard-tokens", "100000000") == 0
         output = capfd.readouterr().out
         assert output.count(f"skip left out {BROKEN} lines, rows or files; the first: ") == 1
+    for state in (tmp_path / "at once").glob("part-*.json"):  # as if stopped after its last shard
+        state.write_text(state.read_text().replace('"done": true', '"done": false'))
+    (tmp_path / "at once" / INDEX).unlink()
+    assert prepare("at once", "--on-error=skip", "--shard-tokens", "100000000") == 0
+    assert f"skip left out {BROKEN} lines" in capfd.readouterr().out
     tokens = [
         {name: data for name, data in contents(tmp_path / out).items() if name.endswith(".bin")}
         for out in ("resumed", "at once")

@@ -103,6 +103,11 @@ def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> No
     index = prepare(config, tmp_path, shard_tokens=50_000, workers=4, progress=False)
     verify_shards(tmp_path, index)
     assert len(index.of("train")) > 8  # each part has several
+    for split in SPLITS:
+        names = [shard.name for shard in index.of(split)]
+        of_part = [[name for name in names if name[len(split) + 3] == str(i)] for i in range(4)]
+        for part, shards in enumerate(of_part):
+            assert shards == [f"{split}-00{part}-{n:05}.bin" for n in range(len(shards))]
     full = [shard.tokens for shard in index.of("train")[:-1] if shard.name[6:9] == "000"][:-1]
     assert all(50_000 <= tokens < 100_000 for tokens in full)
     for split in ("train", "val"):
