@@ -34,7 +34,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.model import block
 from nsa.model.attention import NSAttention
 from nsa.model.compressor import BlockMLP, BlockPool
-from nsa.model.config import ModelConfig
+from nsa.model.config import INIT_STD, ModelConfig
 from nsa.model.decode import extend_states, prefill_states
 from nsa.model.hf_cache import NSACache
 from nsa.model.hf_config import NSAConfig, register_peft_targets
@@ -126,7 +126,8 @@ class NSAModel(NSAPreTrainedModel):
         self._modules = core._modules
         self.__dict__["core"] = core
         if not core.embed.weight.is_meta:
-            core.initialize(config.initializer_range)  # so post_init must not
+            if config.initializer_range != INIT_STD:
+                core.initialize(config.initializer_range)  # so post_init must not
             for parameter in core.parameters():
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         self.post_init()

@@ -32,6 +32,7 @@ class NSAConfig(PreTrainedConfig):
         "heads": "num_attention_heads",
         "kv_heads": "num_key_value_heads",
         "norm_eps": "rms_norm_eps",
+        "init_std": "initializer_range",
         "tied_head": "tie_word_embeddings",
     }
 

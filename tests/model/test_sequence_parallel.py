@@ -13,7 +13,7 @@ from tests.ranks import launch
 CASES = [
     ("mean", "reentrant", "documents", 2_048),
     ("mlp", "selective", "documents", 512),
-    ("mean, shared", "none", "rows", 512),
+    ("mean", "none", "rows", 512),
     ("dense", "non_reentrant", "documents", 512),
     ("mean", "none", "all ignored", 512),
     ("mean, selector loss", "reentrant", "documents", 512),

@@ -71,7 +71,7 @@ def test_nvidias_chip_of_the_same_capability_keeps_its_tiles(
 ) -> None:
     on_chip("gfx942")
     monkeypatch.setattr(torch.version, "hip", None)
-    assert (amd_chip(GPU), chip_of(GPU), warp_size(GPU)) == (None, "sm_90", 32)
+    assert (amd_chip(GPU), chip_of(GPU), warp_size(GPU)) == (None, "sm_94", 32)
     assert amd_chip(torch.device("cpu")) is None
 
 
