@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# launch/m7c.sh for GPUs connected by PCIe: inspect the links, set only the variables of NCCL and CUDA
+# launch/m7c.sh for GPUs connected by PCIe: inspect the links, set only the variables of NCCL
 # that this machine needs, and print why.
 #   bash launch/m7c_pcie.sh [--restart N] [arguments of recipes/m7c.py ...]
 #   bash launch/m7c_pcie.sh --check            inspect and print only

@@ -1,4 +1,4 @@
-"""GPU checks: visible and free; topology, peer access, ACS and IOMMU between them."""
+"""GPU checks: visible and free; links and peer access between them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,11 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.system import output_of, text_or_empty
 from nsa.text import first_line
 
-SAFE = "if ranks hang or disagree, NCCL_P2P_DISABLE=1 is safe but slower"
 _USED_MIB = 2_000  # more than a display takes
-# Links in `nvidia-smi topo -m`, with the usual all-reduce bandwidth on PCIe 4.0 x16 (an order of
-# magnitude; the rank checks measure it).
-_LINKS = {
-    "PIX": "one PCIe switch, 20 to 25 GB/s",
-    "PXB": "several PCIe switches, 15 to 25 GB/s",
-    "PHB": "the CPU's host bridge, 8 to 20 GB/s",
-    "NODE": "two host bridges of one NUMA node, 8 to 20 GB/s",
-    "SYS": "the link between two NUMA nodes, 4 to 12 GB/s",
-}
 QUERY = "index,uuid,memory.used"
 
 
@@ -113,14 +101,11 @@ def topology_check(
     peers: Mapping[tuple[int, int], bool],
     rocm: str | None = None,
 ) -> Check:
-    """Report each pair's link with its usual speed; warn about slow links and missing peer access.
+    """Report each pair's link; warn about missing peer access.
 
     `peers`: whether the first GPU of a pair can read the second's memory.
     """
-    pairs = []
-    for (first, second), link in links.items():
-        about = "NVLink, hundreds of GB/s" if link.startswith("NV") else _LINKS.get(link, "unknown")
-        pairs.append(f"GPU {first} and {second}: {link}, {about}")
+    pairs = [f"GPU {first} and {second}: {link}" for (first, second), link in links.items()]
     unread = "links of AMD's GPUs are not read: rocm-smi --showtopo prints them"
     unread = unread if rocm else "nvidia-smi topo -m is not readable"
     detail = "; ".join(pairs[:3]) or unread
@@ -131,38 +116,10 @@ def topology_check(
         detail += "data goes through /dev/shm, at about half the speed"
         fix = "normal on some boards and in virtual machines; else check the BIOS and iommu=pt"
         return Check("topology", WARN, detail, fix)
-    if "SYS" in links.values():
-        fix = "use GPUs of one NUMA node (deepspeed --include), or move a board"
-        return Check("topology", WARN, detail, fix)
     return Check("topology", OK if links else SKIP, detail)
 
 
-def read_acs() -> Check:
-    """Check this machine's bridges and IOMMU."""
-    iommu_groups = len(list(Path("/sys/kernel/iommu_groups").glob("*")))  # 0: the IOMMU is off
-    return acs_check(output_of("lspci", "-vvv"), iommu_groups, text_or_empty("/proc/cmdline"))
-
-
-def acs_check(lspci: str, iommu_groups: int, kernel: str) -> Check:
-    """Warn if ACS or the IOMMU redirects traffic between GPUs: it slows down or hangs silently.
-
-    `lspci`: output of `lspci -vvv`; `kernel`: the kernel's command line.
-    """
-    bridges = []
-    for device in re.split(r"\n(?=\S)", lspci):
-        title = device.partition("\n")[0]
-        if "PCI bridge" in title and re.search(r"ACSCtl:.*\b(?:SrcValid|ReqRedir)\+", device):
-            bridges.append(title.split()[0])
-    if bridges:
-        detail = f"ACS redirects peer traffic at {', '.join(bridges[:3])}"
-        detail += " and more" if bridges[3:] else ""
-        fix = f"disable ACS in the BIOS, or: setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000; {SAFE}"
-        return Check("acs, iommu", WARN, detail, fix)
-    if iommu_groups and "iommu=pt" not in kernel.split():
-        detail = f"the IOMMU is on ({iommu_groups} groups) and not in pass-through mode"
-        fix = f"add iommu=pt to the kernel command line, or disable VT-d / AMD-Vi; {SAFE}"
-        return Check("acs, iommu", WARN, detail, fix)
-    if not lspci or "access denied" in lspci:
-        detail = "IOMMU off or pass-through; ACS cannot be read by this user"
-        return Check("acs, iommu", OK, f"{detail} (sudo lspci -vvv shows ACSCtl)")
-    return Check("acs, iommu", OK, "nothing redirects traffic between boards")
+def p2p_disabled(variables: Mapping[str, str]) -> bool:
+    """Return whether NCCL's variables disable peer access between GPUs."""
+    level = variables.get("NCCL_P2P_LEVEL", "").upper()
+    return variables.get("NCCL_P2P_DISABLE") == "1" or level in ("LOC", "0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -14,7 +13,6 @@ from packaging.version import Version
 
 from nsa.doctor import gpus
 from nsa.doctor.check import FAIL, OK, WARN, Check
-from nsa.doctor.nccl import nccl_checks, p2p_disabled
 from nsa.system import output_of, package_version
 
 MIB, GB = 2**20, 10**9
@@ -45,7 +43,7 @@ def node_checks(
     used = [gpu for gpu in listed if gpu.uuid in in_torch.uuids] or listed
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     shm_free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else None
-    peer_access = all(in_torch.peers.values()) and not p2p_disabled(os.environ)
+    peer_access = all(in_torch.peers.values()) and not gpus.p2p_disabled(os.environ)
     checks = [
         *(version_check(package, package_version(package)) for package in _MINIMUM),
         compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
@@ -57,8 +55,8 @@ def node_checks(
         indices = {gpu.index for gpu in used}
         links = gpus.parse_topology(output_of("nvidia-smi", "topo", "-m"))
         links = {pair: link for pair, link in links.items() if indices.issuperset(pair)}
-        checks += [gpus.topology_check(links, in_torch.peers, in_torch.rocm), gpus.read_acs()]
-    return checks + nccl_checks(os.environ, [name for _, name in socket.if_nameindex()])
+        checks.append(gpus.topology_check(links, in_torch.peers, in_torch.rocm))
+    return checks
 
 
 def checkpoint_bytes(parameters: int) -> int:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.doctor.nccl import PREFIX
 from nsa.system import package_version, with_timeout
 from nsa.text import first_line
 
@@ -39,7 +38,7 @@ _COMPARED = {  # check name: (status if ranks differ, fix)
 }
 _LINK_FIX = (
     "NCCL_P2P_DISABLE=1 avoids a broken link between GPUs, but is slower; for the cause see "
-    "topology, ACS and /dev/shm above; NCCL_DEBUG=INFO logs the path"
+    "topology and /dev/shm above; NCCL_DEBUG=INFO logs the path"
 )
 
 
@@ -170,7 +169,7 @@ def _facts(config: str, device: torch.device, node: list[Check]) -> RankFacts:
         "code": {"": code_fingerprint()},
         "config": {f"line {n}": line.strip() for n, line in enumerate(config.splitlines(), 1)},
         "versions": versions,
-        "nccl on ranks": {k: v for k, v in os.environ.items() if k.startswith(PREFIX)},
+        "nccl on ranks": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
         "devices": {"": model},
     }
     return RankFacts(platform.node(), device_id, compared, node)

@@ -1,4 +1,4 @@
-"""Recorded output of nvidia-smi and lspci on machines with GPUs."""
+"""Recorded output of nvidia-smi on machines with GPUs."""
 
 # Two A100 PCIe boards under one host bridge; heading underlined, as on a terminal.
 TOPO_PHB = """\
@@ -39,21 +39,3 @@ UUIDS = ("0c1d6a3b-5e0f-4d0a-8e57-2f8a53a2c001", "7b90e3f2-11cc-4a53-9d5e-61f0a7
 def nvidia_smi(used: object = 4) -> str:
     """Return the rows of two GPUs, with the second's used memory."""
     return f"0, GPU-{UUIDS[0]}, 4\n1, GPU-{UUIDS[1]}, {used}\n"
-
-
-LSPCI_ACS = """\
-16:00.0 PCI bridge: Broadcom / LSI PEX880xx PCIe Gen 4 Switch (rev b0) (prog-if 00 [Normal decode])
-\tControl: I/O+ Mem+ BusMaster+ SpecCycle- MemWINV- VGASnoop- ParErr+ Stepping- SERR+ FastB2B-
-\tCapabilities: [148 v1] Access Control Services
-\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl+ DirectTrans+
-\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
-\tKernel driver in use: pcieport
-
-17:00.0 3D controller: NVIDIA Corporation GA100 [A100 PCIe 80GB] (rev a1)
-\tCapabilities: [420 v2] Advanced Error Reporting
-"""
-LSPCI_CLEAR = LSPCI_ACS.replace("ACSCtl:\tSrcValid+ TransBlk- ReqRedir+", "ACSCtl:\tSrcValid- -")
-LSPCI_USER = """\
-16:00.0 PCI bridge: Broadcom / LSI PEX880xx PCIe Gen 4 Switch (rev b0) (prog-if 00 [Normal decode])
-\tCapabilities: <access denied>
-"""

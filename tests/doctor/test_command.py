@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -74,15 +73,6 @@ def test_an_impossible_run_folder_is_a_failure_without_traceback(
     (tmp_path / "file").touch()
     assert main(["doctor", "--run-dir", str(tmp_path / "file/run"), "--parameters", "1000"]) == 2
     assert "cannot be written to: Not a directory" in capsys.readouterr().out
-
-
-def test_nccl_variables_of_this_process_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(os.environ, "NCCL_DEBGU", "INFO")
-    checks = node_checks(tmp_path, checkpoint_bytes=1, checkpoints=1)
-    (found,) = [check for check in checks if check.name == "nccl settings"]
-    assert found.fix == "did you mean NCCL_DEBUG?"
 
 
 def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
