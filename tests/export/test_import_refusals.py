@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.resume import find_initial_weights
+from nsa.export.from_hf import read_model
 from tests.export.llamas import command, imported, llama, refused
 
 
@@ -52,6 +53,19 @@ def test_an_unsupported_llama_is_refused(
     llama(tmp_path / "llama", **changes)
     capsys.readouterr()
     assert message in refused(capsys, tmp_path / "llama")
+
+
+def test_layers_without_rope_must_be_every_nth(llama_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(llama_folder / "model.safetensors")
+    tree = json.loads((llama_folder / "config.json").read_text()) | {"model_type": "smollm3"}
+    for layers, every in (([1, 1, 0, 1, 1, 0, 1], 3), ([1, 1, 1], 0), ([1, 0, 0], None)):
+        config = tree | {"no_rope_layers": layers, "num_hidden_layers": len(layers)}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+        if every is None:
+            with pytest.raises(ValueError, match="supports only every n-th layer without RoPE"):
+                read_model(tmp_path)
+        else:
+            assert read_model(tmp_path).config.model.no_rope_every == every
 
 
 def test_a_missing_weight_is_named(

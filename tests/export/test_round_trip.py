@@ -88,20 +88,33 @@ def test_an_export_of_an_import_keeps_the_sources_fields(
     assert "config.json: torch_dtype = 'bfloat16', was 'float32'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("attention", ["dense", "nsa"])
 def test_what_an_import_changes_is_changed_in_the_export_and_printed(
-    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    attention: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = ["--set=model.rope_theta=5e4", "--set=data.seq_len=16384", "--tokenizer=byte"]
-    imported(original, tmp_path / "run", "--attention=dense", *changes)
+    imported(original, tmp_path / "run", f"--attention={attention}", *changes)
     capsys.readouterr()
-    config = settings(export(tmp_path / "run", tmp_path / "hf", llama=True))
+    is_llama = attention == "dense"
+    config = settings(export(tmp_path / "run", tmp_path / "hf", llama=is_llama))
     lines = capsys.readouterr().out
     assert "config.json: max_position_embeddings = 16384, was 8192\n" in lines
-    assert "config.json: rope_theta = None, was 30000.0\n" in lines
-    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e4}
-    assert "rope_theta" not in config
+    theta = config["rope_parameters"]["rope_theta"] if is_llama else config["rope_theta"]
+    assert theta == 5e4
+    assert f"config.json: rope_theta = {None if is_llama else theta}, was 30000.0\n" in lines
+    assert ("rope_parameters" in config, "rope_theta" in config) == (is_llama, not is_llama)
     assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [257, 257, 258]
     assert settings(tmp_path / "hf", "generation_config.json")["eos_token_id"] == 257
+
+
+def test_a_model_whose_tokenizer_is_lost_keeps_its_ids(original: Path, tmp_path: Path) -> None:
+    imported(original, tmp_path / "run")
+    (tmp_path / "run/tokenizer.json").unlink()
+    config_file = tmp_path / "run/config.yaml"
+    config_file.write_text(config_file.read_text().replace("tokenizer: hf:", "tokenizer: hf:/no"))
+    with pytest.warns(UserWarning, match="no tokenizer"):
+        config = settings(export(tmp_path / "run", tmp_path / "hf"))
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [0, 3, 2]
 
 
 def test_another_model_types_fields_of_attention_are_left_out(tmp_path: Path) -> None:
