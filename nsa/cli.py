@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nsa.completion import SHELLS, completion
 from nsa.constants import INTERRUPTED
 from nsa.data.command import add_parser as add_data_parser
 from nsa.doctor.command import add_parser as add_doctor_parser
@@ -106,10 +105,6 @@ def _parser() -> Parser:
     info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=_info)
 
-    about = "print a script that makes a shell complete the verbs and flags of nsa"
-    shell = verbs.add_parser("completion", help=about, description=about)
-    shell.add_argument("shell", choices=SHELLS)
-    shell.set_defaults(run=lambda args: print(completion(_parser(), args.shell), end="") or 0)
     for verb in verbs.choices.values():
         verb.set_defaults(parser=verb)
     return parser

@@ -40,6 +40,13 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "data.shuffle_documents": (1_000, REMOVE),
     "data.synthetic_bytes": (4_000_000, REMOVE),
     "data.workers": (1, "remove it; `nsa data prepare` tokenises in parallel"),
+    "train.freeze": (None, REMOVE),
+    "train.teacher_weight": (1.0, REMOVE),
+    "train.beta1": (0.9, 'set "betas" in optimizer.params of DeepSpeed\'s JSON'),
+    "train.beta2": (0.95, 'set "betas" in optimizer.params of DeepSpeed\'s JSON'),
+    "train.adam_eps": (1e-8, 'set "eps" in optimizer.params of DeepSpeed\'s JSON'),
+    "train.bad_steps": (20, REMOVE),
+    "train.spike_score": (12.0, REMOVE),
 }
 
 # Setting and withdrawn value -> the value that a resumed run has instead.
@@ -60,6 +67,7 @@ FLAGS: dict[str, str] = {
 VERBS: dict[str, str] = {
     "bench": "run python -m tests.bench in a clone; for tile sizes nsa doctor --tune",
     "tasks": "run python -m tests.bench recall in a clone",
+    "completion": REMOVE,
 }
 
 

@@ -27,7 +27,6 @@ M7C = load_profile(ROOT / "recipes/m7c.py", "production").model
 VERBS = (
     "check",
     "compare",
-    "completion",
     "data",
     "doctor",
     "eval",
@@ -128,10 +127,11 @@ def test_ctrl_c_ends_any_verb_quietly(
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:
-    """`nsa completion bash | true`: output is buffered until the end."""
+    """`nsa check FILE | true`: output is buffered until the end."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "nsa", "completion", "bash"]
+    command = [sys.executable, "-m", "nsa", "check", "--json"]
+    command.append(str(ROOT / "ds_configs/zero1_pcie.json"))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writer)
@@ -313,27 +313,6 @@ def test_json_has_stable_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["doctor", "--json", "--run-dir", str(tmp_path)]) in (0, 2)
     checks = json.loads(capsys.readouterr().out)
     assert all(each.keys() == {"name", "status", "detail", "fix"} for each in checks)
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_every_verb_and_flag(
-    shell: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for word in (*VERBS, "prepare", "held-out", "deepspeed_config"):
-        assert word in script
-    if shell == "bash":
-        for typed, expected in (
-            (["nsa", "comp"], {"compare", "completion"}),
-            (["nsa", "plan", "--ne"], {"--network"}),
-            (["nsa", "data", "prep"], {"prepare"}),
-            (["nsa", "plan", "--no"], {"--nodes"}),
-        ):
-            words = " ".join(typed)
-            ask = f"COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _nsa; echo ${{COMPREPLY[@]}}"
-            done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True)
-            assert set(done.stdout.split()) == expected, done.stderr
 
 
 def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(

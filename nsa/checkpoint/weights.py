@@ -107,17 +107,11 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def _frozen(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the names that train.freeze matches, by the checkpoint's config.yaml."""
+    """Return the names that train.freeze, a setting of an earlier version, keeps as they are."""
     file = folder / "config.yaml"
     config = parse_yaml(read_text(file)) if file.is_file() else {}
-    by_pattern = matching_names(config.get("train", {}).get("freeze"), names)
-    return [name for matching in by_pattern.values() for name in matching]
-
-
-def matching_names(patterns: str | None, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names that match each of train.freeze's patterns, separated by commas."""
-    words = filter(None, map(str.strip, str(patterns or "").split(",")))
-    return {pattern: fnmatch.filter(names, pattern) for pattern in words}
+    patterns = str(config.get("train", {}).get("freeze") or "").split(",")
+    return [name for pattern in patterns for name in fnmatch.filter(names, pattern.strip())]
 
 
 def set_weights(

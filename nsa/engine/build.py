@@ -13,7 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint.weights import matching_names, read_weights, set_weights
+from nsa.checkpoint.weights import read_weights, set_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.gradient_check import check_gradients
 from nsa.engine.loss_guard import skip_nonfinite_steps
@@ -24,7 +24,6 @@ from nsa.model.sequence_parallel import SequenceParallel
 
 # Weights that Muon updates.
 HIDDEN_MATRIX = re.compile(r"blocks\.\d+\.(attention\.[qkvo]|mlp\.(gate|up|down))\.weight")
-NUMBER = re.compile(r"\.\d+\.")
 CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
 
 
@@ -38,23 +37,7 @@ def build_model(
         model.start_dense()
     if weights is not None:
         set_weights(model, read_weights(weights), weights)
-    freeze(model, config.train.freeze)
     return model.to(device)
-
-
-def freeze(model: torch.nn.Module, patterns: str | None) -> None:
-    """Keep the parameters with these names, separated by commas, as they are; * is any text."""
-    names = [name for name, _ in model.named_parameters()]
-    for pattern, matching in matching_names(patterns, names).items():
-        if not matching:
-            raise ValueError(
-                f"train.freeze = {patterns!r}: no parameter is named {pattern}; names are "
-                f"{', '.join(sorted({NUMBER.sub('.*.', name) for name in names}))}"
-            )
-        for name in matching:
-            model.get_parameter(name).requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"train.freeze = {patterns!r}: freezes every parameter; name fewer")
 
 
 def sequence_parallel_group(size: int) -> SequenceParallel | None:
@@ -114,6 +97,11 @@ def build_muon(
     return MuonWithAuxAdam(split, adam_optimizer=torch.optim.AdamW)
 
 
+def check_length(config: RunConfig) -> int:
+    """Return the tokens of the gradient check on each rank: few, however long the sequences are."""
+    return min(config.data.seq_len // config.train.sequence_parallel, CHECK_TOKENS)
+
+
 def build_engine(
     config: RunConfig,
     ds_config: dict[str, Any],
@@ -122,8 +110,7 @@ def build_engine(
 ) -> tuple[Any, list[str]]:
     """Return DeepSpeed's engine and notes; raise ValueError if the gradient check fails."""
     model = build_model(config, device, weights)
-    length = min(config.data.seq_len // config.train.sequence_parallel, CHECK_TOKENS)
-    tokens = torch.randint(config.model.vocab_size, (1, length), device=device)
+    tokens = torch.randint(config.model.vocab_size, (1, check_length(config)), device=device)
     notes = check_gradients(model, tokens, zero_mode(ds_config))
     if config.train.compile:
         compile_blocks(model)

@@ -22,7 +22,7 @@ from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
 from nsa.engine.planner_inputs import resolve_auto, resolved_zero
-from nsa.engine.resolve import read_saved_config, resolve_config, walk
+from nsa.engine.resolve import read_saved_config, resolve_config, scaled_warmup, walk
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
 from nsa.engine.run_request import Recipe, RunRequest
@@ -110,6 +110,12 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         for name, (before, after) in changes.items():
             _check_change(name, before, after, run_dir)
             notes.append(f"changed since {saved.name}: {name}: {before} -> {after}")
+    warmup = scaled_warmup(base.train.warmup_steps, base.train.steps, config.train.steps)
+    if config.train.warmup_steps == warmup != base.train.warmup_steps:
+        notes.append(
+            f"train.warmup_steps = {warmup}, scaled with train.steps: "
+            f"{base.train.warmup_steps:,} of {base.train.steps:,}"
+        )
     notes += _warnings(config, auto=base.train.dense_steps == AUTO)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     _check_precision(config.train.precision)
@@ -235,7 +241,7 @@ def _warnings(config: RunConfig, auto: bool) -> Iterator[str]:
     if train.warmup_steps >= train.steps:
         yield (
             f"train.warmup_steps = {train.warmup_steps}: not below train.steps = {train.steps}, so "
-            "the learning rate never decays; lower it"
+            "the learning rate never decays; lower train.warmup_steps"
         )
     if note := config.selects_all_note():
         yield note

@@ -14,7 +14,6 @@ from nsa.validation import above_zero, at_least, at_most, one_of
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 AUTO = "auto"
-BATCH = ("micro_batch", "accumulation")  # with micro_batch=auto, the run sets both
 ON_BAD_STEP = ("abort", "skip")
 ON_SPIKE = ("ignore", "warn")
 
@@ -28,9 +27,7 @@ class TrainConfig:
     accumulation: int = 4  # micro-batches per optimizer step; with auto: sequences per rank
     sequence_parallel: int = 1  # ranks that split each sequence, at most model.kv_heads; 1: off
     start_from: str | None = None  # run or checkpoint with the initial weights; null: random
-    freeze: str | None = None  # names of parameters to keep, such as "embed.*,blocks.*.mlp.*"
     teacher: str | None = None  # run or checkpoint whose predictions to learn too; null: none
-    teacher_weight: float = 1.0  # weight of KL(teacher ‖ model) beside the loss
     selector_steps: int = 0  # first steps: dense attention, only compressed keys learn; then all
     selector_rate: float = 1e-3  # constant learning rate of those steps
     # first steps: dense attention, then sparse; auto: half of steps, but 0 without the selector
@@ -38,11 +35,8 @@ class TrainConfig:
     dense_steps: int | str = 0
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
-    warmup_steps: int = 2_000  # steps of linear warmup; step 1 already has a non-zero rate
+    warmup_steps: int = 2_000  # steps of linear warmup; scaled if only train.steps is set
     weight_decay: float = 0.01  # AdamW weight decay, on matrices only
-    beta1: float = 0.9  # AdamW beta1
-    beta2: float = 0.95  # AdamW beta2
-    adam_eps: float = 1e-8  # AdamW epsilon
     clip: float = 1.0  # max gradient norm; 0: no clipping
     precision: str = "bf16"  # "bf16", "fp16" with loss scaling, or "fp32" for debugging
     compile: bool = False  # torch.compile each block, up to ZeRO stage 2; not measured on a GPU
@@ -50,9 +44,7 @@ class TrainConfig:
     eval_every: int = 500  # steps between validations; 0: only at the end
     eval_samples: int = 64  # validation sequences per evaluation, over all ranks
     on_bad_step: str = "skip"  # non-finite loss or gradient: abort or skip
-    bad_steps: int = 20  # max skipped steps per launch before aborting
-    on_spike: str = "warn"  # loss above train.spike_score: ignore or warn
-    spike_score: float = 12.0  # threshold, in robust standard deviations of the last 128 losses
+    on_spike: str = "warn"  # loss far above the last 128: ignore or warn
 
     def validate(self) -> None:
         at_least(1, "train", self, "steps", "accumulation", "sequence_parallel", "eval_samples")
@@ -64,14 +56,10 @@ class TrainConfig:
                 raise ValueError(f"train.{name} = {value!r}: must be a whole number or {AUTO}")
         limited = ["accumulation"] if self.micro_batch == AUTO else ["micro_batch", "accumulation"]
         at_most(65_536, "train", self, *limited)
-        at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
+        at_least(0, "train", self, "warmup_steps", "eval_every", "clip")
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
         at_least(0, "train", self, "selector_steps")
-        above_zero("train", self, "learning_rate", "selector_rate", "adam_eps", "spike_score")
-        above_zero("train", self, "teacher_weight")
-        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"train.{name} = {beta}: must be 0 or more and below 1")
+        above_zero("train", self, "learning_rate", "selector_rate")
         one_of("train", self, on_bad_step=ON_BAD_STEP, on_spike=ON_SPIKE, precision=PRECISIONS)
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(

@@ -12,7 +12,6 @@ from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
 from nsa.engine.data import open_data
 from nsa.engine.ds_config import TRACKERS
-from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.engine.resolve import to_yaml
 from nsa.engine.resume import find_initial_weights
@@ -49,14 +48,12 @@ def dry_run(request: RunRequest) -> None:
         print(f"tokens per step     {tokens_per_step:,}")
         print(f"run folder          {request.run_dir}")
         print(f"taking one step of {tokens_per_step:,} tokens …", flush=True)
-    reduction_check = ReductionCheck(engine)
     for _ in range(config.train.accumulation):
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
         batch = Batch(tokens, tokens.roll(-1, dims=1))
         more = {} if teacher is None else teacher.arguments(batch)
         loss = engine(batch.input_ids, labels=batch.labels, **more)
         engine.backward(loss)
-        reduction_check.compare()
         engine.step()
     if ranks.rank == 0:
         print(f"peak memory, rank 0 {memory_gb():.2f} GB after one step")

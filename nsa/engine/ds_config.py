@@ -1,7 +1,7 @@
 """DeepSpeed's JSON: load it strictly, fill it from the recipe, check it before the run starts.
 
-DeepSpeed ignores unknown keys and uses its defaults instead. Here unknown keys and keys without
-effect are errors, and each number is set in one place: the recipe or the JSON.
+DeepSpeed ignores unknown keys and uses its defaults instead. Here unknown keys are errors, and each
+number is set in one place: the recipe or the JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from pydantic import ValidationError
 
-from nsa.engine.config import AUTO, BATCH, RunConfig
-from nsa.engine.ds_keys import MODELS, key_error, refusal_of
+from nsa.engine.config import AUTO, RunConfig
+from nsa.engine.ds_keys import MODELS, OF_MUON, key_error
 from nsa.engine.resolve import walk
-from nsa.engine.zero_mode import block_of, has_muon, zero_mode
+from nsa.engine.zero_mode import ZeroMode, block_of, has_muon, zero_mode
 from nsa.untrusted import parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
@@ -28,16 +28,14 @@ OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
 # With train.micro_batch = auto no number in the JSON is right.
 MEASURED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
-    "train_micro_batch_size_per_gpu": ("micro_batch",),
-    "gradient_accumulation_steps": ("accumulation",),
-    "gradient_clipping": ("clip",),
-    "optimizer.params.lr": ("learning_rate",),
-    "optimizer.params.betas": ("beta1", "beta2"),
-    "optimizer.params.eps": ("adam_eps",),
-    "optimizer.params.weight_decay": ("weight_decay",),
+OWNED_FIELDS = {  # DeepSpeed key: the field of `train` that sets it
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "gradient_accumulation_steps": "accumulation",
+    "gradient_clipping": "clip",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
 }
-
+DEFAULTS = {"optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8}
 
 Owned = dict[str, tuple[Any, str]]  # DeepSpeed key: the recipe's value; what sets it, and the fix
 
@@ -142,13 +140,13 @@ def owned_values(config: RunConfig, world_size: int) -> Owned:
         names, factors = "train.accumulation", ""
     product = f"{names} × ranks = {factors}{train.accumulation} × {world_size} = {batch}"
     owned: Owned = {"train_batch_size": (batch, _conflict(product, "one of them"))}
-    for key, fields in OWNED_FIELDS.items():
-        values = [train.rows if name == "micro_batch" else getattr(train, name) for name in fields]
-        origin = " and ".join(f"train.{n} = {v}" for n, v in zip(fields, values, strict=True))
+    for key, name in OWNED_FIELDS.items():
+        value = train.rows if name == "micro_batch" else getattr(train, name)
+        conflict = _conflict(f"train.{name} = {value}", f"train.{name}")
         if measured and key in MEASURED:
-            fields, origin = BATCH, f"train.micro_batch = {AUTO} sets it"
-        settings = " and ".join(f"train.{name}" for name in fields)
-        owned[key] = values if len(values) > 1 else values[0], _conflict(origin, settings)
+            settings = "train.micro_batch and train.accumulation"
+            conflict = _conflict(f"train.micro_batch = {AUTO} sets it", settings)
+        owned[key] = value, conflict
     for precision in ("bf16", "fp16"):
         enabled = train.precision == precision
         origin = f"train.precision = {train.precision!r} sets it to {_as_json(enabled)}"
@@ -173,29 +171,22 @@ def _problems(
     raw: dict[str, Any], resolved: dict[str, Any], config: RunConfig, owned: Owned
 ) -> Iterator[tuple[str, str]]:
     """Yield the path of each key to change, and why and how; a path may come more than once."""
-    keys = list(walk(raw))
-    errors = [(path, f": {error}") for path, value in keys if (error := key_error(path, value))]
-    yield from errors
+    for path, value in walk(raw):
+        if error := key_error(path, value):
+            yield path, f": {error}"
+        if path in owned:
+            expected, conflict = owned[path]
+            same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
+            measured = config.train.micro_batch == AUTO and path in MEASURED
+            if value != "auto" and (measured or not same):
+                yield path, conflict
+        elif value == "auto" and path not in DEFAULTS:
+            yield path, ': only what the recipe sets may be "auto"; write a value or remove it'
+    every = raw.get("steps_per_print")
+    if isinstance(every, int | float) and every < 1:
+        yield "steps_per_print", ": write 1 or more, or remove it"
     if "optimizer" in raw:
         yield from _optimizer_problems(block_of(raw, "optimizer"))
-    stage = block_of(raw, "zero_optimization").get("stage")
-    if "zero_optimization" not in raw:
-        if not any('"zero_optimization' in error for _, error in errors):  # misspelt, or outside it
-            yield "zero_optimization", '; write a block: "zero_optimization": {…}'
-    elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        yield "zero_optimization.stage", ": write 0, 1, 2 or 3"
-    else:
-        mode = zero_mode(resolved)
-        for path, _ in keys:
-            if path not in owned and (reason := refusal_of(path, mode)):
-                yield path, f": {reason}"
-        allowed = {mode.precision} if stage == 0 else {mode.precision, "fp32"}
-        if mode.accumulation not in allowed:
-            yield (
-                "data_types.grad_accum_dtype",
-                f": stage {stage} with train.precision = {mode.precision!r} accumulates in "
-                f"{' or '.join(sorted(allowed))}; write that, or remove it",
-            )
     for name, package in TRACKERS.items():
         if block_of(raw, name).get("enabled") and find_spec(package) is None:
             yield (
@@ -203,23 +194,13 @@ def _problems(
                 f": needs the package {package}, which is not installed; pip install "
                 f"'nsa-m7c[{name}]', or remove the block",
             )
-    recompute = config.model.activation_checkpointing
-    if "activation_checkpointing" in raw and recompute != "deepspeed":
-        yield (
-            "activation_checkpointing",
-            f": no effect with model.activation_checkpointing = {recompute!r}; remove it, or set "
-            "model.activation_checkpointing=deepspeed",
-        )
-    for path, value in keys:
-        if path not in owned:
-            if value == "auto":
-                yield path, ': only what the recipe sets may be "auto"; write a value or remove it'
-            continue
-        expected, conflict = owned[path]
-        same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
-        measured = config.train.micro_batch == AUTO and path in MEASURED
-        if value != "auto" and (measured or not same):
-            yield path, conflict
+    stage = block_of(raw, "zero_optimization").get("stage")
+    if "zero_optimization" not in raw:
+        yield "zero_optimization", '; write a block: "zero_optimization": {…}'
+    elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        yield "zero_optimization.stage", ": write 0, 1, 2 or 3"
+    else:
+        yield from _mode_problems(zero_mode(resolved))
 
 
 def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -232,15 +213,40 @@ def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
             ': DeepSpeed would compile its Adam at the first start; write "torch_adam": true'
             + ("" if has_muon({"optimizer": block}) else ', and "fused": true for speed'),
         )
+    for name in OF_MUON:
+        if name in block_of(block, "params") and not has_muon({"optimizer": block}):
+            yield f"optimizer.params.{name}", ": only Muon reads it; remove it"
+
+
+def _mode_problems(mode: ZeroMode) -> Iterator[tuple[str, str]]:
+    """Yield what this stage and precision would train otherwise than the config says."""
+    allowed = {mode.precision} if mode.stage == 0 else {mode.precision, "fp32"}
+    if mode.accumulation not in allowed:
+        yield (
+            "data_types.grad_accum_dtype",
+            f": stage {mode.stage} with train.precision = {mode.precision!r} accumulates in "
+            f"{' or '.join(sorted(allowed))}; write that, or remove it",
+        )
+    if mode.muon and not mode.bf16_optimizer:
+        yield (
+            "optimizer.type",
+            ": DeepSpeed clips Muon's gradients only in stage 1 with bf16 weights and fp32 "
+            "accumulation; elsewhere it clips the update, which shrinks it more than a "
+            "hundredfold; use ds_configs/zero1_muon.json with train.precision=bf16",
+        )
 
 
 def _fill(raw: dict[str, Any], owned: Owned) -> dict[str, Any]:
-    """Return `raw` with the recipe's values."""
+    """Return `raw` with the recipe's values, and defaults for what it leaves out."""
     resolved = deepcopy(raw)
     resolved.setdefault("optimizer", deepcopy(OPTIMIZER))
     for path, (value, _) in owned.items():
         block, name = _parent(resolved, path)
         block[name] = value
+    for path, value in DEFAULTS.items():
+        block, name = _parent(resolved, path)
+        if block.get(name, "auto") == "auto":
+            block[name] = value
     return resolved
 
 

@@ -1,17 +1,15 @@
-"""Keys of DeepSpeed's JSON: which names exist, and which are refused or without effect, and why.
+"""Keys of DeepSpeed's JSON: the names that the installed DeepSpeed reads, and those refused here.
 
-Names come from the installed DeepSpeed: from its pydantic models, and elsewhere from recording the
-keys that its parser looks up. Where each has an effect was read from the source of 0.19.8.
+DeepSpeed ignores unknown keys. Their names come from its pydantic models, and elsewhere from
+recording the keys that its parser looks up.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from functools import cache, partial
-from typing import Any, NamedTuple, get_args
+from functools import cache
+from typing import Any, get_args
 
 import deepspeed
 import torch
@@ -24,7 +22,6 @@ from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 
 from nsa.engine.resolve import walk
-from nsa.engine.zero_mode import ZeroMode
 
 MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,
@@ -37,17 +34,36 @@ MODELS: dict[str, type[BaseModel]] = {
     "csv_monitor": CSVConfig,
 }
 WITHOUT_MODEL = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
-MUON = "muon_lr momentum ns_method"  # parameters that only Muon reads
-REMOVED: dict[str, str] = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
+OF_MUON = ("muon_lr", "momentum", "ns_method")
+
+# Keys that would change the numbers or lose data why, and what to do.
+REFUSED = {
+    "scheduler": "the recipe sets the learning rate; remove it and set train.learning_rate, "
+    "train.min_learning_rate and train.warmup_steps",
+    "torch_autocast": "the recipe sets the precision; remove it and set train.precision",
+    "data_types.param_dtype": "the recipe sets the precision; remove it and set train.precision",
+    "fp16.fp16_master_weights_and_grads": "loses the fp32 master weights; remove it",
+    "bf16.check_grad_overflow": "a step with non-finite gradients must be skipped; remove it",
+    "zero_optimization.compute_grad_norm": "without the norm such a step is not skipped; remove it",
+    "checkpoint.load_universal": "remove it; use --resume --universal",
+    "zero_optimization.elastic_checkpoint": "remove it; use --resume --universal",
+    "tensorboard": "remove it and set monitor.tensorboard",
+}
+OTHER_WAYS = (
+    *("autotuning", "compile", "data_efficiency", "expert_parallel", "hybrid_engine"),
+    *("pipeline", "tensor_parallel", "weight_quantization", "zero_optimization.zenflow"),
+)
+REFUSED |= dict.fromkeys(
+    OTHER_WAYS, "it starts another way of training, which the recipe does not support; remove it"
+)
 
 
 def key_error(path: str, value: Any) -> str | None:
-    """Return the problem with a key's name or its value's type, and the fix; None if valid."""
-    if path in REMOVED:
-        return f"DeepSpeed {deepspeed.__version__} no longer has it; {REMOVED[path]}"
+    """Return the problem with a key or its value's type, and the fix; None if valid."""
+    if path in REFUSED:
+        return REFUSED[path]
     if path in renamed_keys():
-        number = " with a number" if value == "auto" else ""
-        return f'this is an old name; write "{renamed_keys()[path]}"{number}'
+        return f'this is an old name; write "{renamed_keys()[path]}"'
     *parents, name = path.split(".")
     siblings = known_keys()
     for parent in parents:
@@ -101,15 +117,16 @@ def known_keys() -> dict[str, Any]:
         key: None if default == {} else default for key, default in config.looked_up.items()
     }
     known |= {name: dict(block.looked_up) for name, block in blocks.items()}
-    known |= {"sequence_parallel_size": None, "timers": {}}
+    known["timers"] = {}
     for path, model in MODELS.items():
         *parents, name = path.split(".")
         block = known[parents[0]] if parents else known
         block[name] = _fields(model)
     adamw = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
-    extra = ["torch_adam", "adam_w_mode", "max_grad_norm", *MUON.split()]
-    known["optimizer"]["params"] = dict.fromkeys(adamw + extra)
-    return {name: nested for name, nested in known.items() if name not in REMOVED}
+    known["optimizer"]["params"] = dict.fromkeys([*adamw, "torch_adam", *OF_MUON])
+    # DeepSpeed looks up those that it has removed, to refuse them.
+    removed = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
+    return {name: nested for name, nested in known.items() if name not in removed}
 
 
 @cache
@@ -139,161 +156,3 @@ def _fields(model: type[BaseModel]) -> dict[str, Any]:
 def _replacement(field: Any) -> str:
     extra = field.json_schema_extra or {}
     return str(extra["new_param"]) if extra.get("deprecated") else ""
-
-
-class Refusal(NamedTuple):
-    """Keys to refuse, the reason (with a fix other than "remove it"), and the condition."""
-
-    keys: str  # dotted patterns, separated by spaces
-    reason: str
-    applies_in: Callable[[ZeroMode], bool] = lambda mode: True
-
-
-def refusal_of(path: str, mode: ZeroMode) -> str | None:
-    """Return why a key is refused in this mode, and the fix; None if it has an effect."""
-    for keys, reason, applies_in in REFUSALS:
-        if applies_in(mode) and any(fnmatchcase(path, key) for key in keys.split()):
-            return reason if "; remove it" in reason else f"{reason}; remove it"
-    return None
-
-
-def _in_block(block: str, names: str) -> str:
-    return " ".join(f"{block}.{name}" for name in names.split())
-
-
-_zero = partial(_in_block, "zero_optimization")
-_params = partial(_in_block, "optimizer.params")
-NOT_STARTED = (
-    "autotuning compile data_efficiency dataloader_drop_last datastates_ckpt expert_parallel "
-    "hybrid_engine pipeline tensor_parallel seq_parallel_communication_data_type "
-    "managed_gradient_accumulation sequence_parallel_size weight_quantization "
-    "use_data_before_expert_parallelism checkpoint.parallel_write checkpoint.writer "
-    "fp16.fp16_master_weights_and_grads "
-) + _zero("zenflow legacy_stage1")
-NEVER_READ = (
-    "disable_allgather vocabulary_size zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-    "optimizer.legacy_fusion optimizer.params.adam_w_mode "
-) + _zero("allgather_* save_muon_momentum_buffer_in_memory")
-BUCKETS = _zero(
-    "reduce_bucket_size overlap_comm contiguous_gradients reduce_scatter parameter_alignment "
-    "use_multi_rank_bucket_allreduce round_robin_gradients"
-)
-STAGE_3 = _zero(
-    "stage3_* zero_* sub_group_size offload_param memory_efficient_linear leaf_module "
-    "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings "
-    "enable_sanity_checks"
-)
-ADAMW = "fused foreach amsgrad maximize capturable differentiable"
-REFUSALS = (
-    # Set by the recipe or another part of the run.
-    Refusal(
-        "scheduler",
-        "the recipe sets the learning-rate schedule; remove it and set train.learning_rate, "
-        "train.min_learning_rate and train.warmup_steps",
-    ),
-    Refusal("tensorboard", "the recipe sets it; remove it and set monitor.tensorboard"),
-    Refusal(
-        "torch_autocast data_types.param_dtype",
-        "the recipe sets the precision; remove it and set train.precision",
-    ),
-    Refusal(
-        "optimizer.params.max_grad_norm",
-        "DeepSpeed only reads gradient_clipping; remove it, "
-        'write "gradient_clipping": "auto" and set train.clip',
-    ),
-    Refusal(
-        f"checkpoint.load_universal {_zero('elastic_checkpoint')}",
-        "each load converts the checkpoint if needed; remove it; use --resume --universal",
-    ),
-    Refusal(_zero("compute_grad_norm"), "the run logs grad_norm, so it is always computed"),
-    # Without effect in any mode.
-    Refusal(NOT_STARTED, "it configures a part of DeepSpeed that this project does not start"),
-    Refusal(NEVER_READ, "no effect in any configuration that is accepted here"),
-    # Without effect in some modes.
-    Refusal(
-        "optimizer.type",
-        "DeepSpeed clips Muon's gradients only in stage 1 with bf16 weights and fp32 accumulation; "
-        "elsewhere it clips the update, which shrinks it more than a hundredfold; remove it, or "
-        "use ds_configs/zero1_muon.json with train.precision=bf16",
-        lambda mode: mode.muon and not mode.bf16_optimizer,
-    ),
-    Refusal(_params(MUON), "only Muon reads it", lambda mode: not mode.muon),
-    Refusal(_params(ADAMW), "not read with Muon", lambda mode: mode.muon),
-    Refusal(STAGE_3, "no effect below stage 3", lambda mode: mode.stage < 3),
-    Refusal(
-        f"{BUCKETS} {_zero('offload_optimizer load_from_fp32_weights')}",
-        "no effect in stage 0, which all-reduces every gradient after the backward pass",
-        lambda mode: mode.stage == 0,
-    ),
-    Refusal(
-        BUCKETS,
-        "no effect in stage 1 with bf16 weights and fp32 accumulation: DeepSpeed's BF16_Optimizer "
-        "all-reduces every gradient once, after the last micro-batch; remove it, or set "
-        'data_types.grad_accum_dtype to "bf16"',
-        lambda mode: mode.bf16_optimizer,
-    ),
-    Refusal(
-        _zero("reduce_scatter"),
-        "no effect in stages 1 and 2: buckets are always all-reduced",
-        lambda mode: mode.stage_1_or_2,
-    ),
-    Refusal(
-        _zero("use_multi_rank_bucket_allreduce round_robin_gradients parameter_alignment"),
-        "no effect in stage 3",
-        lambda mode: mode.stage == 3,
-    ),
-    Refusal(
-        _zero("ignore_unused_parameters"),
-        "only read in stages 1 and 2 with the optimizer offloaded to the CPU",
-        lambda mode: not (mode.stage_1_or_2 and "cpu" in mode.devices),
-    ),
-    Refusal(
-        "prescale_gradients gradient_predivide_factor",
-        "no effect in stage 1, and DeepSpeed refuses it in stages 2 and 3: buckets are divided by "
-        "the number of ranks before they are reduced",
-        lambda mode: mode.buckets,
-    ),
-    Refusal(
-        "bf16.*",
-        "only read with bf16 weights; remove it, or set train.precision=bf16",
-        lambda mode: mode.precision != "bf16",
-    ),
-    Refusal(
-        "bf16.check_grad_overflow",
-        "only read in stage 2 and in stage 1 with bf16 accumulation; elsewhere DeepSpeed always "
-        "skips a step with non-finite gradients",
-        lambda mode: not mode.stage_1_or_2,
-    ),
-    Refusal(
-        "bf16.immediate_grad_update",
-        "only read in stage 1 with fp32 accumulation",
-        lambda mode: not mode.bf16_optimizer,
-    ),
-    Refusal(
-        "bf16.bf16_*",
-        "no effect: master weights and optimizer state stay fp32 in stage 0 and in stage 1 with "
-        "fp32 accumulation",
-        lambda mode: not mode.buckets,
-    ),
-    Refusal(
-        "fp16.*",
-        "only read with fp16 weights; remove it, or set train.precision=fp16",
-        lambda mode: mode.precision != "fp16",
-    ),
-    Refusal(
-        "fp16.initial_* fp16.*hysteresis fp16.loss_scale_window fp16.min_loss_scale",
-        "no effect with a fixed loss scale; remove it, or remove fp16.loss_scale for a dynamic "
-        "scale",
-        lambda mode: mode.static_scale,
-    ),
-    Refusal(
-        "fp16.*hysteresis",
-        "no effect in stage 0, which halves the loss scale at once",
-        lambda mode: mode.stage == 0,
-    ),
-    Refusal(
-        "aio",
-        "only read with something offloaded to NVMe",
-        lambda mode: "nvme" not in mode.devices,
-    ),
-)

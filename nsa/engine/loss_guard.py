@@ -16,6 +16,7 @@ from nsa.engine.config import TrainConfig
 
 WINDOW = 128  # recent micro-batch losses that a new one is compared with
 MIN_LOSSES = 32  # before any loss counts as a spike
+SPIKE_SCORE = 12.0  # robust standard deviations above the recent losses
 MAD_TO_STD = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
 MIN_SPREAD = 0.01  # of the median, so that nearly equal losses do not turn noise into spikes
 
@@ -32,7 +33,6 @@ class LossGuard:
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self._detects_spikes = config.on_spike != "ignore"
-        self._spike_score = config.spike_score
         self._recent = torch.full((WINDOW,), math.nan, device=device)
         self._seen = 0
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # not finite, spikes
@@ -58,7 +58,7 @@ class LossGuard:
     def _is_spike(self, value: torch.Tensor) -> torch.Tensor:
         median = self._recent.nanmedian()
         std = MAD_TO_STD * (self._recent - median).abs().nanmedian()
-        return value - median > self._spike_score * torch.maximum(std, MIN_SPREAD * median.abs())
+        return value - median > SPIKE_SCORE * torch.maximum(std, MIN_SPREAD * median.abs())
 
     def pop(self) -> BadLosses:
         """Return and reset the counts; waits for the device."""

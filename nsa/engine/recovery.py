@@ -6,6 +6,8 @@ from nsa.engine.cpu_collectives import RunAborted
 from nsa.engine.loss_guard import BadLosses
 from nsa.engine.run import Run
 
+MAX_BAD_STEPS = 20  # skipped since launch
+
 
 def recover(run: Run) -> None:
     """Apply train.on_bad_step on all ranks; the bad step did not change the weights."""
@@ -23,11 +25,9 @@ def recover(run: Run) -> None:
     run.bad_steps += 1
     if train.on_bad_step == "abort":
         raise RunAborted(f"{cause}; train.on_bad_step = abort: stopped before updating the weights")
-    if run.bad_steps > train.bad_steps:
+    if run.bad_steps > MAX_BAD_STEPS:
         raise RunAborted(
-            f"{cause}; {run.bad_steps} bad steps since launch, more than train.bad_steps = "
-            f"{train.bad_steps}; check the data and lower the learning rate"
+            f"{cause}; {run.bad_steps} bad steps since launch, more than {MAX_BAD_STEPS}; check "
+            "the data and lower the learning rate"
         )
-    run.observers.on_message(
-        f"{cause}; step skipped ({run.bad_steps} of at most {train.bad_steps})"
-    )
+    run.observers.on_message(f"{cause}; step skipped ({run.bad_steps} of at most {MAX_BAD_STEPS})")

@@ -28,41 +28,6 @@ KINDS = {
     type(None): "null",
     MIXTURE: "names with weights",
 }
-
-# Names of other frameworks, for suggestions.
-SYNONYMS = {
-    "train.steps": ("max_steps", "num_steps", "total_steps", "train_steps", "iterations"),
-    "train.micro_batch": ("batch_size", "per_device_train_batch_size", "micro_batch_size"),
-    "train.accumulation": ("gradient_accumulation_steps", "grad_accum", "grad_accumulation"),
-    "train.learning_rate": ("lr", "max_lr", "peak_lr"),
-    "train.min_learning_rate": ("min_lr", "lr_min", "final_lr"),
-    "train.warmup_steps": ("warmup", "num_warmup_steps", "lr_warmup_steps"),
-    "train.clip": ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm"),
-    "train.precision": ("dtype", "torch_dtype", "bf16", "fp16", "mixed_precision"),
-    "train.beta1": ("adam_beta1", "betas"),
-    "train.beta2": ("adam_beta2",),
-    "train.adam_eps": ("eps", "epsilon", "adam_epsilon"),
-    "train.eval_every": ("eval_steps", "eval_interval", "val_every"),
-    "train.start_from": ("init_from", "resume_from_checkpoint", "load"),
-    "model.layers": ("num_layers", "n_layers", "n_layer", "num_hidden_layers", "depth"),
-    "model.width": ("hidden_size", "d_model", "n_embd", "dim", "embed_dim"),
-    "model.heads": ("num_heads", "n_heads", "n_head", "num_attention_heads"),
-    "model.kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads"),
-    "model.mlp_width": ("intermediate_size", "ffn_dim", "d_ff", "mlp_dim"),
-    "model.norm_eps": ("rms_norm_eps", "layer_norm_eps"),
-    "model.tied_head": ("tie_word_embeddings", "tie_embeddings", "weight_tying"),
-    "model.activation_checkpointing": ("gradient_checkpointing",),
-    "data.seq_len": ("seq_length", "max_seq_len", "sequence_length", "context_length"),
-    "data.source": ("dataset", "dataset_name", "path"),
-    "monitor.log_every": ("logging_steps", "log_interval", "log_steps"),
-    "checkpoint.every": ("save_steps", "save_every", "save_interval", "checkpoint_every"),
-    "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints"),
-}
-# Keys of DeepSpeed's JSON, longer ones first: the hint names the first that a setting contains.
-DEEPSPEED_KEYS = (
-    *("zero_optimization", "offload_optimizer", "offload_param", "overlap_comm", "csv_monitor"),
-    *("optimizer", "comet", "wandb"),
-)
 LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
 
@@ -110,15 +75,18 @@ def _validated(tree: dict[str, Any]) -> RunConfig:
 def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -> None:
     """Override values of `tree` in place, and adapt what was not given to what was.
 
-    A step keeps its tokens when micro_batch changes to or from `auto`. Attention that was changed
+    A step keeps its tokens when micro_batch changes to or from `auto`. The warmup keeps its
+    fraction of the steps. Attention that was changed
     to a kind or to branches that cannot use the tree's φ or selector loss does without.
     """
     train, attention, given = tree["train"], tree["model"]["attention"], set[str]()
-    before = train["micro_batch"]
+    before, schedule = train["micro_batch"], (train["warmup_steps"], train["steps"])
     for change, source in changes:
         _merge(tree, change, source, given)
     if "train.accumulation" not in given:
         train["accumulation"] = _accumulation(before, train["micro_batch"], train["accumulation"])
+    if "train.warmup_steps" not in given:
+        train["warmup_steps"] = scaled_warmup(*schedule, train["steps"])
     if not given & {"model.attention.kind", "model.attention.branches"}:
         return
     if "model.attention.compressor" not in given and "cmp" not in str(attention["branches"]):
@@ -126,6 +94,13 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
     usable = attention["kind"] == "nsa" and attention["branches"] == "+".join(BRANCHES)
     if "model.attention.selector_loss" not in given and not usable:
         attention["selector_loss"] = 0.0
+
+
+def scaled_warmup(warmup: int, before: int, steps: Any) -> int:
+    """Return the warmup that is as large a part of `steps` as `warmup` of the steps `before`."""
+    if type(steps) is not int or not warmup or min(before, steps) < 1:
+        return warmup
+    return max(1, round(warmup * steps / before))
 
 
 def _accumulation(before: Any, after: Any, accumulation: Any) -> Any:
@@ -205,8 +180,6 @@ def _hint(tree: dict[str, Any], key: Any, value: Any, path: str) -> str:
 
     `value` continues the path in `atention.spec.window=64`: {spec: {window: 64}}.
     """
-    if deepspeed := [known for known in DEEPSPEED_KEYS if known in str(key)]:
-        return f'set "{deepspeed[0]}" in DeepSpeed\'s JSON (--deepspeed_config)'
     parts = [str(key)]
     while isinstance(value, dict) and len(value) == 1:
         [(part, value)] = value.items()
@@ -226,7 +199,6 @@ def _near(key: str, path: str) -> list[str]:
 
     settings = ["attention", *(name for name, _ in walk(asdict(RunConfig())))]
     near = [name for name in settings if plain(name) == plain(key)]
-    near = near or [s for s, others in SYNONYMS.items() if plain(key) in map(plain, others)]
     if not near:
         close = get_close_matches(plain(key), {plain(name): None for name in settings}, n=1)
         near = [name for name in settings if plain(name) in close]

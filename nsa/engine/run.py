@@ -12,7 +12,6 @@ from nsa.doctor.check import Check
 from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.data import Data
-from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.load_run import StoredRun
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.process_group import Ranks
@@ -52,7 +51,6 @@ class Run:
     run_id: str | None = None  # in the manifests of its checkpoints; None except on rank 0
     observers: Observers  # none except on rank 0
     saver: Saver
-    reduction_check: ReductionCheck  # of the first step
     guard: LossGuard
     shutdown: ShutdownMonitor
     gates: list[Gate]

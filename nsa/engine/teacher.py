@@ -23,15 +23,13 @@ class Teacher:
 
     def __init__(self, model: LanguageModel, config: RunConfig) -> None:
         self.model = model.requires_grad_(False)
-        self._weight = config.train.teacher_weight
         self._edges = bucket_edges(config.data.seq_len)
 
     @torch.no_grad()
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model's forward pass that name this teacher's prediction."""
         hidden = self.model.hidden(batch.input_ids, batch.cu_seqlens)
-        head = hidden.flatten(0, 1), self.model.head_weight
-        return {"teacher": head, "teacher_weight": self._weight}
+        return {"teacher": (hidden.flatten(0, 1), self.model.head_weight)}
 
     def by_position(self, divergence: Tensor, batch: Batch) -> Tensor:
         """Sum `token_divergence` [N, 4] and the labels by position: [buckets, 5], float64."""

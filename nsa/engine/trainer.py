@@ -22,10 +22,9 @@ from nsa.doctor.check import OK, Check, failures, lines, passed
 from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
 from nsa.doctor.ranks import rank_checks
 from nsa.engine import loop, resume
-from nsa.engine.build import build_engine
+from nsa.engine.build import build_engine, check_length
 from nsa.engine.cpu_collectives import AllRanksError, CpuCollectives, RunAborted
 from nsa.engine.data import open_data
-from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.kernel_check import check_on_all_ranks
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.micro_batch import fit_on_all_ranks
@@ -147,6 +146,8 @@ def build(run: Run) -> None:
         request = _fit_micro_batch(run)
         config = run.config
     ds_config = request.ds_config | trackers(request)
+    if run.ranks.rank == 0:
+        warn(f"gradient check: one backward pass of {check_length(config)} tokens")
     run.engine, gradient_notes = build_engine(config, ds_config, run.device, run.weights)
     detail = "; ".join(gradient_notes) or "one gradient for each parameter on every rank"
     checks.append(Check("gradient check", OK, detail))
@@ -203,7 +204,6 @@ def _create_parts(run: Run) -> None:
     run.observers = build_observers(request, run.engine, run.telemetry.csv_files)
     if rank == 0:
         run.telemetry.report_dtypes(run.engine, request.run_dir / "dtypes.txt")
-    run.reduction_check = ReductionCheck(run.engine)
     run.guard = LossGuard(config.train, device)
     if "guard" in run.rank_state:
         run.guard.restore(run.rank_state["guard"])
@@ -235,15 +235,14 @@ def train(run: Run) -> None:
     """Run the training loop; close everything that reports on the run, however it ends."""
     run.shutdown.start()
     run.shutdown.watch(run.processes)
-    status = "failed"
     try:
         run.observers.on_start(run.info)
         status = loop.train(run)
     except RunAborted:
         status = "no-go"  # `main` prints the reason
         raise
-    except Exception as error:
-        status = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
+    except BaseException as error:  # KeyboardInterrupt too
+        status = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200].rstrip(": ")
         out_of_memory = run.telemetry.memory.out_of_memory(error)
         if out_of_memory is not None:
             warn(out_of_memory)

@@ -21,7 +21,6 @@ class ZeroMode:
     precision: str  # "bf16", "fp16" or "fp32"
     accumulation: str  # dtype of accumulated gradients
     overlap: bool  # reduction during the backward pass
-    static_scale: bool  # fp16 with a fixed loss scale
     devices: frozenset[str]  # offload targets of optimizer and parameters
     muon: bool  # for matrices, instead of AdamW
 
@@ -35,11 +34,6 @@ class ZeroMode:
     def buckets(self) -> bool:
         """Whether gradients are reduced in buckets of `reduce_bucket_size` elements."""
         return self.stage > 0 and not self.bf16_optimizer
-
-    @property
-    def stage_1_or_2(self) -> bool:
-        """Whether the shared optimizer of stages 1 and 2 runs."""
-        return self.stage in (1, 2) and self.buckets
 
     # Measured with DeepSpeed 0.19.8 on two ranks.
     @property
@@ -73,7 +67,6 @@ def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
         precision=precision,
         accumulation=accumulation,
         overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
-        static_scale=bool(resolved["fp16"].get("loss_scale")),
         devices=frozenset(str(block["device"]) for block in offloads if "device" in block),
         muon=has_muon(resolved),
     )

@@ -71,7 +71,6 @@ class LanguageModel(nn.Module):
         loss_weight: float = 1.0,
         selector_only: bool = False,
         teacher: Head | None = None,
-        teacher_weight: float = 1.0,
         divergence: bool = False,
     ) -> Tensor:
         """Return logits [B, T, V], or with `labels` [B, T] the mean loss times `loss_weight`.
@@ -81,9 +80,9 @@ class LanguageModel(nn.Module):
         loss, a mean over queries. With `selector_only` the mean loss has a gradient of 0, so that
         only compressed keys learn and yet each parameter has a gradient, as ZeRO expects.
 
-        `teacher` is another model's head: its input [B · T, width] and weight. It adds
-        `teacher_weight` times the gradient of KL(teacher ‖ this model), or with `divergence` the
-        result is `token_divergence` of each label, [B · T, 4].
+        `teacher` is another model's head: its input [B · T, width] and weight. It adds the
+        gradient of KL(teacher ‖ this model), or with `divergence` the result is
+        `token_divergence` of each label, [B · T, 4].
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
@@ -110,7 +109,7 @@ class LanguageModel(nn.Module):
             others.append(self.config.attention.selector_loss * selector_loss)
         if teacher is not None and not selector_only:
             kl = distillation_loss(head, teacher, labels, self.sequence)
-            others.append(teacher_weight * loss_weight * kl)
+            others.append(loss_weight * kl)
         for other in others:
             loss = loss + (other - other.detach())
         return loss

@@ -25,8 +25,9 @@ PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
 
 
 def quoted(page: Path) -> Iterator[str]:
-    """Yield the words between backticks."""
-    for code in re.findall(r"`([^`\n]+)`", prose(page)):
+    """Yield the words between backticks, except what the changelog lists as withdrawn."""
+    text = re.sub(r"### Withdrawn.*?(?=\n### )", "", prose(page), flags=re.S)
+    for code in re.findall(r"`([^`\n]+)`", text):
         yield from code.split()
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -48,11 +48,33 @@ class SkipsOnOneRank(LanguageModel):
         return super().forward(input_ids, **kwargs)
 
 
+class Unused(LanguageModel):
+    """The last block has no part in the loss."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Tensor) -> Tensor:
+        blocks, self.blocks = self.blocks, self.blocks[:1]
+        loss = super().forward(input_ids, **kwargs)
+        self.blocks = blocks
+        return loss
+
+
+class RepeatsOnOneRank(LanguageModel):
+    """Rank 1 runs the first block twice."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            self.blocks = nn.ModuleList([self.blocks[0], *self.blocks])
+        return super().forward(input_ids, **kwargs)
+
+
 def build(name: str) -> LanguageModel:
     torch.manual_seed(3)
-    model = {"head inside": HeadInside, "skips on one rank": SkipsOnOneRank}.get(
-        name, LanguageModel
-    )(small().model)
+    model = {
+        "head inside": HeadInside,
+        "skips on one rank": SkipsOnOneRank,
+        "repeats on one rank": RepeatsOnOneRank,
+        "unused": Unused,
+    }.get(name, LanguageModel)(small().model)
     if name == "shared block":
         model.blocks[1] = model.blocks[0]  # its parameters are then in two checkpoint segments
     return model
@@ -69,7 +91,8 @@ def main() -> None:
         except RuntimeError as error:
             print(f"RuntimeError: {error}")
         return
-    for name in ("sound", "shared block", "head inside", "skips on one rank"):
+    names = "sound", "shared block", "head inside", "skips on one rank", "repeats on one rank"
+    for name in names:
         twice, missing = inspect_gradients(build(name), tokens)
         print(json.dumps({"model": name, "twice": twice, "missing": missing}))
 

@@ -6,9 +6,13 @@ LLaMA-Factory: examples/deepspeed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
+
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import resolve_ds_config
 
 Config = dict[str, Any]
 
@@ -75,6 +79,15 @@ def zero(*blocks: Config, **keys: Any) -> Config:
             key: value for block in (*blocks, keys) for key, value in block.items()
         }
     }
+
+
+def refused_keys(config: Config) -> list[str]:
+    """Return the keys that `resolve_ds_config` refuses, one a line."""
+    try:
+        resolve_ds_config(config, RunConfig(), world_size=1)
+    except ValueError as error:
+        return re.findall(r"^ *([\w.]+)(?: = | is missing)", str(error), re.M)
+    return []
 
 
 def fixed(config: Config, refused: Sequence[str]) -> Config:

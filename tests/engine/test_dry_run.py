@@ -17,7 +17,6 @@ def test_notes_and_settings_are_printed_before_the_step(
     engine = Mock(side_effect=TimeoutError)
     monkeypatch.setattr(dry_run, "start_ranks", lambda ranks: "cpu")
     monkeypatch.setattr(dry_run, "build_engine", lambda *_: (engine, ["a note"]))
-    monkeypatch.setattr(dry_run, "ReductionCheck", Mock())
     monkeypatch.setattr(dry_run, "_check_data", lambda *_: ["about the data"])
     with pytest.raises(TimeoutError):
         dry_run.dry_run(small_request(f"--run-dir={tmp_path}", "--set=data.seq_len=64"))

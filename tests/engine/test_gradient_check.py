@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
-import deepspeed
 import pytest
+import torch
 
-from tests.engine.runs import TINY
-from tests.ranks import ROOT, launch, spawn_ranks
+from nsa.engine.build import check_length
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.gradient_check import check_gradients, inspect_gradients
+from nsa.engine.zero_mode import ZeroMode, zero_mode
+from tests.engine.gradient_check_ranks import build
+from tests.engine.small import small
+from tests.ranks import ROOT, launch
 
 Reports = dict[str, dict[str, list[str]]]  # by model
 PROGRAM = Path(__file__).with_name("gradient_check_ranks.py")
@@ -51,6 +56,11 @@ def test_a_parameter_that_one_rank_skips_is_named_on_both(
     assert all(name.startswith("blocks.1.") for name in missing)
 
 
+def test_a_parameter_that_fires_twice_on_one_rank_is_named_on_both(reports: Reports) -> None:
+    assert "blocks.0.mlp.down.weight" in reports["repeats on one rank"]["twice"]
+    assert reports["repeats on one rank"]["missing"] == []
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
@@ -65,53 +75,42 @@ def test_ddp_fails_as_the_earlier_runs_did_where_a_parameter_fires_twice(
         assert expected in text
 
 
-CELLS: list[tuple[str, str, int, str]] = [  # as in test_matrix.py: every way to reduce
-    ("0", "reentrant", 2, "bf16"),
-    ("1", "reentrant", 2, "bf16"),
-    ("1-fp32acc", "none", 2, "bf16"),
-    ("2-overlap", "reentrant", 2, "bf16"),
-    ("3", "non_reentrant", 2, "bf16"),
-]
-MORE_CELLS: list[tuple[str, str, int, str]] = [
-    ("0", "none", 1, "fp32"),
-    ("2", "none", 1, "fp32"),
-    ("2", "selective", 4, "bf16"),
-]
-
-
-BUGS = ["dropped", "scaled", "rank 0 alone"]  # of reduction_ranks.py
-ONE_BUG = [(cell, BUGS[number % 3 :][:1]) for number, cell in enumerate(CELLS)]
-EVERY_BUG = [(cell, BUGS) for cell in CELLS + MORE_CELLS]
-
-
-@pytest.mark.parametrize("cells", [ONE_BUG, pytest.param(EVERY_BUG, marks=pytest.mark.full)])
-def test_a_wrong_bucket_is_refused_and_a_sound_reduction_changes_no_digit(
-    cells: list[tuple[tuple[str, str, int, str], list[str]]],
+@pytest.mark.parametrize(
+    ("model", "zero", "problem", "fix"),
+    [
+        ("shared block", "zero2_pcie", "gets its gradient more than once", "zero1_pcie.json"),
+        ("unused", "zero1_pcie", "gets no gradient on some rank", "zero0_debug.json"),
+    ],
+)
+def test_a_broken_rule_is_refused_with_the_config_that_tolerates_it(
+    model: str, zero: str, problem: str, fix: str
 ) -> None:
-    texts = launch(PROGRAM.with_name("reduction_ranks.py"), json.dumps(cells))
-    rows, others = (
-        [json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in texts
-    )
-    assert [(tuple(row["cell"]), [*row["refusals"]]) for row in rows] == cells
-    for row, other in zip(rows, others, strict=True):
-        assert row["same"], f"{row['cell']}: the check changed the weights"
-        assert row["refusals"] == other["refusals"], "one rank would stop and the other hang"
-        for bug, refusal in row["refusals"].items():
-            assert refusal is not None, (row["cell"], bug)
-            assert refusal.startswith(f"DeepSpeed {deepspeed.__version__}: its reduced gradient")
-            assert "launch/constraints.txt" in refusal
+    def mode(name: str) -> ZeroMode:
+        raw = load_ds_config(ROOT / f"ds_configs/{name}.json")
+        return zero_mode(resolve_ds_config(raw, RunConfig(), world_size=1))
+
+    tokens = torch.arange(40)[None]
+    with pytest.raises(ValueError, match=problem) as refused:
+        check_gradients(build(model), tokens, mode(zero))
+    assert "(and " in str(refused.value), "others are counted"
+    assert fix in str(refused.value)
+    (note,) = check_gradients(build(model), tokens, mode("zero0_debug"))
+    assert problem in note
+    assert note.endswith("the DeepSpeed config tolerates it")
+    assert check_gradients(build("sound"), tokens, mode(zero)) == []
 
 
-def test_a_run_with_a_dropped_bucket_ends_in_one_line_without_a_checkpoint(tmp_path: Path) -> None:
-    program = PROGRAM.with_name("reduction_ranks.py")
-    config = f"--deepspeed_config={ROOT}/ds_configs/zero2_pcie.json"
-    flags = ["--profile=demo", "--steps=3", "--run-dir=run", config, *TINY]
-    ranks = spawn_ranks(program, f"{ROOT}/recipes/m7c.py", *flags, folder=tmp_path)
-    try:
-        assert ranks.wait_for_failure(time.monotonic() + 120) == 0, ranks.text("err")[-3_000:]
-    finally:
-        ranks.end()  # by SIGTERM, as the launcher does when rank 0 has failed
-    assert ranks.codes() == [3, 3], ranks.text("err")[-3_000:]
-    (line,) = {line for line in ranks.text("err").splitlines() if "reduced gradient" in line}
-    assert line.startswith(f"m7c: DeepSpeed {deepspeed.__version__}: its reduced gradient of ")
-    assert not (tmp_path / "run/checkpoints/latest").exists()
+def test_the_check_leaves_no_gradient_and_no_hook() -> None:
+    model = build("sound")
+    for _ in range(2):
+        assert inspect_gradients(model, torch.arange(40)[None]) == ([], [])
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "ranks", "tokens"), [(96, 1, 96), (96, 2, 48), (10**6, 2, 256)]
+)
+def test_the_check_does_not_grow_with_the_sequence(seq_len: int, ranks: int, tokens: int) -> None:
+    config = small()
+    config.data.seq_len, config.train.sequence_parallel = seq_len, ranks
+    assert check_length(config) == tokens

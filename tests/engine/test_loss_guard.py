@@ -11,15 +11,13 @@ from nsa.engine.config import TrainConfig
 from nsa.engine.loss_guard import MIN_LOSSES, BadLosses, LossGuard, skip_nonfinite_steps
 
 
-def new_guard(on_spike: str = "warn", score: float = 12.0) -> LossGuard:
-    return LossGuard(TrainConfig(on_spike=on_spike, spike_score=score), torch.device("cpu"))
+def new_guard(on_spike: str = "warn") -> LossGuard:
+    return LossGuard(TrainConfig(on_spike=on_spike), torch.device("cpu"))
 
 
-def trained_guard(
-    on_spike: str = "warn", score: float = 12.0, losses: int = MIN_LOSSES
-) -> LossGuard:
+def trained_guard(on_spike: str = "warn", losses: int = MIN_LOSSES) -> LossGuard:
     """Return a guard that has checked losses close to 3."""
-    guard = new_guard(on_spike, score)
+    guard = new_guard(on_spike)
     for number in range(losses):
         guard.check(torch.tensor(3.0 + 0.05 * math.sin(number)))
     return guard
@@ -72,11 +70,14 @@ def test_losses_are_compared_without_the_weights_of_their_micro_batches() -> Non
     assert guard.pop() == BadLosses(1, 1)
 
 
-@pytest.mark.parametrize(("score", "passes"), [(3.0, False), (100.0, True)])
-def test_the_spike_score_sets_the_distance(score: float, passes: bool) -> None:
-    guard = trained_guard(score=score)
-    guard.check(torch.tensor(3.4))
-    assert guard.pop() == BadLosses(0, int(not passes))
+@pytest.mark.parametrize(("score", "spikes"), [(11.5, 0), (12.5, 1)])
+def test_a_spike_is_twelve_robust_deviations_above_the_median(score: float, spikes: int) -> None:
+    losses = torch.tensor([3.0 + 0.05 * math.sin(number) for number in range(MIN_LOSSES)])
+    median = losses.median()
+    deviation = 1.4826 * (losses - median).abs().median()
+    guard = trained_guard()
+    guard.check(median + score * deviation)
+    assert guard.pop() == BadLosses(0, spikes)
 
 
 def test_warning_counts_spikes_until_the_new_level_is_normal() -> None:

@@ -16,6 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from nsa.engine.config import learning_rate
+from nsa.engine.resolve import read_saved_config
 from nsa.monitor.csv_files import read_metrics
 from nsa.monitor.observer import METRICS_COLUMNS, SELECTOR_STATISTICS
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
@@ -84,6 +86,13 @@ def test_bits_per_byte_are_bits_per_token_over_the_bytes_of_a_token(tmp_path: Pa
     succeed(on_one_rank("m7c.py", *TINY, *flags, folder=tmp_path))
     (row,) = read_metrics(tmp_path / "run/metrics.csv")
     assert row["bits_per_byte"] == pytest.approx(row["val_loss"] / math.log(2) / 0.75, rel=1e-4)
+
+
+def test_a_row_has_the_learning_rate_that_its_step_used(finished: FinishedRun) -> None:
+    config, _ = read_saved_config(finished.dir / "config.yaml")
+    expected = [learning_rate(step, config.train) for step in range(8)]
+    assert len(set(expected)) == 7, "the schedule changes in nearly each step"
+    assert [row["lr"] for row in read_metrics(finished.dir / "metrics.csv")] == expected
 
 
 def test_memory_is_recorded_around_the_first_and_every_nth_step(finished: FinishedRun) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,8 @@ from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
-from nsa.engine.build import freeze
-from nsa.engine.config import RunConfig, TrainConfig, learning_rate
-from nsa.model import AttentionConfig, LanguageModel
-from nsa.model.dense_to_nsa import dense_to_nsa
-from nsa.spec import NSASpec
+from nsa.engine.config import RunConfig, TrainConfig
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
-from tests.model.models import build, tiny, tokens
 from tests.ranks import ROOT
 
 LONG = ["--set=data.seq_len=256"]  # so long that a query cannot select all of its blocks
@@ -48,116 +42,6 @@ def sparsify(start: Path, folder: Path, run: str, zero: str, *flags: str) -> dic
 
 def weights(run: Path, step: int) -> dict[str, Tensor]:
     return read_weights(run / "checkpoints" / f"step{step:08d}", torch.float32)
-
-
-@pytest.mark.parametrize(
-    "zero",
-    [
-        "zero2_pcie",
-        *(pytest.param(f"zero{x}", marks=pytest.mark.full) for x in ("1_pcie", "3")),
-    ],
-)
-def test_the_selector_learns_first_and_then_all_weights(
-    zero: str, start: Path, tmp_path: Path
-) -> None:
-    """Other weights keep each bit until the switch; a run resumes bit for bit before and after.
-
-    Not with stage 0: DeepSpeed initializes its optimizer there by a step that decays all weights.
-    """
-    expected = sparsify(start, tmp_path, "run", zero)
-    first, selected, last = (
-        read_weights(start, torch.float32),
-        *(weights(tmp_path / "run", step) for step in (3, 6)),
-    )
-    assert first.keys() == selected.keys() == last.keys()
-    for name, weight in first.items():
-        if name.endswith("attention.k.weight"):
-            cmp = len(weight) // 3
-            assert not torch.equal(selected[name][:cmp], weight[:cmp])
-            assert torch.equal(selected[name][cmp:], weight[cmp:])
-        else:
-            learns = ".compress.key." in name
-            assert torch.equal(selected[name], weight) != learns, name
-        assert not torch.equal(last[name], selected[name]), name
-    for flags in (["--until=2"], ["--resume", "--until=4"], ["--resume"]):
-        resumed = sparsify(start, tmp_path, "cut", zero, *flags)
-    assert resumed == expected
-    again = weights(tmp_path / "cut", 6)
-    assert all(torch.equal(again[name], last[name]) for name in last)
-
-
-def test_until_the_switch_attention_is_dense_and_then_sparse() -> None:
-    dense = build(tiny("dense"))
-    spec = NSASpec(4, 2, 4, 3, 1, 1, 6)
-    config = tiny(AttentionConfig(spec=spec, compressor="pool", selector_loss=1.0))
-    model = LanguageModel(config).double()
-    shares = {"cmp": 0.0, "sel": 0.75, "win": 0.25}  # so that both must see all tokens
-    model.load_state_dict(dense_to_nsa(dict(dense.state_dict()), config, shares))
-    ids = tokens(90)
-    with torch.no_grad():
-        sparse = model(ids)
-        model.attend_to_all(90)
-        torch.testing.assert_close(model(ids), dense(ids))
-        model.attend_to_all(None)
-        assert torch.equal(model(ids), sparse)
-        assert not torch.allclose(sparse, dense(ids))
-
-
-def test_the_selectors_steps_train_compressed_keys_and_report_the_models_loss() -> None:
-    model = build(tiny(AttentionConfig(spec=NSASpec(4, 2, 4, 3, 1, 1, 6), selector_loss=2.0)))
-    ids = tokens(90)
-    both, alone = (model(ids, labels=ids, selector_only=only) for only in (False, True))
-    assert torch.equal(both, alone)
-    alone.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        rows = parameter.grad.any(-1)
-        if name.endswith("attention.k.weight"):
-            assert rows[: len(rows) // 3].all()
-            assert not rows[len(rows) // 3 :].any()
-        else:
-            assert not rows.any(), name
-
-
-def test_the_schedule_begins_after_the_selectors_steps() -> None:
-    train = TrainConfig(steps=20, warmup_steps=2, learning_rate=1e-2, min_learning_rate=0.0)
-    later = replace(train, steps=25, selector_steps=5, selector_rate=3e-3)
-    assert [learning_rate(step, later) for step in range(5)] == [3e-3] * 5
-    for step in range(20):
-        assert learning_rate(step + 5, later) == learning_rate(step, train)
-
-
-@pytest.mark.parametrize(
-    "zero",
-    [
-        "zero1_pcie",
-        *(pytest.param(f"zero{x}", marks=pytest.mark.full) for x in ("0_debug", "2_pcie", "3")),
-    ],
-)
-def test_frozen_parameters_stay_and_the_run_resumes(zero: str, tmp_path: Path) -> None:
-    common = [*TINY, "--profile=demo", "--steps=4", "--set=checkpoint.every=1"]
-    common += ["--set=train.freeze=embed.*, blocks.*.mlp.*", "--set=checkpoint.keep=9"]
-    common += ["--set=monitor.log_every=1", "--set=monitor.ladder.require_fall=false"]
-    common += [f"--deepspeed_config={ROOT}/ds_configs/{zero}.json"]
-    succeed(on_two_ranks("m7c.py", *common, "--run-dir=whole", folder=tmp_path))
-    succeed(on_two_ranks("m7c.py", *common, "--run-dir=cut", "--until=2", folder=tmp_path))
-    succeed(on_two_ranks("m7c.py", "--run-dir=cut", "--resume", folder=tmp_path))
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    first, last = (weights(tmp_path / "whole", step) for step in (1, 4))
-    again = weights(tmp_path / "cut", 4)
-    for name in first:
-        frozen = name.startswith("embed.") or ".mlp." in name
-        assert torch.equal(first[name], last[name]) == frozen, name
-        assert torch.equal(again[name], last[name])
-
-
-@pytest.mark.parametrize(
-    ("patterns", "reason"),
-    [("embed.*,bloks.*", "no parameter is named bloks"), ("*", "freezes every parameter")],
-)
-def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        freeze(build(tiny()), patterns)
 
 
 def test_steps_without_a_selector_loss_are_refused() -> None:

@@ -76,8 +76,7 @@ def plain(config: RunConfig, batches: list[Batch]) -> dict[str, list[float]]:
     torch.manual_seed(train.seed)
     model = LanguageModel(config.model)
     groups = parameter_groups(model, train.weight_decay)
-    betas = (train.beta1, train.beta2)
-    optimizer = torch.optim.AdamW(groups, betas=betas, eps=train.adam_eps)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     logged: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:

@@ -13,7 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.teacher import find_teacher
+from nsa.monitor.observer import TEACHER_COLUMNS
+from nsa.report.report import write_report
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
+from tests.monitor.run_folders import write_metrics
 from tests.ranks import ROOT
 
 STEPS = ["--profile=demo", "--steps=6", "--set=data.seq_len=256", "--set=monitor.log_every=1"]
@@ -50,8 +53,7 @@ def table(run: Path) -> list[dict[str, float]]:
 def test_a_run_learns_its_teachers_predictions_and_resumes(
     zero: str, dense: Path, tmp_path: Path
 ) -> None:
-    teacher = [f"--set=train.teacher={dense}", "--set=train.teacher_weight=4"]
-    teacher += ["--set=data.packing=documents"]
+    teacher = [f"--set=train.teacher={dense}", "--set=data.packing=documents"]
     expected = train(tmp_path, "run", zero, *teacher)
     train(tmp_path, "cut", zero, *teacher, "--until=4")
     assert train(tmp_path, "cut", zero, "--resume") == expected
@@ -108,7 +110,6 @@ def test_the_plan_counts_the_teacher(dense: Path, capsys: pytest.CaptureFixture[
     [
         (["train.teacher=no/such/run"], "train.teacher = "),
         (["model.vocab_size=512"], "has a vocabulary of .* and this run one of 512"),
-        (["train.teacher_weight=0"], "train.teacher_weight = 0"),
     ],
 )
 def test_teachers_that_do_not_fit_are_refused_before_the_run(
@@ -124,3 +125,14 @@ def test_teachers_that_do_not_fit_are_refused_before_the_run(
 
 def test_a_run_without_a_teacher_has_none() -> None:
     assert find_teacher(RunConfig()) is None
+
+
+def test_the_reports_total_weighs_positions_by_their_tokens(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    rows = [(3, 0, 63, 5, 9, 9, 9, 0), (6, 0, 63, 100, 2, 1.5, 0.5, 0.9)]
+    rows.append((6, 64, 255, 300, 4, 3.5, 0.1, 0.5))
+    lines = [",".join(map(str, row)) for row in [("step", *TEACHER_COLUMNS), *rows]]
+    (tmp_path / "teacher.csv").write_text("\n".join(lines) + "\n")
+    report = write_report(tmp_path).read_text()
+    assert "at step 6" in report
+    assert "| 1 to 256 | 400 | 3.5000 | 3.0000 | +0.5000 | 0.2000 | 60.0% |" in report

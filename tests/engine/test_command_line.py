@@ -1,0 +1,135 @@
+"""A recipe's flags: what they resolve to, what is logged about it, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nsa.engine.command_line import _determines_data
+from nsa.engine.config import RunConfig, TrainConfig
+from nsa.model import AttentionConfig, ModelConfig
+from tests.engine.small import small, small_request
+
+SELECTOR = AttentionConfig(selector_loss=1.0)
+
+
+def notes(*flags: str) -> str:
+    return "\n".join(small_request(*flags).notes)
+
+
+def test_weights_that_no_machine_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    huge = ("model.width=16384", "model.mlp_width=65536", "model.layers=512")
+    with pytest.raises(ValueError, match=r"the weights alone take .* GB on 4 ranks") as refused:
+        small_request(*(f"--set={setting}" for setting in huge))
+    gigabytes = float(str(refused.value).split("take ")[1].split()[0].replace(",", ""))
+    one_rank = 4 * 512 * 16_384 * (3 * 65_536 + 6 * 8 + 4 * 2 * 8) / 1e9  # MLP, q, o, k and v
+    assert gigabytes == pytest.approx(4 * one_rank, rel=0.01)
+
+
+def test_a_warmup_as_long_as_the_run_is_logged() -> None:
+    warmup = "--set=train.warmup_steps="
+    assert "train.warmup_steps = 20: not below train.steps = 20" in notes(
+        "--steps=20", f"{warmup}20"
+    )
+    assert "warmup" not in notes("--steps=20", f"{warmup}19")
+
+
+def test_a_scaled_warmup_is_logged() -> None:
+    line = "train.warmup_steps = 4, scaled with train.steps: 2,000 of 50,000"
+    assert line in notes("--steps=100")
+    assert "warmup" not in notes("--steps=50000")
+    assert small_request("--steps=100").config.train.warmup_steps == 4
+
+
+def test_the_dense_steps_are_logged_and_a_missing_selector_loss_too() -> None:
+    text = notes("--steps=20", "--set=train.dense_steps=5")
+    assert "attention is dense in the first 5 of 20 steps" in text
+    assert "train.dense_steps = 5: without the selector loss compressed keys learn nothing" in text
+    text = notes("--steps=20", "--set=train.dense_steps=5", "--set=attention.selector_loss=1")
+    assert "attention is dense in the first 5 of 20 steps" in text
+    assert "without the selector loss" not in text
+    assert "attention is dense" not in notes("--steps=20")
+
+
+@pytest.mark.parametrize(
+    ("name", "determines"),
+    [
+        ("train.seed", True),
+        ("data.source", True),
+        ("data.seq_len", True),
+        ("data.held_out", True),
+        ("data.packing", False),
+        ("data.workers", False),
+        ("data.prefetch", False),
+        ("data.timeout", False),
+        ("data.on_error", False),
+        ("train.steps", False),
+        ("model.layers", False),
+    ],
+)
+def test_a_resumed_run_starts_its_data_again_where_its_order_changed(
+    name: str, determines: bool
+) -> None:
+    assert _determines_data(name) == determines
+
+
+@pytest.mark.parametrize(
+    ("train", "attention", "dense_steps"),
+    [
+        (TrainConfig(steps=101), SELECTOR, 50),
+        (TrainConfig(steps=100), SELECTOR, 50),
+        (TrainConfig(steps=99), SELECTOR, 0),
+        (TrainConfig(steps=1_000, selector_steps=5), SELECTOR, 0),
+        (TrainConfig(steps=1_000, start_from="runs/other"), SELECTOR, 0),
+        (TrainConfig(steps=1_000), AttentionConfig(), 0),
+        (TrainConfig(steps=1_000), replace(SELECTOR, shared_kv=True), 0),
+        (TrainConfig(steps=1_000), AttentionConfig(kind="dense"), 0),
+    ],
+)
+def test_auto_begins_dense_for_half_the_steps_where_that_trains_the_selector(
+    train: TrainConfig, attention: AttentionConfig, dense_steps: int
+) -> None:
+    config = RunConfig(ModelConfig(attention=attention), train=replace(train, dense_steps="auto"))
+    assert config.resolved().train.dense_steps == dense_steps
+    given = RunConfig(ModelConfig(attention=attention), train=replace(train, dense_steps=7))
+    assert given.resolved().train.dense_steps == 7
+
+
+def test_the_tokens_of_a_step_count_each_sequence_once() -> None:
+    config = small()
+    config.data.seq_len = 96
+    config.train = TrainConfig(micro_batch=2, accumulation=3)
+    assert config.tokens_per_step(4) == 2 * 3 * 4 * 96
+    config.train = TrainConfig(micro_batch=2, accumulation=3, sequence_parallel=2)
+    assert config.tokens_per_step(4) == 2 * 3 * 2 * 96
+    config.train = TrainConfig(micro_batch="auto", accumulation=8)  # not resolved yet
+    assert config.tokens_per_step(2) == 8 * 2 * 96
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"selector_steps": 10}, r"selector_steps = 10: not below train.steps = 10"),
+        ({"dense_steps": 10}, r"dense_steps = 10: not below train.steps = 10"),
+        (
+            {"dense_steps": 3, "selector_steps": 2},
+            "selector_steps = 2: not with train.dense",
+        ),
+        ({"dense_steps": 3, "start_from": "x"}, r"dense_steps = 3: begins with new weights"),
+        ({"min_learning_rate": 1.0}, r"min_learning_rate = 1.0: is above train.learning_rate"),
+        ({"micro_batch": 0}, r"micro_batch = 0: must be 1 or more"),
+        ({"micro_batch": "many"}, r"micro_batch = 'many': must be a whole number or auto"),
+        ({"micro_batch": 65_537}, r"micro_batch = 65537: must be 65,536 or less"),
+        ({"dense_steps": -1}, r"dense_steps = -1: must be 0 or more"),
+        ({"on_spike": "skip"}, r"on_spike = 'skip': choose one of ignore, warn"),
+        ({"sequence_parallel": 5}, r"sequence_parallel = 5: does not divide model.kv_heads = 2"),
+    ],
+)
+def test_schedules_that_cannot_train_are_refused(changes: dict[str, object], problem: str) -> None:
+    config = RunConfig(ModelConfig(attention=SELECTOR), train=TrainConfig(steps=10))
+    config.validate()
+    config.train = replace(config.train, **changes)
+    with pytest.raises(ValueError, match=problem):
+        config.validate()

@@ -1,0 +1,94 @@
+"""Checks of settings and flags: boundaries, and one line with the name, the value and the rule."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from nsa.validation import (
+    Parser,
+    above_zero,
+    at_least,
+    at_most,
+    one_of,
+    positive_flags,
+    reject_unknown_flags,
+    whole_number_list,
+    whole_numbers,
+    words,
+    words_of,
+)
+
+
+def problem(check: object, *arguments: object, **fields: object) -> str:
+    """Return the error of `check(*arguments, section, config, names)`, or ""."""
+    config = SimpleNamespace(**fields)
+    try:
+        check(*arguments, "part", config, *fields)  # type: ignore[operator]
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_bounds_are_inclusive_and_nan_is_below_each() -> None:
+    assert problem(at_least, 3, a=3, b=4) == ""
+    assert problem(at_least, 3, a=3, b=2) == "part.b = 2: must be 3 or more"
+    assert problem(at_least, 3, a=math.nan) == "part.a = nan: must be 3 or more"
+    assert problem(at_most, 5_000, a=5_000) == ""
+    assert problem(at_most, 5_000, a=5_001) == "part.a = 5001: must be 5,000 or less"
+    assert problem(above_zero, a=1e-9) == ""
+    assert problem(above_zero, a=0.0) == "part.a = 0.0: must be above 0"
+    assert problem(above_zero, a=math.nan) == "part.a = nan: must be above 0"
+
+
+def test_a_whole_number_is_no_float_and_no_switch() -> None:
+    assert problem(whole_numbers, 1, a=1) == ""
+    for value in (0, 1.0, True, "1"):
+        expected = f"part.a = {value!r}: must be a whole number, 1 or more"
+        assert problem(whole_numbers, 1, a=value) == expected
+
+
+def test_a_choice_names_the_others() -> None:
+    config = SimpleNamespace(a="x", b="z")
+    one_of("part", config, a=("x", "y"))
+    with pytest.raises(ValueError, match=r"part\.b = 'z': choose one of x, y"):
+        one_of("part", config, a=("x", "y"), b=("x", "y"))
+
+
+def test_flags_that_count_are_1_or_more() -> None:
+    positive_flags(
+        SimpleNamespace(seq_len=1, ranks=None, steps=[1, 2]), "seq_len", "ranks", "steps"
+    )
+    for value in (0, [3, 0]):
+        with pytest.raises(ValueError, match=r"--seq-len 0: must be 1 or more"):
+            positive_flags(SimpleNamespace(seq_len=value), "seq_len")
+
+
+def test_lists_are_separated_by_commas_without_duplicates() -> None:
+    assert whole_number_list("128,512") == [128, 512]
+    assert words("b,a,,b") == ["b", "a"]
+    assert words_of("a", "b")("b,b,a") == ["b", "a"]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'c': choose from a, b, separated by"):
+        words_of("a", "b")("a,c")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("--profil", "--profil (did you mean --profile?)"),
+        ("--profil=demo", "--profil=demo (did you mean --profile?)"),
+        ("--zzz", "arguments: --zzz\n"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = Parser(prog="recipe.py", allow_abbrev=False)
+    parser.add_argument("--profile")
+    with pytest.raises(SystemExit) as exit_code:
+        reject_unknown_flags(parser, [word])
+    assert exit_code.value.code == 2
+    assert hint in capsys.readouterr().err
