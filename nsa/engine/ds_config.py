@@ -21,7 +21,7 @@ from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_keys import MODELS, OF_MUON, key_error
 from nsa.engine.resolve import walk
 from nsa.engine.zero_mode import ZeroMode, block_of, has_muon, zero_mode
-from nsa.untrusted import parse_json, printable, read_text
+from nsa.untrusted import matches, parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
@@ -205,16 +205,24 @@ def _problems(
 
 def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Require AdamW or Muon with torch's AdamW: DeepSpeed's Adam is compiled at the first start."""
+    params = block_of(block, "params")
+    betas, eps = params.get("betas", "auto"), params.get("eps", "auto")
+    if betas != "auto" and not (
+        matches(betas, [(int, float)]) and len(betas) == 2 and min(betas) >= 0 and max(betas) < 1
+    ):
+        yield "optimizer.params.betas", ": write two numbers, 0 or more and below 1"
+    if eps != "auto" and not (matches(eps, (int, float)) and eps > 0):
+        yield "optimizer.params.eps", ": write a number above 0"
     if str(block.get("type")).lower() not in ("adam", "adamw", "muon"):
         yield "optimizer.type", ': not supported; write "AdamW" or "Muon"'
-    if block_of(block, "params").get("torch_adam") is not True:
+    if params.get("torch_adam") is not True:
         yield (
             "optimizer.params.torch_adam",
             ': DeepSpeed would compile its Adam at the first start; write "torch_adam": true'
             + ("" if has_muon({"optimizer": block}) else ', and "fused": true for speed'),
         )
     for name in OF_MUON:
-        if name in block_of(block, "params") and not has_muon({"optimizer": block}):
+        if name in params and not has_muon({"optimizer": block}):
             yield f"optimizer.params.{name}", ": only Muon reads it; remove it"
 
 

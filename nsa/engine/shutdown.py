@@ -109,7 +109,11 @@ class ShutdownMonitor:
             raise Interrupted
 
     def _watch(self) -> None:
+        reported = int(os.environ.get("RANK", 0)) != 0
         while not self._stopped.wait(1.0):
+            if self.reason is not None and not reported:
+                reported = True
+                warn(f"{self.reason}: the run saves after this step; Ctrl-C again ends it at once")
             if self.reason is None:
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     self._request_stop("--time-limit")

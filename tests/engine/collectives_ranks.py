@@ -7,9 +7,11 @@ import contextlib
 import math
 import pickle
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from nsa.data.worker import WorkerDied
@@ -30,6 +32,9 @@ class Pickle:
 
 dist.init_process_group("gloo")
 collectives, rank = CpuCollectives(slowest=60), dist.get_rank()
+assert collectives._group is not None
+options = collectives._group._get_backend(torch.device("cpu")).options
+assert options._timeout == timedelta(minutes=31), "half an hour after the slowest healthy rank"
 collectives.barrier(None)
 print("passed")
 stop, total = collectives.barrier_and_sum(2**40 + rank)

@@ -1,6 +1,7 @@
 """On two ranks: join the process group, and print the addresses on which the process listens.
 
-With the argument `cache`: print the folder from which torch.compile loads libraries.
+With the argument `cache`: print the folder from which torch.compile loads libraries, and the number
+of threads where the user set none.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def addresses() -> list[str]:
 
 
 if __name__ == "__main__":
+    os.environ.pop("OMP_NUM_THREADS")
     start_ranks(Ranks.from_environment())
     dist.all_reduce(torch.ones(1))  # ranks connect to each other
     if sys.argv[1:] == ["cache"]:
-        print(cache_dir())
+        print(cache_dir(), torch.get_num_threads())
     else:
         print(*addresses())
     stop_ranks()

@@ -198,6 +198,14 @@ KINDS = [
     ("zero2_pcie", "communication_data_type", "int8", "['fp16', 'bf16', 'fp32']"),
     ("zero2_pcie", "checkpoint__tag_validation", "maybe", "WARN"),
 ]
+KINDS += [
+    *(
+        ("zero2_pcie", "optimizer__params__betas", betas, "two numbers, 0 or more and below 1")
+        for betas in ([0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, "auto"], 0.9)
+    ),
+    ("zero2_pcie", "optimizer__params__eps", 0, "write a number above 0"),
+    ("zero2_pcie", "optimizer__params__eps", "1e-8", "write a number above 0"),
+]
 OTHER_TRAINING = [  # what would change the numbers, or lose steps or checkpoints
     ("zero2_pcie", "optimizer__type", "Lamb", 'write "AdamW"'),
     ("zero2_pcie", "optimizer__type", "Muon", "use ds_configs/zero1_muon.json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,13 @@ def test_nothing_listens_at_the_master_port() -> None:
         assert port not in [address.split(":")[1] for address in rank.split()]
 
 
-def test_compiled_libraries_are_loaded_from_the_users_cache_folder(
+def test_libraries_are_compiled_into_the_users_cache_folder_and_ranks_share_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's own folder for them is in the temporary directory, where anyone can create it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     program = Path(__file__).with_name("listening_ranks.py")
-    assert launch(program, "cache", world_size=1) == [f"{tmp_path}/nsa-m7c/compiled\n"]
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    expected = f"{tmp_path}/nsa-m7c/compiled {threads}\n"
+    assert launch(program, "cache") == [expected, expected]

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nsa.cli import main
 from nsa.engine.config import RunConfig
-from nsa.engine.teacher import find_teacher
+from nsa.engine.teacher import check_tokenizer, find_teacher
 from nsa.monitor.observer import TEACHER_COLUMNS
 from nsa.report.report import write_report
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
@@ -136,3 +136,19 @@ def test_the_reports_total_weighs_positions_by_their_tokens(tmp_path: Path) -> N
     report = write_report(tmp_path).read_text()
     assert "at step 6" in report
     assert "| 1 to 256 | 400 | 3.5000 | 3.0000 | +0.5000 | 0.2000 | 60.0% |" in report
+
+
+def test_a_teacher_with_another_tokenizer_or_indivisible_heads_is_refused(dense: Path) -> None:
+    config = RunConfig()
+    config.train.teacher = str(dense)
+    config.model.vocab_size = 320
+    stored = find_teacher(config)
+    assert stored is not None
+    assert stored.tokenizer is not None
+    check_tokenizer(stored, config, stored.tokenizer.fingerprint)
+    check_tokenizer(None, config, "another")
+    with pytest.raises(ValueError, match=r"was trained with the tokenizer 'byte'"):
+        check_tokenizer(stored, config, "another")
+    config.train.sequence_parallel = 2
+    with pytest.raises(ValueError, match=r"sequence_parallel = 2: does not divide the 1 KV heads"):
+        find_teacher(config)
