@@ -61,8 +61,6 @@ def test_the_dense_steps_are_logged_and_a_missing_selector_loss_too() -> None:
         ("data.seq_len", True),
         ("data.held_out", True),
         ("data.packing", False),
-        ("data.workers", False),
-        ("data.prefetch", False),
         ("data.timeout", False),
         ("data.on_error", False),
         ("train.steps", False),
@@ -84,7 +82,7 @@ def test_a_resumed_run_starts_its_data_again_where_its_order_changed(
         (TrainConfig(steps=1_000, selector_steps=5), SELECTOR, 0),
         (TrainConfig(steps=1_000, start_from="runs/other"), SELECTOR, 0),
         (TrainConfig(steps=1_000), AttentionConfig(), 0),
-        (TrainConfig(steps=1_000), replace(SELECTOR, shared_kv=True), 0),
+        (TrainConfig(steps=1_000), replace(SELECTOR, branches="cmp+win"), 0),
         (TrainConfig(steps=1_000), AttentionConfig(kind="dense"), 0),
     ],
 )
