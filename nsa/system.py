@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import socket
 import subprocess
 import sys
@@ -62,11 +61,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def cache_folder() -> Path:
-    """Return this user's cache folder, which may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-m7c"
 
 
 def interface_towards(address: str) -> str | None:

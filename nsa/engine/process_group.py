@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import deepspeed
@@ -19,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 
 from nsa.engine.rendezvous import SCHEME, remove_rendezvous
 from nsa.engine.shared_memory_op import disable_shared_memory_op
-from nsa.system import cache_folder, free_port, interface_towards
+from nsa.system import free_port, interface_towards
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 # By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL
@@ -68,7 +69,8 @@ def start_ranks(ranks: Ranks) -> torch.device:
         os.environ.setdefault(name, value)
     # torch.compile loads libraries from it; PyTorch's default is in the temporary directory, where
     # another user may have created it.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "nsa-m7c/compiled"))
     if "OMP_NUM_THREADS" not in os.environ:
         local_ranks = int(os.environ.get("LOCAL_SIZE", ranks.world_size))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))

@@ -8,6 +8,7 @@ implementations of an operation (flash_window.py) it chooses in the same way, by
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor
 
 from nsa.atomic_io import atomic_write_text
-from nsa.system import cache_folder
 
 
 class Config(NamedTuple):
@@ -322,7 +322,8 @@ def tuned_path() -> Path:
     import triton
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return cache_folder() / f"{device} triton {triton.__version__}.json".replace("/", "-")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "nsa-m7c" / f"{device} triton {triton.__version__}.json".replace("/", "-")
 
 
 def save_tuned(choices: Mapping[str, Config | str]) -> Path:
