@@ -22,7 +22,7 @@ from nsa.ops.triton.configs import (
     warp_size,
 )
 from nsa.ops.triton.launch import recording
-from tests.bench import results
+from tests.bench import harness
 from tests.ops.triton.parity import KERNELS
 
 GPU = torch.device("cuda", 0)
@@ -124,7 +124,7 @@ def test_results_and_runs_record_amds_chip_and_rocm(
         **{"multi_processor_count": 304, "total_memory": 192 * 10**9, "L2_cache_size": 2**22},
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    hardware = results.environment([], GPU)["hardware"]
+    hardware = harness.environment("", GPU)["hardware"]
     assert (hardware["capability"], hardware["rocm"]) == ("gfx942", "7.0")
     assert not any(hardware["nvidia_smi"].values())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
