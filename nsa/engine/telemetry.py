@@ -135,9 +135,9 @@ def build_observers(
     return Observers(observers)
 
 
-def write_final_report(run_dir: Path) -> None:
-    """Write report.md after all other files; warn if that fails."""
+def write_final_report(run_dir: Path, status: str) -> None:
+    """Write report.md of a run that ends with `status`; warn if that fails."""
     try:
-        write_report(run_dir)
+        write_report(run_dir, status)
     except Exception as error:
         warn(f"report.md not written: {error!r}")

@@ -253,7 +253,7 @@ def train(run: Run) -> None:
         run.shutdown.stop_watching()
         run.observers.on_end(status)
         run.observers.close()
+        if run.ranks.rank == 0:  # before the last heartbeat: drawing may take seconds
+            write_final_report(run.request.run_dir, status)
         run.telemetry.close(status)
         run.data.close()
-        if run.ranks.rank == 0:
-            write_final_report(run.request.run_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -18,9 +19,15 @@ _LINES_PER_RUN = 20  # in a fast run; a slow one prints a line every `min_second
 class Progress(Observer):
     """Prints a line for some logged steps, for each validation, checkpoint and message."""
 
-    def __init__(self, stream: TextIO | None = None, min_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        min_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stream = stream or sys.stdout
         self._min_seconds = min_seconds
+        self._clock = clock
         self._total = 0
         self._first: tuple[int, float] | None = None  # step and time from which the ETA is measured
         self._last_step = 0
@@ -42,7 +49,7 @@ class Progress(Observer):
             self._print(note)
 
     def on_step(self, record: StepRecord) -> None:
-        now = time.monotonic()
+        now = self._clock()
         due = (
             record.val_loss is not None
             or self._first is None
@@ -62,7 +69,7 @@ class Progress(Observer):
 
     def on_end(self, status: str) -> None:
         if self._unprinted is not None:
-            self._print_step(self._unprinted, time.monotonic())
+            self._print_step(self._unprinted, self._clock())
         self._print(status)
 
     def _print_step(self, record: StepRecord, now: float) -> None:

@@ -55,8 +55,8 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `report.md` and its pictures for a run in any state."""
+def write_report(run_dir: Path, status: str = "") -> Path:
+    """Write `report.md` and its pictures for a run in any state, or that ends with `status`."""
     run = summarise(run_dir)
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.csv", "gates.json")):
         raise ValueError(
@@ -65,7 +65,7 @@ def write_report(run_dir: Path) -> Path:
     lines = [
         f"# {plain(run.name)}: {plain(_decision(run.gates))}",
         *_gate_sections(run.gates),
-        *_facts(run),
+        *_facts(run, status),
         *_versus_teacher(run),
         *_settings(run),
     ]
@@ -100,7 +100,7 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
         yield from ("", f"Not judged: {', '.join(missing)}.")
 
 
-def _facts(run: Summary) -> Iterator[str]:
+def _facts(run: Summary, status: str) -> Iterator[str]:
     env, halt = read_json(run.run_dir / "env.json"), read_json(run.run_dir / "halt.json")
     devices = lookup(env, "cuda.devices") or lookup(env, "cpu.model")
     devices = devices if isinstance(devices, list) else [devices]
@@ -121,7 +121,7 @@ def _facts(run: Summary) -> Iterator[str]:
         ("final training loss", run.final("loss", ".4f")),
         ("final validation loss", run.final("val_loss", ".4f")),
         ("final bits per byte", run.final("bits_per_byte", ".4f")),
-        *_heartbeat_facts(run.histories),
+        *_heartbeat_facts(run.histories, status),
         ("skipped steps", _format(run.skipped, ",d")),
         ("halted by the watchdog", "; ".join(f"{key}: {value}" for key, value in halt.items())),
         ("backend fallbacks", "; ".join(_fallbacks(run.run_dir))),
@@ -146,7 +146,7 @@ def _speed(run: Summary) -> str:
     return f"{text}; dense steps {median(dense):,.0f}, sparse {median(sparse):,.0f}"
 
 
-def _heartbeat_facts(histories: Sequence[RankHistory]) -> list[tuple[str, str]]:
+def _heartbeat_facts(histories: Sequence[RankHistory], status: str) -> list[tuple[str, str]]:
     if not any(history.lines for history in histories):
         return []
     first, worst = histories[0], max(histories, key=lambda history: history.pause)
@@ -155,7 +155,7 @@ def _heartbeat_facts(histories: Sequence[RankHistory]) -> list[tuple[str, str]]:
         ("ranks, engine", f"{len(histories)}, {first.backend}"),
         ("resumes", f"{max(0, first.processes - 1):,}"),
         ("longest pause since the last start", pause),
-        ("end", first.status or "none recorded: still running, or killed"),
+        ("end", status or first.status or "none recorded: still running, or killed"),
     ]
 
 

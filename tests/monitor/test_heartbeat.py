@@ -334,3 +334,19 @@ def test_a_rank_that_waits_in_a_collective_names_it_and_dumps_it_on_a_signal(
     assert record["pg_status"]["0"]["last_enqueued_collective"] == "4"
     assert [entry["retired"] for entry in record["entries"]] == [True, True, True, False]
     assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+
+
+def test_flushing_writes_the_lines_so_far_or_says_that_the_disk_refuses_them(
+    tmp_path: Path,
+) -> None:
+    beat = beating(tmp_path, seconds=100)
+    for step in (1, 2):
+        beat.step_end(step, tokens=64 * step, skipped=0)
+        assert beat.flush(PATIENCE)
+        assert recorded_steps(tmp_path)[-1] == step
+    with files_no_longer_than(path_of(tmp_path).stat().st_size + 1):
+        beat.step_end(3, tokens=192, skipped=0)
+        assert not beat.flush(0.2)
+    assert beat.flush(PATIENCE)
+    assert recorded_steps(tmp_path) == [1, 2, 3]
+    beat.close("finished")

@@ -70,3 +70,32 @@ def test_a_full_console_does_not_stop_the_run(
         assert writer.dropped == 0
         with contextlib.suppress(OSError):
             stream.close()
+
+
+def printed(tmp_path: Path, times: dict[int, float]) -> list[list[str]]:
+    """Return the cells of the lines of a run whose steps end at these times."""
+    now = 0.0
+    with (tmp_path / "log").open("w") as stream:
+        progress = Progress(stream, clock=lambda: now)
+        progress.on_start(make_info(tmp_path, total_steps=1_000))
+        for step, seconds in times.items():
+            now = seconds
+            progress.on_step(make_record(step, seconds=7.0))
+    lines = (tmp_path / "log").read_text().splitlines()[1:]
+    return [[line.split()[1], line.split()[-1]] for line in lines]
+
+
+def test_the_eta_does_not_count_the_first_step_which_compiles(tmp_path: Path) -> None:
+    steps = printed(tmp_path, {1: 500.0, 51: 600.0, 101: 650.0})
+    assert steps == [
+        ["1/1000", "1:56:33"],  # 999 of the 7 seconds that this step measured
+        ["51/1000", "31:38"],  # 949 of 2 seconds
+        ["101/1000", "22:28"],  # 899 of 1.5 seconds
+    ]
+
+
+def test_a_line_is_printed_after_ten_seconds_or_a_twentieth_of_the_run(tmp_path: Path) -> None:
+    times = {1: 0.0, 2: 9.0, 3: 10.0, 4: 19.0, 52: 19.5, 53: 19.6, 102: 20.0, 103: 30.0}
+    assert [step for step, _ in printed(tmp_path, times)] == [
+        "1/1000", "3/1000", "53/1000", "103/1000"
+    ]  # fmt: skip

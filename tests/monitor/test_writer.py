@@ -95,3 +95,17 @@ def test_a_full_disk_costs_lines_and_not_the_run(capsys: pytest.CaptureFixture[s
     err = capsys.readouterr().err
     assert err.count("No space left on device") == 1
     assert "log: 0 writes dropped and 2 failed" in err
+
+
+def test_flushing_waits_for_the_jobs_so_far_but_not_for_a_disk_that_hangs() -> None:
+    writer, released = BackgroundWriter("slow disk"), threading.Event()
+    written: list[int] = []
+    writer.submit(lambda: written.append(1))
+    assert writer.flush(PATIENCE)
+    assert written == [1]
+    writer.submit(lambda: released.wait(PATIENCE))
+    assert not writer.flush(0.05)
+    released.set()
+    assert writer.flush(PATIENCE)
+    writer.close()
+    assert not writer.flush(0.05)
