@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from nsa.atomic_io import no_symlink
+from nsa.atomic_io import atomic_write
 
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -61,12 +62,12 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
         figure.legend(
             list(labelled.values()), list(labelled), ncols=min(fitting, len(labelled)), **style
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
+    picture = io.BytesIO()
     try:
-        with open(out, "wb", opener=no_symlink) as file:
-            figure.savefig(file)
+        figure.savefig(picture, format=out.suffix[1:] or "png")
     except ValueError as error:
         raise ValueError(f"{out}: {error}") from error
+    atomic_write(out, [picture.getvalue()])
 
 
 def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> None:

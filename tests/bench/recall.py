@@ -24,9 +24,9 @@ import torch
 from nsa.model import LanguageModel, parameter_count
 from nsa.model.config import COMPRESSORS
 from nsa.report.markdown import table
-from nsa.report.paired import margin
 from nsa.validation import positive_flags, whole_number_list, words_of
 from tests.bench.harness import Report
+from tests.bench.intervals import margin
 from tests.bench.recall_data import VALUES, needle, recall
 from tests.bench.recall_models import (
     HALF_DENSE,

@@ -33,11 +33,11 @@ from nsa.engine.load_run import load_run
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.model.loss import token_losses
-from nsa.report.markdown import mean_and_range, table
-from nsa.report.paired import margin
+from nsa.report.markdown import table
 from nsa.validation import whole_number_list, words_of
 from tests.bench import recipe
 from tests.bench.harness import Report
+from tests.bench.intervals import margin, mean_and_range
 from tests.bench.recipe import log_file, logged_rows, recipe_config
 
 LENGTH = 2_048

@@ -1,38 +1,12 @@
-"""Paired t test: do runs that differ in one setting differ by more than chance?
-
-Runs are paired by seed. A seed sets initial weights and the order of the data, so its effect on
-both runs of a pair cancels in their difference.
-"""
+"""Confidence intervals of means, by Student's t distribution."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 CONFIDENCE = 0.95
-POWER = 0.8
-
-
-@dataclass(frozen=True)
-class Paired:
-    """Differences of pairs, tested against 0."""
-
-    mean: float
-    margin: float  # the 95% confidence interval is mean ± margin
-    p: float  # two-sided
-    detectable: float  # true difference that 80% of experiments this large would find, at p < 0.05
-
-
-def paired_t(differences: Sequence[float]) -> Paired | None:
-    """Test differences of at least two pairs; None for fewer, or if all are equal."""
-    count = len(differences)
-    if count < 2 or not (error := statistics.stdev(differences) / math.sqrt(count)):
-        return None
-    mean, interval, degrees = statistics.fmean(differences), margin(differences), count - 1
-    detectable = interval + t_quantile(POWER, degrees) * error
-    return Paired(mean, interval, 1 - central_probability(abs(mean) / error, degrees), detectable)
 
 
 def margin(values: Sequence[float]) -> float:
@@ -63,3 +37,13 @@ def t_quantile(probability: float, degrees: int) -> float:
         below = (1 + central_probability(middle, degrees)) / 2
         low, high = (middle, high) if below < probability else (low, middle)
     return high
+
+
+def mean_and_range(values: Sequence[float], form: str) -> str:
+    """Format measurements: their mean, and their range if they differ."""
+    if not values:
+        return "–"
+    mean, low, high = (
+        format(value, form) for value in (statistics.fmean(values), min(values), max(values))
+    )
+    return mean if low == high else f"{mean} ({low} to {high})"
