@@ -55,7 +55,11 @@ def open_limited(path: Path, limit: int) -> FileIO:
 def read_text(path: Path, errors: str = "strict", limit: int = MAX_TEXT_BYTES) -> str:
     """Return the UTF-8 text of a regular file; OSError or ValueError if it cannot be read."""
     with open_limited(path, limit) as file:
-        return file.read().decode("utf-8", errors)
+        try:
+            return file.read().decode("utf-8", errors)
+        except OSError as error:  # of a read it names no file
+            error.filename = str(path)
+            raise
 
 
 def check_links(folder: Path) -> None:

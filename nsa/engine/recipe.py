@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from nsa.atomic_io import as_one_line
 from nsa.data.worker import WorkerDied
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.cpu_collectives import AllRanksCrash, RunAborted
@@ -39,8 +40,9 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
         request = resolve_request(recipe, flags)
         if int(os.environ.get("RANK", 0)) == 0:
             lock = FolderLock(request.run_dir)
-    except ValueError as error:
-        _exit_with_error(recipe, error, REFUSED)
+    except (ValueError, OSError) as error:
+        refusal = as_one_line(error) if isinstance(error, OSError) else error
+        _exit_with_error(recipe, refusal, REFUSED)
     from nsa.engine.process_group import crash
 
     try:

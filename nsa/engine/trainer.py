@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
+from nsa.atomic_io import as_one_line
 from nsa.checkpoint.commit import trial_commit
 from nsa.doctor.check import OK, Check, failures, lines, passed
 from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
@@ -56,9 +57,11 @@ def start(request: RunRequest, lock: FolderLock | None) -> None:
         except BaseException:
             run.data.close()
             raise
-    except (ValueError, RunAborted):
+    except (ValueError, RunAborted, OSError) as error:
         if lock is not None:
             lock.undo()
+        if isinstance(error, OSError):
+            raise as_one_line(error) from error
         raise
     try:
         train(run)

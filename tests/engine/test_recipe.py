@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -410,3 +411,18 @@ def test_a_run_refused_while_it_was_built_leaves_no_folder(tmp_path: Path) -> No
     assert result.returncode == 2
     assert "triton" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_read_at_the_start_is_one_line_and_leaves_no_folder(
+    tmp_path: Path,
+) -> None:
+    (start := tmp_path / "start").mkdir()
+    (start / "model.safetensors").touch()
+    (start / "config.json").symlink_to("/proc/self/mem")  # its first byte is an I/O error
+    settings = (*TINY, "--run-dir=run", f"--set=train.start_from={start}")
+    result = on_one_rank("m7c.py", *settings, folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    line = f"m7c: {start / 'config.json'}: Input/output error; check the disk, or use another file"
+    assert result.stderr.splitlines()[-1] == line
+    assert os.listdir(tmp_path) == ["start"]
