@@ -56,10 +56,7 @@ def measure(
 
     Measured: weights, gradients and activations of a forward and backward pass. By plan: the rest.
     """
-    zero = resolved_zero(ds_config, config)
-    planned = memory(model_of(config), zero, batch_of(config), ranks)
-    rest = sum(planned.static.values()) - planned.static["weights"]
-    rest += max(phase.get("buckets", 0) for phase in planned.phases.values())
+    rest = unmeasured(config, ds_config, ranks)
     torch.cuda.empty_cache()
     available = torch.cuda.mem_get_info(device)[0]
     before = torch.cuda.memory_allocated(device)
@@ -75,6 +72,13 @@ def measure(
     torch.cuda.empty_cache()
     # `available` leaves out what CUDA and NCCL hold already, a part of the plan's reserve.
     return (rest + passes) * FRAGMENTATION, float(available)
+
+
+def unmeasured(config: RunConfig, ds_config: Mapping[str, Any], ranks: int) -> int:
+    """Return the planned bytes that no forward and backward pass holds: optimizer and buckets."""
+    planned = memory(model_of(config), resolved_zero(ds_config, config), batch_of(config), ranks)
+    held = sum(planned.static.values()) - planned.static["weights"]
+    return held + max(phase.get("buckets", 0) for phase in planned.phases.values())
 
 
 def _pass(config: RunConfig, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from nsa.engine import micro_batch
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.resolve import resolve_config
+from nsa.model.count import parameter_count
 from tests.engine.test_planner_inputs import request as production
 
 GB = 1e9
@@ -164,6 +165,42 @@ def test_what_does_not_fit_when_measured_is_halved(
         "accumulation 8",
     ]
     assert fitted(tmp_path, monkeypatch, 0.5)[0] == "1×32"
+
+
+class TwoRanks:
+    """Rank 0 needs more and has room for it; rank 1 has less than it needs, until rows are few."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def gather(self, own: tuple[float, float], kind: object) -> list[list[float]]:
+        self.rounds += 1
+        return [[10 * GB, 20 * GB], [8 * GB / self.rounds, 5 * GB]]
+
+
+def test_the_rank_with_the_least_room_decides_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro_batch, "measure", lambda *_: (10 * GB, 20 * GB))
+    one = production(tmp_path, monkeypatch, 24 * GB)
+    fit, notes = micro_batch.fit_on_all_ranks(one, CPU, TwoRanks(), 2)  # type: ignore[arg-type]
+    assert fit.config.train.rows == 8
+    assert notes == [
+        "micro-batch: 16 sequences do not fit on rank 1 (measured: 8.0 of 5.0 GB): 8 sequences, "
+        "accumulation 4"
+    ]
+
+
+def test_what_a_pass_does_not_hold_is_optimizer_and_buckets_without_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO-1 on two ranks: master weights and two moments in fp32, halved."""
+    one = production(tmp_path, monkeypatch, 24 * GB)
+    count = parameter_count(one.config.model)
+    bucket = 1_000_000
+    one.ds_config["zero_optimization"] |= {"reduce_bucket_size": bucket, "overlap_comm": True}
+    rest = micro_batch.unmeasured(one.config, one.ds_config, 2)
+    assert rest == pytest.approx(12 * count / 2 + 2 * 2 * bucket, abs=2)
 
 
 def test_a_smaller_micro_batch_divides_the_step() -> None:

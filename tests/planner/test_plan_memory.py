@@ -16,7 +16,7 @@ from nsa.model.config import ModelConfig
 from nsa.planner.activations import activations, count_layers, loss_bytes
 from nsa.planner.forecast import traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
-from nsa.planner.memory import memory
+from nsa.planner.memory import Memory, memory
 from tests.planner.toys import BUCKET, toy
 from tests.ranks import ROOT, launch
 
@@ -221,3 +221,96 @@ def test_sharding_takes_less_memory() -> None:
     assert peaks == sorted(peaks, reverse=True)
     sharded, whole = (memory(model, Zero(stage), batch, 8).static for stage in (3, 2))
     assert sharded["weights"] < whole["weights"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "ranks", "weight_bytes", "expected"),
+    [  # bytes per parameter: weights, master weights, moments, gradients
+        (Zero(0), 2, 2, (2, 4, 8, 0)),
+        (Zero(0), 2, 4, (4, 0, 8, 0)),
+        (Zero(1), 2, 2, (2, 2, 4, 0)),
+        (Zero(1), 4, 4, (4, 1, 2, 0)),
+        (Zero(1, accumulate_bytes=4), 2, 2, (2, 2, 4, 4)),
+        (Zero(1, accumulate_bytes=4, bucket=9), 2, 2, (2, 2, 4, 0)),
+        (Zero(2, accumulate_bytes=4), 2, 2, (2, 2, 4, 0)),
+        (Zero(3), 4, 2, (0.5, 1, 2, 0)),
+    ],
+    ids=str,
+)
+def test_what_is_held_between_steps(
+    zero: Zero, ranks: int, weight_bytes: int, expected: tuple[float, ...]
+) -> None:
+    model, batch = changed(layers=2)
+    model = replace(model, weight_bytes=weight_bytes)
+    static = memory(model, zero, batch, ranks).static
+    names = "weights", "master weights", "optimizer moments", "gradients"
+    assert [static[name] / model.parameters for name in names] == pytest.approx(expected, rel=1e-6)
+
+
+def test_muon_holds_one_moment_of_a_matrix_and_two_of_the_rest() -> None:
+    model, batch = changed(layers=2)
+    static = memory(model, Zero(1, muon=True), batch, 2).static
+    matrices = model.parameters - model.embedding
+    assert static["optimizer moments"] == (4 * matrices + 8 * model.embedding) // 2
+
+
+def test_parameters_that_stage_3_does_not_shard_are_on_every_rank() -> None:
+    model, batch = changed(layers=2)
+    weights = memory(model, Zero(3, persistent=1_000), batch, 4).static["weights"]
+    assert weights == pytest.approx(2 * ((model.parameters - 1_000) / 4 + 1_000), abs=2)
+
+
+def test_a_teacher_has_weights_and_nothing_else() -> None:
+    model, batch = changed(layers=2)
+    taught = replace(model, teacher=model.config)
+    alone, static = (memory(one, Zero(1), batch, 2).static for one in (model, taught))
+    assert (alone["teacher"], static["teacher"]) == (0, 2 * model.parameters)
+    assert {**static, "teacher": 0} == alone
+
+
+@pytest.mark.parametrize(
+    ("zero", "accumulation", "loss", "embedding", "reduced", "updated"),
+    [  # bytes of gradients per parameter: in the loss, at the end, reduced, while updating
+        (Zero(0), 1, 0, 2, 2 + 2, 2 + 4),
+        (Zero(0), 2, 2, 2, 2 + 2, 2 + 4),
+        (Zero(1, bucket=9), 1, 0, 2, 2, (2 + 2 + 4) / 4),
+        (Zero(1, accumulate_bytes=4), 2, 2, 2, 2 + 4 + 2, 2 + 2),
+        (Zero(1, reduce_bytes=4), 1, 0, 2, 2 + 2 + 4, (2 + 2 + 4) / 4),
+        (Zero(2, bucket=9), 1, 0, 0.5, 0.5 + 0.5, (2 + 2 + 4) / 4),
+        (Zero(2, bucket=9), 2, 0.5, 0.5 + 0.5, 0.5 + 0.5, (2 + 2 + 4) / 4),
+        (Zero(2, accumulate_bytes=4, bucket=9), 2, 1, 1 + 1, 1 + 1, (4 + 4 + 4) / 4),
+    ],
+    ids=str,
+)
+def test_gradients_by_phase(
+    zero: Zero, accumulation: int, loss: float, embedding: float, reduced: float, updated: float
+) -> None:
+    model, batch = changed(layers=2)
+    phases = memory(model, zero, replace(batch, accumulation=accumulation), 4).phases
+    counted = {name: parts["gradients"] / model.parameters for name, parts in phases.items()}
+    assert counted["in the loss"] == counted["in the last layer's backward pass"]
+    expected = loss, embedding, reduced, updated
+    names = "in the loss", "in the embedding's backward pass"
+    names += "while gradients are reduced", "while weights are updated"
+    assert [counted[name] for name in names] == pytest.approx(expected, rel=1e-6)
+    arrived = counted["in the first layer's backward pass"]
+    assert loss <= arrived <= embedding
+    assert accumulation > 1 or loss < arrived
+
+
+def test_buckets_and_gathered_weights_are_on_top() -> None:
+    model, batch = changed(layers=2)
+    for overlap, copies in ((False, 1), (True, 2)):
+        zero = Zero(3, bucket=1_000, overlap=overlap, prefetch=500)
+        phases = memory(model, zero, batch, 2).phases
+        assert phases["in the loss"].get("buckets", 0) == 0
+        assert phases["while weights are updated"]["buckets"] == 2 * copies * 1_000
+        assert phases["in the loss"]["gathered weights"] == 2 * (model.parameters + 500)
+        assert "gathered weights" not in phases["while weights are updated"]
+    whole = memory(model, Zero(2, bucket=1_000, prefetch=500), batch, 2).phases
+    assert whole["in the loss"]["gathered weights"] == 0
+
+
+def test_the_peak_is_the_largest_phase_on_top_of_what_is_held() -> None:
+    one = Memory({"a": 3, "b": 0}, {"early": {"a": 1, "c": 4}, "late": {"c": 6}})
+    assert (one.peak_phase, one.at_peak, one.peak) == ("late", {"a": 3, "c": 6}, 9)
