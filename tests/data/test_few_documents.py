@@ -137,6 +137,13 @@ def test_a_document_is_divided_between_two_characters(characters: str, fraction:
     assert len(end) <= len(characters.encode()) * fraction + 3
 
 
+def test_a_character_at_the_border_is_held_out() -> None:
+    """As in earlier versions: a resumed run must not train on what was held out."""
+    division = HeldOut(0.25, by_position=True)
+    assert division.text_for("éé".encode(), "train") == "é".encode()
+    assert division.text_for("éé".encode(), "val") == "é".encode()
+
+
 def test_how_a_run_divided_its_documents_is_known_without_the_hub(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

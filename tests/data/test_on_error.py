@@ -133,7 +133,8 @@ def test_prepare_counts_in_one_line_what_it_skips(
 
 
 def test_a_stream_counts_once_what_all_its_passes_skip(folder: Path) -> None:
-    rows = Rows(configure(str(folder), on_error="skip"), seed=0, part=0, parts=1, rows=500)
+    config = configure(str(folder), on_error="skip")
+    rows = Rows(config, seed=0, part=0, parts=1, rows=50, block=50)
     while rows.state() is None or rows.state()["sources"][str(folder)]["pass"] < 2:
         next(rows)
     skipped = rows.skipped[str(folder)]
