@@ -123,6 +123,20 @@ def test_the_fingerprint_is_of_a_splits_tokens(folder: Path, tmp_path: Path) -> 
     ]
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints)) == 3
+    index = read_index(same)  # the last shard alone differs
+    last = [np.array([1, STAMP.eos_id], np.uint16)]
+    shard = write_shard(same, "train-000-00001.bin", "train", STAMP, last, 1)
+    write_index(same, replace(index, shards=[index.shards[0], shard]))
+    assert open_shards(str(same), "train").fingerprint not in fingerprints
+
+
+@pytest.mark.parametrize("lengths", [(9, 2, 3), (2, 9, 3), (2, 3, 9)])
+def test_the_longest_document_is_found_wherever_it_is(
+    lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    texts = [np.full(length, 1, np.uint16) for length in lengths]
+    shard = write_shard(tmp_path, "train-000-00000.bin", "train", STAMP, texts, 14)
+    assert longest_document(tmp_path, shard, STAMP) == 9
 
 
 def test_prepared_folders_are_recognised_by_their_content(folder: Path, tmp_path: Path) -> None:
