@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from nsa.watchdog.hang_detector import HangDetector, HangReport
 from tests.monitor.heartbeats import make_beat, write_limits
 
-CONFIRM = 0.2  # seconds
+CONFIRM = 0.05  # seconds
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +86,129 @@ def test_each_throughput_collapse_is_reported_once(tmp_path: Path) -> None:
     assert [rows for rows, _ in reported] == [40, 57]
     reason = reported[0][1].reason
     assert "at most 100 tokens/s in the last 10 logged steps, up to step 400" in reason
+
+
+@pytest.mark.parametrize(
+    ("phase", "setting"),
+    [
+        ("setup", "setup"),
+        ("data", "compute"),
+        ("forward", "compute"),
+        ("backward", "compute"),
+        ("step", "compute"),
+        ("idle", "compute"),
+        ("eval", "save"),
+        ("save", "save"),
+    ],
+)
+def test_each_phase_has_a_limit_of_its_own_which_0_switches_off(
+    phase: str, setting: str, tmp_path: Path
+) -> None:
+    others = dict.fromkeys({"setup", "compute", "save"} - {setting}, 9)
+    for limit, hangs in ((9, True), (11, False), (0, False)):
+        write_limits(folder := tmp_path / str(limit), **others, **{setting: limit})
+        report = find_hang(HangDetector(folder), {0: make_beat(0, phase=phase, since=10.0)})
+        assert (report is not None) == hangs, limit
+        if report is not None:
+            assert report.reason == (
+                f"rank 0 has been in {phase} after step 7 for 10 s (limit monitor.watch.{setting} "
+                "= 9)"
+            )
+            assert (report.rank, report.phase, report.step) == (0, phase, 7)
+            assert (report.seconds, report.limit) == (10.0, 9)
+
+
+def test_without_a_limit_of_silence_a_phase_lasts_until_now(tmp_path: Path) -> None:
+    old = {0: make_beat(0, since=3.0, mono=time.monotonic() - 10)}
+    for silence, hangs in ((0, True), (1_000, False)):
+        write_limits(folder := tmp_path / str(silence), compute=8, silence=silence)
+        assert (find_hang(HangDetector(folder), old) is not None) == hangs
+
+
+def test_a_finished_rank_that_stays_is_reported_after_the_limit_of_compute(
+    tmp_path: Path,
+) -> None:
+    write_limits(tmp_path, compute=9, silence=1)
+    for ago, hangs in ((8, False), (10, True)):
+        beat = make_beat(0, event="end", status="finished", mono=time.monotonic() - ago)
+        report = find_hang(HangDetector(tmp_path), {0: beat})
+        assert (report is not None) == hangs
+    assert report is not None
+    assert report.reason.startswith("rank 0 has written its last heartbeat but not exited for 10 s")
+
+
+def test_the_rank_that_entered_its_phase_first_is_the_possible_cause(tmp_path: Path) -> None:
+    """By the time of its heartbeat, not by what an older heartbeat said about a phase."""
+    write_limits(tmp_path, compute=10, save=1_000, silence=1_000)
+    ranks = {
+        0: make_beat(0, since=11.0),
+        1: make_beat(1, phase="save", since=60.0),
+        2: make_beat(2, phase="save", since=59.0, mono=time.monotonic() - 20),
+        3: make_beat(3, event="end", status="finished", since=500.0),
+    }
+    report = find_hang(HangDetector(tmp_path), ranks)
+    assert report is not None
+    assert "; rank 2 has been in save for longer, 59 s" in report.reason
+    del ranks[1], ranks[2]
+    report = find_hang(HangDetector(tmp_path), ranks)
+    assert report is not None
+    assert "may be the cause" not in report.reason
+
+
+def test_limits_that_cannot_be_read_stay_as_they_were(tmp_path: Path) -> None:
+    write_limits(tmp_path, compute=9)
+    detector, hanging = HangDetector(tmp_path), {0: make_beat(0, since=10.0)}
+    assert find_hang(detector, hanging) is not None
+    write_limits(tmp_path, compute=-1)
+    assert detector.find_hang(hanging, time.monotonic()) is not None
+    (message,) = detector.check({}).messages
+    assert "monitor.watch cannot be read, so its limits stay" in message
+    write_limits(tmp_path, compute=11)
+    assert find_hang(detector, hanging) is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "collapsed"),
+    [
+        ([1_000.0] * 11 + [199.0] * 10, True),
+        ([1_000.0] * 11 + [200.0] * 10, False),
+        ([1_000.0] * 11 + [199.0] * 9, False),
+        ([1_000.0] * 9 + [1.0] * 10, False),
+        ([1_000.0] * 20, False),
+    ],
+)
+def test_a_collapse_is_ten_logged_steps_below_a_fifth_of_the_median(
+    rates: list[float], collapsed: bool, tmp_path: Path
+) -> None:
+    rows = [f"{number},{rate}\n" for number, rate in enumerate(rates, 1)]
+    (tmp_path / "metrics.csv").write_text("step,tokens_per_s\n" + "".join(rows))
+    assert (HangDetector(tmp_path).find_collapse() is not None) == collapsed
+
+
+@pytest.mark.parametrize(
+    ("action", "halts", "warns"), [("ignore", False, 0), ("warn", False, 1), ("halt", True, 0)]
+)
+def test_a_collapse_is_ignored_logged_or_halts(
+    action: str, halts: bool, warns: int, tmp_path: Path
+) -> None:
+    write_limits(tmp_path, on_collapse=action)
+    rows = [f"{number},{1_000 if number < 30 else 1}\n" for number in range(1, 41)]
+    (tmp_path / "metrics.csv").write_text("step,tokens_per_s\n" + "".join(rows))
+    (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(make_beat(0, pid=5)) + "\n")
+    detector = HangDetector(tmp_path)
+    assert detector.check({}).report is None, "no rank runs, so nothing is judged"
+    state = detector.check({0: 5})
+    assert (state.report is not None) == halts
+    assert len(state.messages) == warns
+    assert all(message.startswith("WARNING: throughput") for message in state.messages)
+
+
+def test_halt_json_keeps_what_is_not_set_again(tmp_path: Path) -> None:
+    detector = HangDetector(tmp_path)
+    assert not detector.add_restart({"step": 3}), "without config.yaml there is nothing to resume"
+    detector.update_halt({"reason": "a", "rank": 1})
+    detector.update_halt({"reason": "b"})
+    (tmp_path / "config.yaml").touch()
+    assert detector.add_restart({"step": 4})
+    halt = json.loads((tmp_path / "halt.json").read_text())
+    assert halt == {"restarts": [{"step": 3}, {"step": 4}], "reason": "b", "rank": 1}
