@@ -17,6 +17,7 @@ from nsa.model.checks import check_hidden_states, check_spec
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import norm_columns, parallel_linear
+from nsa.model.index import Index, index_start
 from nsa.model.ranking_keys import ranking_loss
 from nsa.ops import (
     PackedLayout,
@@ -77,11 +78,14 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
             self.k_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
-        if not dense:
-            self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
+        # Ranks blocks where there is one set of keys and values, which needs no gates.
+        self.index = Index(config) if attention.has_index else None
+        gates = 0 if dense or attention.has_index else len(self.branches)
+        if gates:
+            self.gates = nn.Linear(config.width, self.heads * gates, bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
         sizes = self.heads, self.kv_heads, self.key_dim, self.value_dim
-        self.layout = PackedLayout(*sizes, kv_sets, 0 if dense else len(self.branches))
+        self.layout = PackedLayout(*sizes, kv_sets, gates)
 
     def forward(
         self,
@@ -113,10 +117,10 @@ class Attention(nn.Module):
         if self.selector_loss is not None:
             warnings.warn(_UNUSED_LOSS, stacklevel=2)
         parts = self.rotary_pool(self.project(x, metadata), metadata)
-        kv = self.branch_kv(parts, metadata)
+        kv = self.branch_kv(x, parts, metadata)
         self.selector_loss = None
         if metadata.sampled is not None:
-            self.selector_loss, target = ranking_loss(self, x, parts.q, kv["sel"][0], metadata)
+            self.selector_loss, target = self.ranking_loss(x, parts.q, kv, metadata)
             self.selector_target = metadata.sampled, target
         o = self.attend(parts.q, parts.gates, kv, metadata)
         if metadata.sequence is not None:
@@ -128,7 +132,7 @@ class Attention(nn.Module):
 
         With sequence parallelism this exchanges tokens for heads.
         """
-        linears = [self.q, self.k, self.v] + ([] if self.branches == ("all",) else [self.gates])
+        linears = [self.q, self.k, self.v] + ([self.gates] if self.layout.gates else [])
         packed = parallel_linear(x, linears)
         if self.config.qk_norm:
             rows = len(self.q.weight), len(self.k.weight)
@@ -161,9 +165,15 @@ class Attention(nn.Module):
             backend=self.backend,
         )
 
-    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
+    def branch_kv(self, x: Tensor, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Return each branch's keys and values."""
         return dict(zip(self.branches, parts.kv_sets, strict=False))
+
+    def ranking_loss(
+        self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Return the selector loss and its target, of what `branch_kv` returned."""
+        raise NotImplementedError
 
     def take_selector_loss(self) -> Tensor | None:
         """Return the last forward pass's selector loss, and clear it.
@@ -196,24 +206,27 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None)
 
 
 class NSAttention(Attention):
-    """Native Sparse Attention of hidden states: a drop-in for a causal attention layer.
+    """Sparse attention of hidden states: a drop-in for a causal attention layer.
 
-    Compressed, selected and window branches, mixed by one gate per query head and branch. RoPE and
-    the projections are included. A disabled branch has no parameters. Without the compressed
-    branch, blocks are selected by the mean of the selected branch's keys.
+    With branches = "sel" one set of keys and values: a query attends, in one softmax, to the blocks
+    that an index selects. Else Native Sparse Attention: compressed, selected and window branches,
+    mixed by one gate per query head and branch; a disabled branch has no parameters, and without
+    the compressed branch, blocks are selected by the mean of the selected branch's keys. RoPE and
+    the projections are included.
 
-    `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n], cu_seqlens and
-    the selector loss of every forward pass, including recomputed ones. It must not modify them.
+    `observer`, if set, receives gates [B, T, Hq, 3] if there are any, selected blocks [B, T, Hkv,
+    n], cu_seqlens and the selector loss of every forward pass, including recomputed ones. It must
+    not modify them.
 
     With `selector_loss`, outside of `LanguageModel`: after each forward pass in training add
     `selector_loss * layer.take_selector_loss()` to your loss, or it trains nothing.
     """
 
-    observer: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None
+    observer: Callable[[Tensor | None, Tensor, Tensor | None, Tensor | None], None] | None = None
     compiled: bool = False  # `compile_blocks` sets it: an observer cannot be traced
     dense: bool = False  # `LanguageModel.attend_densely` sets it
     # In compiled code, what the observer receives, until `call_observer`.
-    observed: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+    observed: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None] | None = None
 
     def __init__(
         self,
@@ -255,6 +268,9 @@ class NSAttention(Attention):
         config.validate()
         super().__init__(config)
         self.spec = attention.spec
+        if self.index is not None:
+            self.start_index()
+            return
         self.compress: Compressor = MeanCompressor()
         if attention.compressor == "mlp":
             self.compress = MLPCompressor(self.spec.block_len, self.key_dim, self.value_dim)
@@ -269,6 +285,12 @@ class NSAttention(Attention):
         self.layout = self.layout._replace(
             first_set=int(only_compressed), mean=mean, pre_rope=pre_rope
         )
+
+    def start_index(self) -> None:
+        """Let the index start as the attention that it predicts."""
+        assert self.index is not None
+        start = index_start(self.state_dict(), self.kv_heads)
+        self.index.load_state_dict(start, strict=False)  # φ is not part of it
 
     @torch.no_grad()
     def start_equal(self) -> None:
@@ -291,19 +313,37 @@ class NSAttention(Attention):
         for branch in (0, 2):
             self.v.weight.chunk(3)[branch].zero_()
 
-    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
-        """Add compressed keys and values: without a compressed branch they only select blocks."""
-        kv = super().branch_kv(parts, metadata)
-        if self.layout.mean:
+    def branch_kv(self, x: Tensor, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
+        """Add the index's queries and keys, or compressed keys and values.
+
+        Without a compressed branch these only select blocks.
+        """
+        kv = super().branch_kv(x, parts, metadata)
+        if self.index is not None:
+            learns = metadata.sampled is not None
+            if learns or not self.dense:
+                with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+                    kv["index"] = self.index(x, metadata)
+        elif self.layout.mean:
             assert parts.compressed is not None
             kv["cmp"] = parts.compressed
         elif "cmp" in kv:
             kv["cmp"] = self.compress(*(parts.compressed or parts.kv_sets[0]), metadata)
         return kv
 
+    def ranking_loss(
+        self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        k = kv["sel"][0]
+        if self.index is None:
+            return ranking_loss(self, x, q, k, metadata)
+        return self.index.loss(q, k, kv["index"], self.spec, metadata)
+
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
+        if self.index is not None:
+            return self._attend_once(q, kv, metadata.cu_seqlens)
         assert gates is not None
         if self.dense:
             # Gates are ½ until they learn. The others get a gradient of 0, as ZeRO expects.
@@ -314,12 +354,28 @@ class NSAttention(Attention):
         pairs = *kv["cmp"], *kv["sel"], *kv["win"]
         rest = gates, metadata.cu_seqlens, self.spec, self.key_dim**-0.5
         o, block_index = nsa_attention_and_blocks(GatedInputs(q, *pairs, *rest), self.backend)
+        self._observe(gates, block_index, metadata.cu_seqlens)
+        return o
+
+    def _attend_once(self, q: Tensor, kv: BranchKV, cu_seqlens: Tensor | None) -> Tensor:
+        """Attend to the keys of the blocks that the index selects, in one softmax."""
+        if self.dense:
+            return causal_attention(q, *kv["sel"], cu_seqlens)
+        common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
+        block_index = select_blocks(*kv["index"], None, self.spec, **common)
+        o = selected_attention(q, *kv["sel"], block_index, self.spec, **common)
+        self._observe(None, block_index, cu_seqlens)
+        return o
+
+    def _observe(
+        self, gates: Tensor | None, block_index: Tensor, cu_seqlens: Tensor | None
+    ) -> None:
         loss = None if self.selector_loss is None else self.selector_loss.detach()
         if self.compiled:
-            self.observed = gates.detach(), block_index, metadata.cu_seqlens, loss
+            given = None if gates is None else gates.detach()
+            self.observed = given, block_index, cu_seqlens, loss
         elif self.observer is not None:
-            self.observer(gates, block_index, metadata.cu_seqlens, loss)
-        return o
+            self.observer(gates, block_index, cu_seqlens, loss)
 
     def call_observer(self) -> None:
         """Call the observer with what compiled code has kept in `observed`."""

@@ -36,7 +36,9 @@ class AttentionConfig:
 
     kind: str = "nsa"  # "nsa", or "dense": plain causal attention, the baseline
     compressor: str = "mean"  # φ: "mean", "pool" (a learned weighted mean) or "mlp" (the paper's)
-    branches: str = "cmp+sel+win"  # a subset for ablations: "win", "cmp+sel" …
+    # "sel": one set of keys and values, and an index that selects blocks; "cmp+sel+win": the
+    # paper's three, each with keys and values of its own; others are ablations
+    branches: str = "cmp+sel+win"
     # Weight of the loss that trains compressed keys to rank blocks by the selected branch's
     # attention; 0: off, as in the paper. It changes gradients, not the value of the training loss
     selector_loss: float = 0.0
@@ -46,6 +48,16 @@ class AttentionConfig:
     @property
     def branch_names(self) -> tuple[str, ...]:
         return tuple(self.branches.split("+"))
+
+    @property
+    def has_index(self) -> bool:
+        """Whether an index selects blocks for one set of keys and values."""
+        return self.kind == "nsa" and self.branches == "sel"
+
+    @property
+    def can_rank(self) -> bool:
+        """Whether the selector loss has something to train."""
+        return self.kind == "nsa" and (self.has_index or self.branch_names == BRANCHES)
 
     def validate(self) -> None:
         """Raise a ValueError that names the first invalid setting."""
@@ -58,15 +70,37 @@ class AttentionConfig:
             backend=BACKENDS,
         )
         at_least(0, "model.attention", self, "selector_loss")
-        if self.selector_loss and (self.kind != "nsa" or self.branch_names != BRANCHES):
+        if self.selector_loss and not self.can_rank:
             raise ValueError(
-                f"model.attention.selector_loss = {self.selector_loss}: needs kind nsa with all "
-                f"branches, not {self.kind} with {self.branches}; set it to 0"
+                f"model.attention.selector_loss = {self.selector_loss}: needs kind nsa with "
+                f"branches sel or all three, not {self.kind} with {self.branches}; set it to 0"
             )
-        if self.compressor != "mean" and "cmp" not in self.branch_names:
+        if self.has_index:
+            self._validate_index()
+        elif self.compressor != "mean" and "cmp" not in self.branch_names:
             raise ValueError(
                 f"model.attention.compressor = {self.compressor!r}: gets no gradient from "
                 f"model.attention.branches = {self.branches!r}; add cmp, or set it to mean"
+            )
+
+    def _validate_index(self) -> None:
+        spec = self.spec
+        if self.compressor == "mlp":
+            raise ValueError(
+                "model.attention.compressor = 'mlp': compresses keys with values, and an index has "
+                "keys alone; set it to pool or mean with branches=sel"
+            )
+        if spec.window != NSASpec.window:
+            raise ValueError(
+                f"model.attention.spec.window = {spec.window}: branches=sel has no window; remove "
+                "it and set local_blocks, the last blocks that are always selected"
+            )
+        always = spec.init_blocks + spec.local_blocks
+        if spec.select_top <= always:
+            raise ValueError(
+                f"model.attention.spec.select_top = {spec.select_top}: leaves the index nothing to "
+                f"select, as init_blocks and local_blocks are {always}; set it to {always + 1} or "
+                "more"
             )
 
 

@@ -216,7 +216,7 @@ def _prefill_attention(
 ) -> Tensor:
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
-    kv = layer.branch_kv(parts, metadata)
+    kv = layer.branch_kv(x, parts, metadata)
     cache.fill(_token_entries(cache, layer, parts), placement)
     cache.fill(_block_entries(cache, kv.get("cmp", ())), placement)
     return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))

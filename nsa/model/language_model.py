@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from nsa.constants import BRANCHES
 from nsa.model.activation_checkpointing import checkpoint_function
 from nsa.model.attention import NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
@@ -204,7 +203,10 @@ class LanguageModel(nn.Module):
             block.attention.o.weight.mul_(residual_scale)
             block.mlp.down.weight.mul_(residual_scale)
             if isinstance(block.attention, NSAttention):
-                block.attention.start_equal()
+                if block.attention.index is not None:
+                    block.attention.start_index()
+                else:
+                    block.attention.start_equal()
 
     def attend_to_all(self, seq_len: int | None) -> None:
         """Select all blocks and see all tokens of `seq_len`; None: the sparse pattern again.
@@ -221,7 +223,8 @@ class LanguageModel(nn.Module):
     def start_dense(self) -> None:
         """Give values to the selected branch alone, before steps of `attend_densely`."""
         for layer in self.sparse_layers().values():
-            layer.start_dense()
+            if layer.index is None:
+                layer.start_dense()
 
     def attend_densely(self, dense: bool) -> None:
         """Attend to all tokens by the selected branch alone; False: the sparse pattern again."""
@@ -229,11 +232,11 @@ class LanguageModel(nn.Module):
             layer.dense = dense
 
     def sparse_layers(self) -> dict[str, NSAttention]:
-        """Return the attention layers that call an observer, by name: those with all branches."""
+        """Return the attention layers that call an observer, by name: those that can rank."""
         return {
             name: module
             for name, module in self.named_modules()
-            if isinstance(module, NSAttention) and module.branches == BRANCHES
+            if isinstance(module, NSAttention) and module.config.attention.can_rank
         }
 
 

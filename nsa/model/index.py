@@ -1,0 +1,113 @@
+"""Index: ranks blocks for attention with one set of keys and values; the selector loss trains it.
+
+    x, detached -> q -> RoPE                                             queries [B, T, Hkv, Dk]
+                -> k -> φ over each compressed block -> RoPE at its end  keys [B, N, Hkv, Dk]
+    q · k       -> the best blocks of each token and KV head, by select_blocks
+
+One index head per KV head. It starts as the attention that it predicts: queries as the mean of
+their group's, keys as the attended ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.compressor import BlockPool, cut_blocks
+from nsa.model.config import ModelConfig
+from nsa.model.fused import norm_columns, parallel_linear
+from nsa.model.rotary import Rotary, apply_rotary
+from nsa.ops import PackedLayout, rotary_pool, selector_loss
+from nsa.spec import NSASpec
+
+
+class Index(nn.Module):
+    """Queries and keys that rank blocks; their gradient does not reach the layer's input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        heads, size, bias = config.kv_heads, config.head_dim, config.qkv_bias
+        self.q = nn.Linear(config.width, heads * size, bias=bias)
+        self.k = nn.Linear(config.width, heads * size, bias=bias)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(size, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(size, eps=config.norm_eps)
+        self.pool: BlockPool | None = None  # φ; None: the mean
+        if config.attention.compressor == "pool":
+            self.pool = BlockPool(config.attention.spec.block_len, heads, size)
+        self.backend = config.attention.backend
+        self.layout = PackedLayout(heads, heads, size, 0, 1, first_set=1, pre_rope=True)
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """Map hidden states [B, T, width] to queries [B, T, Hkv, Dk] and keys [B, N, Hkv, Dk]."""
+        q, k = self.project(x, metadata)
+        return q, self.compress(k, metadata)
+
+    def project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """Return queries, and each token's key before φ and RoPE, both [B, T, Hkv, Dk]."""
+        packed, layout = parallel_linear(x.detach(), (self.q, self.k)), self.layout
+        if self.qk_norm:
+            rows = len(self.q.weight), len(self.k.weight)
+            packed = norm_columns(packed, rows, (self.q_norm, self.k_norm))
+        if metadata.sequence is not None:
+            packed = metadata.sequence.tokens_to_heads(packed, layout)
+            layout = metadata.sequence.shard(layout)
+        parts = rotary_pool(packed, layout, *metadata.rotary, backend=self.backend)
+        assert parts.compressed is not None
+        return parts.q, parts.compressed[0]
+
+    def compress(self, k: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Pool each token's keys [B, T, Hkv, Dk] to those of the blocks [B, N, Hkv, Dk]."""
+        if self.pool is not None:
+            return self.pool(k, metadata.block_rotary, metadata, self.backend)
+        assert metadata.block_rotary is not None
+        return apply_rotary(cut_blocks(k, metadata).mean(2), metadata.block_rotary)
+
+    def compress_blocks(self, k: Tensor, block_rotary: Rotary) -> Tensor:
+        """The same of blocks [B, N, l, Hkv, Dk] that are cut already."""
+        pooled = k.mean(2) if self.pool is None else self.pool.pool_blocks(k)
+        return apply_rotary(pooled, block_rotary)
+
+    def loss(
+        self,
+        q: Tensor,
+        k: Tensor,
+        index: tuple[Tensor, Tensor],
+        spec: NSASpec,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the selector loss and its target: the attention of q over k, by block."""
+        assert metadata.sampled is not None
+        queries, keys = index
+        return selector_loss(
+            q,
+            keys,
+            k,
+            metadata.sampled,
+            spec,
+            q_cmp=queries[:, metadata.sampled],
+            cu_seqlens=metadata.cu_seqlens,
+            backend=self.backend,
+        )
+
+
+def index_start(attention: Mapping[str, Tensor], kv_heads: int) -> dict[str, Tensor]:
+    """Return an index's weights from those of its attention layer, all without a prefix.
+
+    The parameters of φ are not among them: they start as the mean.
+    """
+    rows = len(attention["k.weight"])
+
+    def group_mean(q: Tensor) -> Tensor:
+        return q.unflatten(0, (kv_heads, -1, rows // kv_heads)).mean(1).flatten(0, 1)
+
+    start = {}
+    for name, weight in attention.items():
+        if name in ("q.weight", "q.bias"):
+            start[name] = group_mean(weight)
+        elif name in ("k.weight", "k.bias", "q_norm.weight", "k_norm.weight"):
+            start[name] = weight.clone()
+    return start
