@@ -6,6 +6,8 @@
     k_win v_win    a ring of the last w tokens, position p at p % size
     k_tail v_tail  a ring of the last l tokens, input of the compressor's next block
 
+With an index, k_cmp and k_tail hold its keys, and there are no compressed values.
+
 Readers of the same branch share a buffer. Buffers [B, size, Hkv, D] grow by doubling; a ring stops
 at the longest window of its readers.
 """
@@ -46,6 +48,13 @@ class Buffer(NamedTuple):
 def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
     """Return the buffer that each reader of a layer (k_sel, v_win …) uses."""
     attention, spec = config.attention, config.attention.spec
+    if attention.has_index:
+        return {
+            "k_sel": Buffer("k", "sel"),
+            "v_sel": Buffer("v", "sel"),
+            "k_tail": Buffer("k", "index", "pre_rope", spec.block_len),
+            "k_cmp": Buffer("k", "index", "blocks"),
+        }
     branches = ("all",) if attention.kind == "dense" else attention.branch_names
     compressed = "cmp" if "cmp" in branches else "sel"  # the branch whose keys are compressed
     readers = (

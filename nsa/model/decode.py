@@ -216,9 +216,16 @@ def _prefill_attention(
 ) -> Tensor:
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
-    kv = layer.branch_kv(x, parts, metadata)
-    cache.fill(_token_entries(cache, layer, parts), placement)
-    cache.fill(_block_entries(cache, kv.get("cmp", ())), placement)
+    if layer.index is None:
+        kv = layer.branch_kv(x, parts, metadata)
+        cache.fill(_token_entries(cache, layer, parts), placement)
+        cache.fill(_block_entries(cache, kv.get("cmp", ())), placement)
+    else:
+        queries, of_tokens = layer.index.project(x, metadata)
+        keys = layer.index.compress(of_tokens, metadata)
+        kv = {"sel": parts.kv_sets[0], "index": (queries, keys)}
+        cache.fill(_token_entries(cache, layer, parts, of_tokens), placement)
+        cache.fill(_block_entries(cache, (keys,)), placement)
     return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))
 
 
@@ -232,10 +239,12 @@ def _step_attention(
     """Attention of the newest token of each sequence, after storing its keys and values."""
     lengths = cache.lengths
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
-    layer_cache.append(_token_entries(layer_cache, layer, parts), lengths - 1)
+    queries, index_keys = None, None
+    if layer.index is not None:
+        queries, index_keys = layer.index.project(x, metadata)
+    layer_cache.append(_token_entries(layer_cache, layer, parts, index_keys), lengths - 1)
     if not isinstance(layer, NSAttention):
         return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]
-    assert parts.gates is not None
     if "k_cmp" in layer_cache.plan and cache.completes_a_block:
         _append_blocks(layer, layer_cache, lengths, metadata.rotary)
     blocks = layer.spec.compressed_len(cache.longest)
@@ -247,16 +256,19 @@ def _step_attention(
         layer_cache.read("v_sel"),
         layer_cache.read("k_win"),
         layer_cache.read("v_win"),
-        parts.gates[0],
+        None if parts.gates is None else parts.gates[0],
         lengths,
         layer.spec,
+        q_cmp=None if queries is None else queries[0],
         branches=layer.branches,
         backend=layer.backend,
     )
     return layer.o(o.flatten(-2))[None]
 
 
-def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> Content:
+def _token_entries(
+    cache: LayerCache, layer: Attention, parts: RotaryPooled, index_keys: Tensor | None = None
+) -> Content:
     """The keys and values to store in each buffer that has one entry per token."""
     content = {}
     for buffer in cache.buffers:
@@ -264,8 +276,9 @@ def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> 
             pair = parts.kv_sets[layer.branches.index(buffer.branch)]
             content[buffer] = pair["kv".index(buffer.kind)]
         elif buffer.entries == "pre_rope":
-            assert parts.compressed is not None
-            content[buffer] = parts.compressed[0]
+            pre_rope = index_keys if parts.compressed is None else parts.compressed[0]
+            assert pre_rope is not None
+            content[buffer] = pre_rope
     return content
 
 
@@ -278,8 +291,13 @@ def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> Content:
 def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotary: Rotary) -> None:
     """Compress and store the block that ends with the newest token, in sequences that have one."""
     length, stride = layer.spec.block_len, layer.spec.block_stride
-    k, v = (cache.last(kind, lengths, length)[None] for kind in "kv")
-    content = _block_entries(cache, layer.compress.compress_blocks(k, v, rotary))
+    k = cache.last("k", lengths, length)[None]  # [1, B, l, Hkv, Dk]
+    if layer.index is not None:
+        compressed: Sequence[Tensor] = (layer.index.compress_blocks(k, rotary),)
+    else:
+        v = cache.last("v", lengths, length)[None]
+        compressed = layer.compress.compress_blocks(k, v, rotary)
+    content = _block_entries(cache, compressed)
     start = lengths - length
     block = torch.div(start, stride, rounding_mode="floor")
     cache.append(content, block, valid=(start >= 0) & (start % stride == 0))

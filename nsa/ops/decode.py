@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.constants import BRANCHES
 from nsa.ops import triton
 from nsa.ops.backend import dispatch
-from nsa.ops.blockwise import overlap_table, sum_overlaps, top_blocks
+from nsa.ops.blockwise import log_sum_overlaps, overlap_table, sum_overlaps, top_blocks
 from nsa.ops.checks import check_heads, check_scale
 from nsa.spec import NSASpec
 
@@ -28,10 +28,11 @@ def decode_attention(
     v_sel: Tensor | None,
     k_win: Tensor | None,
     v_win: Tensor | None,
-    gates: Tensor,
+    gates: Tensor | None,
     lengths: Tensor,
     spec: NSASpec,
     *,
+    q_cmp: Tensor | None = None,
     branches: Sequence[str] = BRANCHES,
     scale: float | None = None,
     backend: str = "auto",
@@ -44,17 +45,20 @@ def decode_attention(
     buffers: position p is at p % R, and R is at least the window or the longest sequence. Entries
     past a sequence's length, even NaN, never affect the result.
 
-    Buffers that no branch in `branches` reads may be None; selection also reads k_cmp. The backends
-    "blockwise" and "reference" both run the PyTorch code in this file.
+    Buffers that no branch in `branches` reads may be None; selection also reads k_cmp. With `q_cmp`
+    [B, Hkv, Dk] these queries rank blocks, and not q. Without gates there is one branch. The
+    backends "blockwise" and "reference" both run the PyTorch code in this file.
     """
     scale = check_scale(q, scale)
     buffers = {"cmp": (k_cmp, v_cmp), "sel": (k_sel, v_sel), "win": (k_win, v_win)}
     pairs = _check(q, buffers, gates, lengths, branches)
+    if q_cmp is not None:
+        _check_ranking(q_cmp, k_cmp, branches)
     values = (v for _, v in pairs.values())
     if dispatch(backend, "decode_attention", q[:, None], *values) is triton:
         from nsa.ops.triton.decode import triton_decode
 
-        tensors = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lengths
+        tensors = q_cmp, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lengths
         return triton_decode(q, *tensors, spec.to_ints(), "+".join(branches), scale)
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = next(iter(pairs.values()))[0].shape[2]
@@ -63,15 +67,23 @@ def decode_attention(
     if k_cmp is not None:
         first = torch.arange(k_cmp.shape[1], device=lengths.device) * spec.block_stride
         seen = (first + spec.block_len <= lengths[:, None])[:, None]  # complete blocks [B, 1, N]
-        p = _softmax(q_BKGD, k_cmp.transpose(1, 2), seen)
+        if q_cmp is None:
+            p = _softmax(q_BKGD, k_cmp.transpose(1, 2), seen)
+            ranking = p.sum(2)  # [B, K, N]
+        else:
+            score = (q_cmp.to(dtype) * scale)[:, :, None] @ k_cmp.to(dtype).permute(0, 2, 3, 1)
+            ranking = score[:, :, 0].masked_fill(~seen, -torch.inf)
         if "cmp" in pairs:
             outputs["cmp"] = _weighted(p, pairs["cmp"][1].transpose(1, 2), seen)
         if "sel" in pairs:
-            index = _select(p.sum(2), lengths, spec, pairs["sel"][0].shape[1])
+            capacity = pairs["sel"][0].shape[1]
+            index = _select(ranking, lengths, spec, capacity, logarithmic=q_cmp is not None)
             keys_values = _selected_keys(*pairs["sel"], index, lengths, spec)
             outputs["sel"] = _attend(q_BKGD, *keys_values)
     if "win" in pairs:
         outputs["win"] = _attend(q_BKGD, *_window_keys(*pairs["win"], lengths, spec.window))
+    if gates is None:
+        return outputs[branches[0]].flatten(1, 2).to(q.dtype)
     mixed = [
         gate[..., None] * outputs[name].flatten(1, 2).to(q.dtype)
         for name, gate in zip(branches, gates.unbind(-1), strict=True)
@@ -82,7 +94,7 @@ def decode_attention(
 def _check(
     q: Tensor,
     buffers: dict[str, tuple[Tensor | None, Tensor | None]],
-    gates: Tensor,
+    gates: Tensor | None,
     lengths: Tensor,
     branches: Sequence[str],
 ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -99,7 +111,11 @@ def _check(
         if k_cmp is None:
             raise ValueError("k_cmp = None: the selected branch needs it; pass k_cmp")
         check_heads(q[:, None], k_cmp=k_cmp)
-    if not pairs or gates.shape != (*q.shape[:2], len(branches)):
+    if gates is None and len(pairs) != 1:
+        raise ValueError(
+            f"gates = None: branches = {tuple(branches)} are mixed by gates; pass them"
+        )
+    if gates is not None and (not pairs or gates.shape != (*q.shape[:2], len(branches))):
         raise ValueError(
             f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:2], len(branches))}: "
             "[B, Hq, branches]"
@@ -111,14 +127,30 @@ def _check(
     return pairs
 
 
-def _select(p_BKN: Tensor, lengths: Tensor, spec: NSASpec, capacity: int) -> Tensor:
-    """The blocks of each sequence's last token, ascending, padded with -1: [B, K, n or fewer]."""
+def _check_ranking(q_cmp: Tensor, k_cmp: Tensor | None, branches: Sequence[str]) -> None:
+    if tuple(branches) != ("sel",) or k_cmp is None:
+        raise ValueError(f"q_cmp: ranks blocks of the branch sel alone, not of {tuple(branches)}")
+    if q_cmp.shape != (len(k_cmp), *k_cmp.shape[2:]):
+        expected = (len(k_cmp), *k_cmp.shape[2:])
+        raise ValueError(
+            f"q_cmp has shape {tuple(q_cmp.shape)}; it must be {expected}: [B, Hkv, Dk]"
+        )
+
+
+def _select(
+    ranking_BKN: Tensor, lengths: Tensor, spec: NSASpec, capacity: int, logarithmic: bool
+) -> Tensor:
+    """The blocks of each sequence's last token, ascending, padded with -1: [B, K, n or fewer].
+
+    They are ranked by probabilities of compressed keys, or by their scores if `logarithmic`.
+    """
     own = torch.div(lengths - 1, spec.select_len, rounding_mode="floor")[:, None, None]
     if spec.select_blocks_len(capacity) <= spec.select_top:
         block = torch.arange(spec.select_blocks_len(capacity), device=own.device)
-        return torch.where(block <= own, block, -1).expand(-1, p_BKN.shape[1], -1)
-    table = overlap_table(capacity, spec, p_BKN.dtype, p_BKN.device)
-    return top_blocks(sum_overlaps(p_BKN, *table), own, spec)
+        return torch.where(block <= own, block, -1).expand(-1, ranking_BKN.shape[1], -1)
+    add = log_sum_overlaps if logarithmic else sum_overlaps
+    table = overlap_table(capacity, spec, ranking_BKN.dtype, ranking_BKN.device)
+    return top_blocks(add(ranking_BKN, *table), own, spec)
 
 
 def _selected_keys(

@@ -15,9 +15,14 @@ from nsa.model.config import INIT_STD
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is selected by importance
+ONE_KEY = NSASpec(4, 4, 4, 3, 1, 1)  # an index key per selection block
 # Every kind of attention that a model can have.
 ATTENTIONS = {
     "dense": AttentionConfig(kind="dense"),
+    "index": AttentionConfig(spec=ONE_KEY, branches="sel", compressor="pool", selector_loss=1.0),
+    "index, mean": AttentionConfig(
+        spec=replace(SPEC, window=512), branches="sel", selector_loss=1.0
+    ),
     "mean": AttentionConfig(spec=SPEC),
     "pool": AttentionConfig(spec=SPEC, compressor="pool"),
     "mlp": AttentionConfig(spec=SPEC, compressor="mlp"),
@@ -54,13 +59,18 @@ def build(
 ) -> LanguageModel:
     """Build a reproducible model without parameters whose start would hide an error.
 
-    Gates differ from ½, so that their order matters, all branches have values, φ `pool` is not the
-    mean, and biases and norms of q and k have an effect.
+    Gates differ from ½, so that their order matters, all branches have values, an index is not the
+    attention's queries and keys, φ `pool` is not the mean, and biases and norms of q and k have an
+    effect.
     """
     torch.manual_seed(seed)
     model = LanguageModel(config)
     model.initialize(std)
     for layer in model.sparse_layers().values():
+        if layer.index is not None:
+            torch.nn.init.normal_(layer.index.q.weight, std=0.3)
+            torch.nn.init.normal_(layer.index.k.weight, std=0.3)
+            continue
         torch.nn.init.normal_(layer.gates.weight, std=0.3)
         torch.nn.init.normal_(layer.v.weight, std=std)
     for name, parameter in model.named_parameters():

@@ -43,9 +43,13 @@ def sparse(spec: NSASpec = SPEC, **changes: object) -> AttentionConfig:
 
 
 CONFIGS = {name: tiny(name) for name in ATTENTIONS}
-CONFIGS |= {branches: tiny(sparse(branches=branches)) for branches in SUBSETS[1:]}
+CONFIGS |= {
+    branches: tiny(sparse(branches=branches)) for branches in SUBSETS[1:] if branches != "sel"
+}
 CONFIGS |= {
     "dense, imported": tiny("dense", **IMPORTED),
+    "index, imported": tiny("index", **IMPORTED),
+    "index, odd": tiny(sparse(replace(ODD, window=512), branches="sel"), heads=3, kv_heads=1),
     "mean, imported": tiny("mean", **IMPORTED),
     "pool, imported": tiny("pool", **IMPORTED),
     "M7C's pattern, G=6": tiny(sparse(M7C), heads=6, kv_heads=1, value_dim=None),

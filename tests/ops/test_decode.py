@@ -84,6 +84,31 @@ class Sequences:
         }
         return decode_attention(**(given | changes), spec=self.spec, branches=branches)
 
+    def by_own_queries(self, **changes: Any) -> Tensor:
+        """The selected branch without gates, whose blocks the first heads of q rank."""
+        rows = torch.arange(len(self.lengths))
+        heads = self.full["k_cmp"].shape[2]
+        given = {
+            "q": self.q[rows, self.lengths - 1],
+            "q_cmp": self.q[rows, self.lengths - 1, :heads],
+            **self.buffers,
+            **dict.fromkeys(("v_cmp", "k_win", "v_win", "gates")),
+            "lengths": self.lengths,
+        }
+        return decode_attention(**(given | changes), spec=self.spec, branches=("sel",))
+
+    def expected_by_own_queries(self) -> Tensor:
+        """The same, from the full sequences by the definition."""
+        outputs = []
+        for row in range(len(self.lengths)):
+            x = self.sequence(row)
+            queries = x["q"][:, :, : x["k_cmp"].shape[2]]
+            index = select_blocks(queries, x["k_cmp"], None, self.spec, backend="reference")
+            pair = x["k_sel"], x["v_sel"]
+            o = selected_attention(x["q"], *pair, index, self.spec, backend="reference")
+            outputs.append(o[0, -1])
+        return torch.stack(outputs)
+
     def sequence(self, row: int) -> dict[str, Tensor]:
         """One sequence, up to its length."""
         length = int(self.lengths[row])
@@ -103,6 +128,22 @@ class Sequences:
             )
             outputs.append(o[0, -1])
         return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_queries_of_their_own_rank_the_blocks_of_a_decoded_token(seed: int) -> None:
+    x = random_sequences(seed)
+    torch.testing.assert_close(x.by_own_queries(), x.expected_by_own_queries())
+
+
+def test_ranking_queries_need_the_selected_branch_alone_and_a_head_per_kv_head() -> None:
+    x = Sequences(NSASpec(4, 2, 4, 3, 1, 1, 6), [30, 7])
+    with pytest.raises(ValueError, match=r"q_cmp has shape \(2, 4, 6\); it must be \(2, 2, 6\)"):
+        x.by_own_queries(q_cmp=x.q[:, 0])
+    with pytest.raises(ValueError, match="q_cmp: ranks blocks of the branch sel alone"):
+        x.decoded(q_cmp=x.q[:, 0, :2])
+    with pytest.raises(ValueError, match=r"gates = None: branches = .* are mixed by gates"):
+        x.decoded(gates=None)
 
 
 def random_sequences(seed: int) -> Sequences:

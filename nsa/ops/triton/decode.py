@@ -30,13 +30,14 @@ class DecodeInputs(NamedTuple):
     """Inputs of the op, as `nsa.ops.decode.decode_attention` describes and checks them."""
 
     q: Tensor  # [B, Hq, Dk]
+    q_cmp: Tensor | None  # [B, Hkv, Dk]: queries of k_cmp; None: q
     k_cmp: Tensor | None
     v_cmp: Tensor | None
     k_sel: Tensor | None
     v_sel: Tensor | None
     k_win: Tensor | None
     v_win: Tensor | None
-    gates: Tensor  # [B, Hq, branches]
+    gates: Tensor | None  # [B, Hq, branches]; None: one branch without a gate
     lengths: Tensor  # int64 [B]
     spec: NSASpec
     branches: str  # names joined by +
@@ -65,7 +66,11 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     compressed, first_part = cdiv(keys, PART), top + cdiv(window, PART)
     parts, row_scores = _capacity(first_part + compressed), _capacity(keys)
     blocks, scale = _capacity(total_blocks), x.scale * LOG2E
-    q, gates, lengths = x.q.contiguous(), x.gates.contiguous(), x.lengths.contiguous()
+    q, lengths = x.q.contiguous(), x.lengths.contiguous()
+    gates = None if x.gates is None else x.gates.contiguous()
+    # With one query head per KV head, scores rank blocks without a normalizer.
+    ranking, own = (q, False) if x.q_cmp is None else (x.q_cmp.contiguous(), True)
+    ranks = constants._replace(GROUP=1) if own else constants
     k_cmp, k_cmp_b = _buffer(x.k_cmp)
     v_cmp, v_cmp_b = _buffer(x.v_cmp if "cmp" in branches else None)
     k_sel, k_sel_b = _buffer(x.k_sel if "sel" in branches else None)
@@ -78,23 +83,23 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     lse = q.new_empty(batch, heads, parts, dtype=torch.float32)
     scores = None
     if selecting:
-        scores = q.new_empty(batch, heads, row_scores, dtype=torch.float32)
+        scores = q.new_empty(batch, ranking.shape[1], row_scores, dtype=torch.float32)
     programs = groups * cdiv(heads // groups, config.rows)
     tile = max(1, ELEMENTS // constants.VALUE_P)
     launch(
-        decode_compressed_kernel, (compressed, programs, batch), config,
-        q=q, k_cmp=k_cmp, v_cmp=v_cmp, lengths=lengths, o=o, lse=lse, scores=scores,
+        decode_compressed_kernel, (compressed, groups if own else programs, batch), config,
+        q=ranking, k_cmp=k_cmp, v_cmp=v_cmp, lengths=lengths, o=o, lse=lse, scores=scores,
         k_cmp_b=k_cmp_b, v_cmp_b=v_cmp_b, parts=parts, row_scores=row_scores, scale=scale,
-        C=constants, PART=PART, FIRST_PART=first_part,
+        C=ranks, PART=PART, FIRST_PART=first_part,
     )  # fmt: skip
     if selecting:
         importance = q.new_empty(batch, groups, blocks, dtype=torch.float32)
         grid, small = (cdiv(total_blocks, BLOCKS), groups, batch), Config(BLOCKS, 0, 4, 1)
         launch(
             decode_importance_kernel, grid, small,
-            scores=scores, lse=lse, lengths=lengths, importance=importance,
-            parts=parts, row_scores=row_scores, blocks=blocks, C=constants,
-            GROUP_P=padded_size(constants.GROUP), PART=PART, FIRST_PART=first_part, TILE=tile,
+            scores=scores, lse=None if own else lse, lengths=lengths, importance=importance,
+            parts=parts, row_scores=row_scores, blocks=blocks, C=ranks,
+            GROUP_P=padded_size(ranks.GROUP), PART=PART, FIRST_PART=first_part, TILE=tile,
         )  # fmt: skip
         launch(
             decode_rank_kernel, grid, small,

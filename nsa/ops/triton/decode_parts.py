@@ -26,7 +26,7 @@ from nsa.ops.triton.common import (
     store_rows,
     visible,
 )
-from nsa.ops.triton.select import first_overlap, overlap
+from nsa.ops.triton.select import LEAST, TAKEN, first_overlap, overlap
 
 
 @triton.jit
@@ -141,20 +141,36 @@ def decode_importance_kernel(
         group = batch * tl.num_programs(1) + head
         row = group * C.GROUP + h
         seen = visible(length - 1, C)
-        stop = FIRST_PART + tl.cdiv(seen, PART)
-        row_lse = _logsum(lse, FIRST_PART, stop, row * parts, valid, GROUP_P, TILE)
         j = tl.program_id(0) * C.BLOCKS + tl.arange(0, C.BLOCKS)
         low = first_overlap(j, C)
-        total = tl.zeros([BLOCKS], tl.float32)
-        for c in range(C.COUNT):
-            i = low + c
-            inside = valid[:, None] & ((i >= 0) & (i < seen))[None, :]
-            at = (row * row_scores)[:, None] + i[None, :]
-            s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
-            weight = overlap(i, j, C)
-            total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight
-        # A NaN has no rank and would leave `index` partly unwritten; the output is NaN anyway.
-        total = tl.where(total >= 0.0, total, 0.0)
+        if lse is None:  # the scores of one head, as in `_log_importance` of select.py
+            m = tl.full([BLOCKS], LEAST, tl.float32)
+            total = tl.zeros([BLOCKS], tl.float32)
+            for c in range(C.COUNT):
+                i = low + c
+                weight = overlap(i, j, C)
+                sees = (i >= 0) & (i < seen) & (weight > 0.0)
+                s = tl.load(scores + group * row_scores + i, mask=sees, other=LEAST)
+                m_new = tl.maximum(m, s)
+                total = total * tl.exp2(m - m_new) + tl.where(
+                    sees, tl.exp2(s - m_new) * weight, 0.0
+                )
+                m = m_new
+            # The least also instead of a NaN, which has no rank: the output is NaN anyway.
+            total = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), LEAST)
+        else:
+            stop = FIRST_PART + tl.cdiv(seen, PART)
+            row_lse = _logsum(lse, FIRST_PART, stop, row * parts, valid, GROUP_P, TILE)
+            total = tl.zeros([BLOCKS], tl.float32)
+            for c in range(C.COUNT):
+                i = low + c
+                inside = valid[:, None] & ((i >= 0) & (i < seen))[None, :]
+                at = (row * row_scores)[:, None] + i[None, :]
+                s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
+                weight = overlap(i, j, C)
+                total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight
+            # A NaN has no rank and would leave `index` partly unwritten; the output is NaN anyway.
+            total = tl.where(total >= 0.0, total, 0.0)
         total = tl.where((j < C.INIT) | (j >= candidates - C.LOCAL), float("inf"), total)
         tl.store(importance + group * blocks + j, total, mask=j < candidates)
 
@@ -171,11 +187,11 @@ def decode_rank_kernel(importance, lengths, index, blocks, C: tl.constexpr):
     if (candidates > C.TOP) & (tl.program_id(0) * C.BLOCKS < candidates):
         importance += group * blocks
         j = tl.program_id(0) * C.BLOCKS + tl.arange(0, C.BLOCKS)
-        mine = tl.load(importance + j, mask=j < candidates, other=-1.0)[:, None]
+        mine = tl.load(importance + j, mask=j < candidates, other=TAKEN)[:, None]
         rank = tl.zeros([BLOCKS], tl.int32)
         for first in range(0, candidates, C.BLOCKS):
             i = first + tl.arange(0, C.BLOCKS)
-            other = tl.load(importance + i, mask=i < candidates, other=-1.0)[None, :]
+            other = tl.load(importance + i, mask=i < candidates, other=TAKEN)[None, :]
             before = (other > mine) | ((other == mine) & (i[None, :] < j[:, None]))
             rank += tl.sum(before.to(tl.int32), 1)
         tl.store(index + group * C.TOP + rank, j, mask=(j < candidates) & (rank < C.TOP))
@@ -216,8 +232,8 @@ def decode_parts_kernel(
 
 
 @triton.jit
-def _join(o, lse, row, count, gate, C: tl.constexpr, TILE: tl.constexpr):
-    """One branch's output from its first `count` parts, times its gate: [1, VALUE_P]."""
+def _join(o, lse, row, count, gates, gate, C: tl.constexpr, TILE: tl.constexpr):
+    """One branch's output from its first `count` parts, times its gate, if any: [1, VALUE_P]."""
     m, total, acc = start_softmax(1, C.VALUE_P)
     for first in range(0, count, TILE):
         i = first + tl.arange(0, TILE)
@@ -230,7 +246,10 @@ def _join(o, lse, row, count, gate, C: tl.constexpr, TILE: tl.constexpr):
         total = total * old + tl.sum(p, 0)
         acc = acc * old[:, None] + tl.sum(p[:, None] * part, 0)[None, :]
         m = m_new
-    return finish_softmax(m, total, acc)[0] * tl.load(gate).to(tl.float32)
+    o_tile = finish_softmax(m, total, acc)[0]
+    if gates is not None:
+        o_tile *= tl.load(gates + gate).to(tl.float32)
+    return o_tile
 
 
 @triton.jit
@@ -244,16 +263,17 @@ def decode_mix_kernel(
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
     total = tl.zeros([1, VALUE_P], tl.float32)
-    gates += row * GATES
     at = row * parts
+    if gates is not None:
+        gates += row * GATES
     if CMP >= 0:
         count = tl.cdiv(visible(length - 1, C), PART)
-        total += _join(o, lse, at + FIRST_PART, count, gates + CMP, C, TILE)
+        total += _join(o, lse, at + FIRST_PART, count, gates, CMP, C, TILE)
     if SEL >= 0:
         count = tl.minimum(tl.cdiv(length, C.SELECT), C.TOP)
-        total += _join(o, lse, at, count, gates + SEL, C, TILE)
+        total += _join(o, lse, at, count, gates, SEL, C, TILE)
     if WIN >= 0:
         count = tl.cdiv(tl.minimum(length, C.WINDOW), PART)
-        total += _join(o, lse, at + C.TOP, count, gates + WIN, C, TILE)
+        total += _join(o, lse, at + C.TOP, count, gates, WIN, C, TILE)
     one = tl.arange(0, 1)
     store_rows(out + row * C.VALUE, one, C.VALUE, total, C.VALUE, C.VALUE_P, one == 0)

@@ -16,7 +16,7 @@ from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import SUBSETS
 from nsa.model.decode import prefill, step
-from nsa.ops import nsa_attention
+from nsa.ops import nsa_attention, select_blocks, selected_attention
 from nsa.ops.decode import decode_attention
 from nsa.ops.triton import decode
 from nsa.ops.triton.launch import recording
@@ -133,6 +133,27 @@ def test_a_subset_of_branches_gives_their_sum(branches: str) -> None:
     case = PATTERNS["small"]
     full = sequences(case)
     assert_is_the_last_position(case, buffers(case, full), full, branches.split("+"))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_queries_of_their_own_rank_the_blocks_of_a_decoded_token(name: str) -> None:
+    case = PATTERNS[name]
+    full = sequences(case)
+    x, lengths = buffers(case, full), torch.tensor(case.lengths, device=DEVICE)
+    q_cmp = x.q[:, : case.kv_heads]
+    given = x.q, x.k_cmp, None, x.k_sel, x.v_sel, None, None, None, lengths, case.spec
+    o = decode_attention(*given, q_cmp=q_cmp, branches=("sel",), backend="triton")
+
+    def by_definition(dtype: torch.dtype) -> Tensor:
+        rows = []
+        for one in full:
+            y, options = one.to(dtype), {"backend": "reference"}
+            blocks = select_blocks(y.q[:, :, : case.kv_heads], y.k_cmp, None, case.spec, **options)
+            selected = selected_attention(y.q, y.k_sel, y.v_sel, blocks, case.spec, **options)
+            rows.append(selected[0, -1])
+        return torch.stack(rows)
+
+    assert_exact_enough([o], [by_definition(torch.float32)], [by_definition(torch.float64)])
 
 
 def test_a_ring_may_be_larger_than_the_window() -> None:
