@@ -20,8 +20,9 @@ def parameter_count(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool = False) -> float:
     """Return forward and backward FLOPs per token, averaged over a document of `seq_len` tokens.
 
-    A multiply-add is two FLOPs; a backward pass costs two forward passes. Recomputation, norms and
-    softmax do not count. `dense_equivalent` counts the dense twin.
+    A multiply-add is two FLOPs; a backward pass costs two forward passes. Recomputation, norms,
+    softmax and the selector loss of a few sampled queries do not count. `dense_equivalent` counts
+    the dense twin.
     """
     value_dim = config.value_dim or config.head_dim
     kv_size = config.kv_heads * (config.head_dim + value_dim)
@@ -32,6 +33,16 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
     if dense_equivalent or attention.kind == "dense":
         products += kv_size * config.width
         keys = (seq_len + 1) / 2
+    elif attention.has_index:
+        spec, size = attention.spec, config.kv_heads * config.head_dim
+        products += kv_size * config.width
+        pairs = spec.visible_pairs(seq_len)
+        keys = pairs["sel"] / seq_len
+        learns = attention.selector_loss > 0  # its projections from a detached input, φ with it
+        index = 2 * size * config.width * (2 if learns else 1)
+        if attention.compressor == "pool":
+            index += size * config.head_dim * (3 if learns else 1)
+        selection = 2 * index + 2 * size * pairs["cmp"] / seq_len
     else:
         spec, branches = attention.spec, attention.branch_names
         products += kv_size * config.width * len(branches)

@@ -16,7 +16,7 @@ from tests.model.test_rotary import by_hand
 from tests.ops import naive
 
 LENGTH = 21
-NSA = [name for name in ATTENTIONS if name != "dense"]
+NSA = [name for name, config in ATTENTIONS.items() if not config.has_index and name != "dense"]
 
 
 def first_layer(model: LanguageModel) -> tuple[Attention, AttentionMetadata]:

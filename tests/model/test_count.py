@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nsa.model import LanguageModel, ModelConfig, flops_per_token, parameter_count
-from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token, parameter_count
+from tests.model.models import ATTENTIONS, build, tiny, tokens
 from tests.ops import naive
 
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
@@ -61,37 +61,55 @@ def test_flops_are_what_pytorch_counts_without_the_masked_pairs(
     multiplies queries and compressed keys once more, forward only.
     """
     config = tiny(attention)
-    score, pair = 2 * config.heads * config.head_dim, 2 * config.heads * (config.head_dim + 5)
-    computed, visible = _pairs(length, attention)
+    config.attention.selector_loss = 0.0
+    ranking = config.kv_heads if config.attention.has_index else config.heads
+    score, pair = 2 * ranking * config.head_dim, 2 * config.heads * (config.head_dim + 5)
+    computed, visible = _pairs(length, config.attention)
+    if config.attention.has_index:  # compressed keys rank blocks, and nothing else
+        masked = score * (computed[0] - visible[0]) + 3 * pair * (computed[1] - visible[1])
+        expected = counted(config, length) - config.layers * masked
+        assert flops_per_token(config, length) * length == pytest.approx(expected, rel=1e-12)
+        return
     masked = 3 * pair * (sum(computed) - sum(visible)) + score * (computed[0] - visible[0])
     expected = counted(config, length) - config.layers * masked
     assert flops_per_token(config, length) * length == pytest.approx(expected, rel=1e-12)
 
 
-def _pairs(length: int, attention: str) -> tuple[list[int], list[int]]:
+def _pairs(length: int, attention: AttentionConfig) -> tuple[list[int], list[int]]:
     """(query, key) pairs by branch, compressed first: those that are computed, and the visible."""
     causal = length * (length + 1) // 2
-    if attention == "dense":
+    if attention.kind == "dense":
         # PyTorch counts causal attention as if all pairs were seen.
         return [0, length**2], [0, causal]
-    blocks = len(naive.compressed_blocks(length, SPEC))
+    blocks = len(naive.compressed_blocks(length, attention.spec))
     # The selection does not change the count: the query's own block is always selected.
-    selected = naive.select_blocks(np.zeros((1, length, 1, -(-length // SPEC.select_len))), SPEC)[
-        0, :, 0
-    ]
+    selected = naive.select_blocks(
+        np.zeros((1, length, 1, -(-length // attention.spec.select_len))), attention.spec
+    )[0, :, 0]
     visible = [
-        sum(len(naive.compressed_seen(t, length, SPEC)) for t in range(length)),
-        sum(len(naive.selected_seen(t, length, selected[t], SPEC)) for t in range(length)),
-        sum(len(naive.window_seen(t, length, SPEC.window)) for t in range(length)),
+        sum(len(naive.compressed_seen(t, length, attention.spec)) for t in range(length)),
+        sum(
+            len(naive.selected_seen(t, length, selected[t], attention.spec)) for t in range(length)
+        ),
+        sum(len(naive.window_seen(t, length, attention.spec.window)) for t in range(length)),
     ]
     return [length * blocks, length**2, length**2], visible
+
+
+def test_an_index_that_learns_costs_its_weights_gradient() -> None:
+    """That of its projections, whose input is detached, and twice the product of φ."""
+    learning = tiny("index")
+    frozen = replace(learning, attention=replace(learning.attention, selector_loss=0.0))
+    size = learning.kv_heads * learning.head_dim
+    more = 2 * (2 * size * learning.width + 2 * size * learning.head_dim) * learning.layers
+    assert flops_per_token(learning, 37) - flops_per_token(frozen, 37) == pytest.approx(more)
 
 
 @attentions
 @pytest.mark.parametrize("length", [1, 37, 2048])
 def test_dense_equivalent_flops_are_those_of_the_dense_twin(attention: str, length: int) -> None:
     config = tiny(attention)
-    twin = replace(config, attention=replace(config.attention, kind="dense"))
+    twin = replace(config, attention=AttentionConfig(kind="dense"))
     assert flops_per_token(config, length, dense_equivalent=True) == flops_per_token(twin, length)
 
 

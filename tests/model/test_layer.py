@@ -20,7 +20,7 @@ NSA = [name for name in ATTENTIONS if name != "dense"]
 def layer(**settings: object) -> nsa.NSAttention:
     """A float64 layer whose gates differ from ½."""
     torch.manual_seed(0)
-    built = nsa.NSAttention(24, 4, 2, SPEC, **settings)
+    built = nsa.NSAttention(24, 4, 2, settings.pop("spec", SPEC), **settings)
     return built.double()
 
 
@@ -39,6 +39,8 @@ def test_a_layer_continues_from_the_weights_of_a_model(
     drop_in = layer(
         head_dim=6,
         value_dim=5,
+        spec=settings.spec,
+        branches=settings.branches,
         compressor=settings.compressor,
     )
     drop_in.load_state_dict(block.state_dict())

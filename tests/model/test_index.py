@@ -1,0 +1,285 @@
+"""Attention with an index: equals a loop and the dense layer, learns by its own loss alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa import NSAttention, ops
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.attention import Attention
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.model.rotary import Rotary, apply_rotary
+from nsa.spec import NSASpec
+from tests.model.models import IMPORTED, ONE_KEY, SPEC, build, packed, tiny, tokens
+
+LENGTH = 37
+INDEXED = ("index", "index, mean")
+DOCUMENTS = {"one document": None, "packed": packed(16, 0, 1, 20)}
+
+
+def layers_of(model: LanguageModel) -> list[NSAttention]:
+    return list(model.sparse_layers().values())
+
+
+def gradients(model: LanguageModel, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
+    model.zero_grad()
+    ids = tokens(LENGTH)
+    model(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens).backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def loop(layer: NSAttention, x: Tensor, config: ModelConfig) -> Tensor:
+    """One document's output, query by query and head by head, from the layer's weights."""
+    spec, (length, _) = layer.spec, x.shape
+    assert layer.index is not None
+
+    def heads(linear: nn.Linear) -> Tensor:
+        return linear(x).unflatten(-1, (-1, 6))  # [T, heads, Dk]
+
+    def rotated(y: Tensor, position: Tensor) -> Tensor:
+        return apply_rotary(y, Rotary.at(position, config))
+
+    position = torch.arange(length)
+    q, k = rotated(heads(layer.q), position), rotated(heads(layer.k), position)
+    v = layer.v(x).unflatten(-1, (-1, 5))
+    index_q, raw = rotated(heads(layer.index.q), position), heads(layer.index.k)
+    firsts = range(0, length - spec.block_len + 1, spec.block_stride)
+    pooled = [pool(layer, raw[first : first + spec.block_len]) for first in firsts]
+    last = torch.tensor([first + spec.block_len - 1 for first in firsts])
+    keys = rotated(torch.stack(pooled), last) if pooled else []  # [N, Hkv, Dk]
+    rows = []
+    for t in range(length):
+        own, heads_of_t = t // spec.select_len, []
+        for h in range(4):
+            scores = {}
+            for j in range(own + 1):
+                mass = [
+                    (index_q[t, h // 2] @ keys[i, h // 2] / 6**0.5).exp() * shared(first, j, spec)
+                    for i, first in enumerate(firsts)
+                    if first + spec.block_len <= t + 1
+                ]
+                always = j < spec.init_blocks or j > own - spec.local_blocks
+                scores[j] = float("inf") if always else float(sum(mass))
+            best = sorted(scores, key=lambda j: (-scores[j], j))[: spec.select_top]
+            seen = [s for s in range(t + 1) if s // spec.select_len in best]
+            p = (q[t, h] @ k[seen, h // 2].T / 6**0.5).softmax(-1)
+            heads_of_t.append(p @ v[seen, h // 2])
+        rows.append(torch.cat(heads_of_t))
+    return layer.o(torch.stack(rows))
+
+
+def pool(layer: NSAttention, block: Tensor) -> Tensor:
+    """φ of a block's keys before RoPE [l, Hkv, Dk]: [Hkv, Dk]."""
+    phi = layer.index.pool
+    if phi is None:
+        return block.mean(0)
+    out = []
+    for h, scale in enumerate(phi.scale.chunk(block.shape[1])):
+        x = block[:, h]
+        out.append(((x @ phi.weight[h] + phi.position[h]).softmax(0) * x).sum(0) * scale)
+    return torch.stack(out)
+
+
+def shared(first: int, j: int, spec: NSASpec) -> int:
+    """Positions that a compressed block and selection block j share."""
+    end = min(first + spec.block_len, (j + 1) * spec.select_len)
+    return max(0, end - max(first, j * spec.select_len))
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("name", INDEXED)
+@torch.no_grad()
+def test_the_layer_equals_a_loop_over_queries_and_heads(name: str, documents: str) -> None:
+    cu_seqlens, model = DOCUMENTS[documents], build(tiny(name))
+    layer = layers_of(model)[0]
+    x = 2 * torch.randn(1, LENGTH, 24, dtype=torch.float64)
+    offsets = [0, LENGTH] if cu_seqlens is None else cu_seqlens.tolist()
+    expected = [
+        loop(layer, x[0, start:stop], model.config)
+        for start, stop in pairwise(offsets)
+        if stop > start
+    ]
+    torch.testing.assert_close(layer(x, cu_seqlens)[0], torch.cat(expected), rtol=0, atol=1e-6)
+
+
+def dense_twin(model: LanguageModel) -> LanguageModel:
+    """A dense model with the same weights."""
+    twin = LanguageModel(replace(model.config, attention=AttentionConfig(kind="dense")))
+    weights = {name: x for name, x in model.state_dict().items() if ".index." not in name}
+    twin.load_state_dict(weights)
+    return twin.double()
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("imported", [{}, IMPORTED], ids=["plain", "imported"])
+@torch.no_grad()
+def test_it_is_the_dense_model_where_all_blocks_are_selected(
+    imported: dict[str, object], documents: str
+) -> None:
+    """In dense steps at any length, and sparsely up to select_top · select_len tokens."""
+    model, ids = build(tiny("index", **imported)).eval(), tokens(LENGTH)
+    expected = dense_twin(model)(ids, cu_seqlens=DOCUMENTS[documents])
+    sparse = model(ids, cu_seqlens=DOCUMENTS[documents])
+    assert not torch.allclose(sparse, expected)
+    early = ONE_KEY.select_top * ONE_KEY.select_len
+    torch.testing.assert_close(sparse[:, :early], expected[:, :early])
+    model.attend_densely(True)
+    torch.testing.assert_close(model(ids, cu_seqlens=DOCUMENTS[documents]), expected)
+    model.attend_densely(False)
+    assert torch.equal(model(ids, cu_seqlens=DOCUMENTS[documents]), sparse)
+
+
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("name", INDEXED)
+def test_only_its_own_loss_trains_the_index_and_nothing_else(
+    name: str, dense: bool, mode: str
+) -> None:
+    def trained(weight: float) -> dict[str, Tensor]:
+        config = tiny(name, activation_checkpointing=mode)
+        config.attention.selector_loss = weight
+        model = build(config)
+        model.attend_densely(dense)
+        return gradients(model)
+
+    without, one, two = trained(0.0), trained(1.0), trained(2.0)
+    assert {name for name in one if ".index." in name} == one.keys() - without.keys()
+    for name, gradient in one.items():
+        if ".index." in name:
+            assert gradient.any(), name
+            torch.testing.assert_close(two[name], 2 * gradient)
+        else:
+            assert torch.equal(gradient, without[name]), name
+
+
+def test_the_gradient_of_the_index_is_that_of_finite_differences() -> None:
+    """Of index queries, index keys and φ, in the direction of the gradient."""
+    model, ids = build(tiny("index", layers=1)), tokens(LENGTH)
+    layer = layers_of(model)[0]
+    metadata = AttentionMetadata.build(
+        model.config, LENGTH, None, ids.device, loss_offset=torch.tensor(5)
+    )
+    x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        layer.take_selector_loss()
+        layer(x, metadata=metadata)
+        taken = layer.take_selector_loss()
+        assert taken is not None
+        return taken
+
+    parameters = dict(layer.index.named_parameters())
+    given = torch.autograd.grad(loss(), list(parameters.values()))
+    for (name, parameter), gradient in zip(parameters.items(), given, strict=True):
+        step = 1e-5 * gradient / gradient.norm()
+        with torch.no_grad():
+            parameter += step
+            above = loss()
+            parameter -= 2 * step
+            below = loss()
+            parameter += step
+        difference = (above - below) / 2e-5
+        torch.testing.assert_close(difference, gradient.norm(), rtol=1e-4, atol=1e-9, msg=name)
+
+
+def test_the_target_is_the_attention_of_the_layers_own_queries_and_keys() -> None:
+    model = build(tiny("index", layers=1))
+    layer = layers_of(model)[0]
+    model.train()
+    gradients(model)
+    assert layer.selector_target is not None
+    queries, target = layer.selector_target
+    assert target.shape == (1, 2, len(queries), -(-LENGTH // ONE_KEY.select_len))
+    assert not target[..., 0].any(), "the first block is always selected"
+    before = target.clone()
+    with torch.no_grad():
+        layer.index.q.weight.mul_(3)
+    gradients(model)
+    torch.testing.assert_close(layer.selector_target[1], before)
+    with torch.no_grad():
+        layer.q.weight.mul_(3)
+    gradients(model)
+    assert not torch.allclose(layer.selector_target[1], before)
+
+
+@pytest.mark.parametrize("imported", [{}, IMPORTED], ids=["plain", "imported"])
+def test_a_new_index_starts_as_the_attention_that_it_predicts(imported: dict[str, object]) -> None:
+    model = LanguageModel(tiny("index", heads=6, **imported))
+    for layer in layers_of(model):
+        groups = layer.q.weight.view(2, 3, 6, 24)
+        torch.testing.assert_close(layer.index.q.weight.view(2, 6, 24), groups.mean(1))
+        assert torch.equal(layer.index.k.weight, layer.k.weight)
+        if imported:
+            assert torch.equal(layer.index.k.bias, layer.k.bias)
+            assert torch.equal(layer.index.q_norm.weight, layer.q_norm.weight)
+        phi = layer.index.pool
+        assert phi is not None
+        assert not phi.weight.any()
+        assert torch.equal(phi.scale, torch.ones_like(phi.scale))
+
+
+def test_a_standalone_layer_trains_its_index_by_the_loss_that_it_returns() -> None:
+    layer = NSAttention(24, 4, 2, ONE_KEY, branches="sel", compressor="pool", selector_loss=1.0)
+    x = torch.randn(1, LENGTH, 24, requires_grad=True)
+    layer(x).sum().backward()
+    assert all(weight.grad is None for weight in layer.index.parameters())
+    x.grad = None
+    layer.take_selector_loss().backward()
+    assert all(weight.grad.any() for weight in layer.index.parameters())
+    assert x.grad is None
+    assert not hasattr(layer, "gates")
+    layer.eval()
+    layer(x)
+    assert layer.take_selector_loss() is None
+
+
+def test_parameters_are_those_of_a_dense_layer_and_the_index() -> None:
+    """Keys and values once, no gates."""
+    indexed, dense = build(tiny("index")), build(tiny("dense"))
+    names = {name for name, _ in indexed.named_parameters() if ".index." not in name}
+    assert names == {name for name, _ in dense.named_parameters()}
+    assert isinstance(dense.blocks[0].attention, Attention)
+    index = indexed.blocks[0].attention.index
+    sizes = {name: tuple(x.shape) for name, x in index.named_parameters()}
+    assert sizes == {
+        "q.weight": (12, 24),
+        "k.weight": (12, 24),
+        "pool.weight": (2, 6, 6),
+        "pool.position": (2, 4, 6),
+        "pool.scale": (12,),
+    }
+
+
+def test_the_blocks_are_those_of_select_blocks() -> None:
+    model = build(tiny("index")).eval()
+    seen: list[Tensor] = []
+    layer = layers_of(model)[0]
+    layer.observer = lambda gates, blocks, cu, loss: seen.extend((gates is None, blocks, loss))
+    x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
+    layer(x)
+    assert seen[0]
+    assert seen[2] is None
+    metadata = AttentionMetadata.build(model.config, LENGTH, None, x.device)
+    queries, keys = layer.index(x, metadata)
+    assert torch.equal(seen[1], ops.select_blocks(queries, keys, None, ONE_KEY))
+
+
+@pytest.mark.parametrize(
+    ("settings", "spec", "message"),
+    [
+        ({}, SPEC, r"window = 6: branches=sel has no window; remove it and set local_blocks"),
+        ({}, NSASpec(4, 4, 4, 2, 1, 1), r"select_top = 2: leaves the index nothing .* to 3 or"),
+        ({"compressor": "mlp"}, ONE_KEY, r"compressor = 'mlp': .* set it to pool or mean"),
+    ],
+)
+def test_settings_that_an_index_cannot_use_are_refused(
+    settings: dict[str, str], spec: NSASpec, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        NSAttention(24, 4, 2, spec, branches="sel", **settings)
