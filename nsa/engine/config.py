@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from nsa.checkpoint import CheckpointConfig
-from nsa.constants import BRANCHES, SHORT_RUN
+from nsa.constants import SHORT_RUN
 from nsa.data import DataConfig
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
@@ -107,6 +107,11 @@ class RunConfig:
         for section in (self.model, self.data, self.train, self.monitor, self.checkpoint):
             section.validate()
         attention = self.model.attention
+        if attention.has_index and not attention.selector_loss:
+            raise ValueError(
+                "model.attention.selector_loss = 0: nothing else trains the index of branches=sel; "
+                "set it to 1"
+            )
         if self.train.selector_steps and not (attention.kind == "nsa" and attention.selector_loss):
             raise ValueError(
                 f"train.selector_steps = {self.train.selector_steps}: trains by the selector loss "
@@ -120,9 +125,9 @@ class RunConfig:
         if self.train.switch_step:
             if not self._can_start_dense():
                 raise ValueError(
-                    f"train.dense_steps = {self.train.dense_steps}: needs the keys and values of "
-                    "three branches; set model.attention.kind=nsa and branches=cmp+sel+win, "
-                    "or dense_steps to 0"
+                    f"train.dense_steps = {self.train.dense_steps}: needs an index, or the keys "
+                    "and values of three branches; set model.attention.kind=nsa and branches=sel or "
+                    "cmp+sel+win, or dense_steps to 0"
                 )
             if self.train.start_from is not None:
                 raise ValueError(
@@ -181,4 +186,4 @@ class RunConfig:
 
     def _can_start_dense(self) -> bool:
         attention = self.model.attention
-        return attention.kind == "nsa" and attention.branch_names == BRANCHES
+        return attention.can_rank

@@ -209,17 +209,18 @@ def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
         train.selector_steps   of a converted model: attention is dense, only compressed keys learn
         train.dense_steps      of a new model: attention is dense, all weights learn
 
-    In the dense steps the selected branch attends to all tokens, and the values of the others are
-    0. So each checkpoint is an NSA model, which equals the dense one if it selects all blocks, and
-    the switch changes no weight. Nothing but the step decides the phase, so a run can be resumed in
-    either.
+    With an index, attention is the dense one in both. With three branches, the selected branch
+    attends to all tokens, and in the dense steps the values of the others are 0. So each checkpoint
+    equals a dense model if it selects all blocks, and the switch changes no weight. Nothing but the
+    step decides the phase, so a run can be resumed in either.
     """
     train, model = config.train, engine.module
     if not (train.switch_step or train.selector_steps):
         return False
     selector_only = step < train.selector_steps
-    model.attend_densely(step < train.switch_step)
-    model.attend_to_all(config.data.seq_len if selector_only else None)
+    indexed = config.model.attention.has_index
+    model.attend_densely(step < train.switch_step or (selector_only and indexed))
+    model.attend_to_all(config.data.seq_len if selector_only and not indexed else None)
     for group in engine.optimizer.param_groups:  # decay changes weights without a gradient
         group["weight_decay"] = 0.0 if selector_only else group["decay"]
     return selector_only
@@ -240,7 +241,9 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     if stop_reason is not None:
         return None, []
     run.engine.eval()
-    run.engine.module.attend_to_all(None)
+    if run.state.step <= run.config.train.selector_steps:
+        run.engine.module.attend_to_all(None)
+        run.engine.module.attend_densely(False)
     try:
         for batch in batches:
             # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run

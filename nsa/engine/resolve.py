@@ -15,6 +15,7 @@ import yaml
 
 from nsa.constants import BRANCHES
 from nsa.engine.config import AUTO, RunConfig
+from nsa.spec import NSASpec
 from nsa.untrusted import parse_yaml, read_text, short_repr
 from nsa.withdrawn import check_setting, drop_withdrawn
 
@@ -47,8 +48,14 @@ def resolve_config(
         for key in reversed(path.strip().split(".")):
             value = {key: value}
         changes.append((value, f"--set {assignment}"))
-    _override(tree, changes)
-    return _validated(tree)
+    given, config = _override(tree, changes), _validated(tree)
+    window = "model.attention.spec.window"
+    if window in given and config.model.attention.has_index:
+        raise ValueError(
+            f"{window} = {config.model.attention.spec.window}: branches=sel has no window; remove "
+            "it and set local_blocks, the last blocks that are always selected"
+        )
+    return config
 
 
 def read_saved_config(file: Path) -> tuple[RunConfig, list[str]]:
@@ -72,12 +79,12 @@ def _validated(tree: dict[str, Any]) -> RunConfig:
     return config
 
 
-def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -> None:
+def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -> set[str]:
     """Override values of `tree` in place, and adapt what was not given to what was.
 
-    A step keeps its tokens when micro_batch changes to or from `auto`. The warmup keeps its
-    fraction of the steps. Attention that was changed
-    to a kind or to branches that cannot use the tree's φ or selector loss does without.
+    Returns the names of what was given. A step keeps its tokens when micro_batch changes to or from
+    `auto`, and the warmup its fraction of the steps. Attention that was changed to a kind or to
+    branches that cannot use the tree's φ, selector loss or window does without.
     """
     train, attention, given = tree["train"], tree["model"]["attention"], set[str]()
     before, schedule = train["micro_batch"], (train["warmup_steps"], train["steps"])
@@ -88,12 +95,17 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
     if "train.warmup_steps" not in given:
         train["warmup_steps"] = scaled_warmup(*schedule, train["steps"])
     if not given & {"model.attention.kind", "model.attention.branches"}:
-        return
-    if "model.attention.compressor" not in given and "cmp" not in str(attention["branches"]):
+        return given
+    sparse = attention["kind"] == "nsa"
+    has_index, three = (attention["branches"] == x for x in ("sel", "+".join(BRANCHES)))
+    pools = has_index or "cmp" in str(attention["branches"])
+    if "model.attention.compressor" not in given and not pools:
         attention["compressor"] = "mean"
-    usable = attention["kind"] == "nsa" and attention["branches"] == "+".join(BRANCHES)
-    if "model.attention.selector_loss" not in given and not usable:
+    if "model.attention.selector_loss" not in given and not (sparse and (has_index or three)):
         attention["selector_loss"] = 0.0
+    if "model.attention.spec.window" not in given and sparse and has_index:
+        attention["spec"]["window"] = NSASpec.window
+    return given
 
 
 def scaled_warmup(warmup: int, before: int, steps: Any) -> int:

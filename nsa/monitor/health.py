@@ -32,7 +32,7 @@ T = TypeVar("T")
 class _Sample:
     """Gates and selected blocks of every stride-th query of one layer."""
 
-    gates: Tensor  # [B, S, Hq, 3]
+    gates: Tensor | None  # [B, S, Hq, 3]; None: the layer has none
     blocks: Tensor  # [B, S, Hkv, n]
     previous: Tensor  # [B, S - 1, Hkv, n], blocks of the tokens before sampled queries 1 … S - 1
     stride: int
@@ -74,7 +74,7 @@ class HealthRecorder:
     def _observe(
         self,
         name: str,
-        gates: Tensor,
+        gates: Tensor | None,
         blocks: Tensor,
         cu_seqlens: Tensor | None,
         selector_loss: Tensor | None = None,
@@ -109,13 +109,13 @@ class HealthRecorder:
 
 
 def _sample(
-    gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, selector: Tensor | None
+    gates: Tensor | None, blocks: Tensor, cu_seqlens: Tensor | None, selector: Tensor | None
 ) -> _Sample:
     """Copy every stride-th query; a copy keeps no activation alive."""
-    batch, seq_len = gates.shape[:2]
+    batch, seq_len = blocks.shape[:2]
     stride = -(-batch * seq_len // MAX_QUERIES)
     return _Sample(
-        gates[:, ::stride].detach().clone(),
+        None if gates is None else gates[:, ::stride].detach().clone(),
         blocks[:, ::stride].clone(),
         blocks[:, stride - 1 : -1 : stride].clone(),
         stride,
@@ -156,30 +156,38 @@ def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def _health(samples: list[_Sample], spec: NSASpec) -> Health:
     """Compute the statistics of all layers on the device; copy them to the host together.
 
-    Statistics of free blocks become None where there are none (NaN, from 0/0).
+    Statistics of free blocks become None where there are none (NaN, from 0/0), and so do those of
+    gates in layers without.
     """
-    gates = torch.stack([sample.gates for sample in samples]).float()  # [L, B, S, Hq, 3]
+    names = [name for name in LAYER_STATISTICS if not name.startswith("gate_")]
+    columns = _block_statistics(samples, spec)
+    if selectors := [sample.selector for sample in samples if sample.selector is not None]:
+        names += SELECTOR_STATISTICS
+        columns += torch.stack(selectors).unbind(1)
+    bins = columns[0].new_zeros(len(samples), len(BRANCHES), 0)
+    if gates := [sample.gates for sample in samples if sample.gates is not None]:
+        names += [name for name in LAYER_STATISTICS if name.startswith("gate_")]
+        means, bins = _gate_statistics(torch.stack(gates).float())
+        columns += means
+    layers, gate_bins = [], []
+    for row in torch.cat([torch.stack(columns, 1), bins.flatten(1)], 1).tolist():
+        values: dict[str, float | None] = dict.fromkeys(LAYER_STATISTICS)
+        for name, value in zip(names, row, strict=False):
+            values[name] = None if math.isnan(value) and "gate" not in name else value
+        layers.append(values)
+        fractions = iter(row[len(names) :])
+        by_branch = {branch: list(islice(fractions, GATE_BINS)) for branch in BRANCHES}
+        gate_bins.append(by_branch if gates else {})
+    return Health(layers, gate_bins)
+
+
+def _gate_statistics(gates: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the columns of gates [L, B, S, Hq, 3], each [L], and their histograms [L, 3, bins]."""
     dims = (1, 2, 3)
     edges = [index / GATE_BINS for index in range(1, GATE_BINS)]
     bins = _fractions([(gates < edge).sum(dims) for edge in edges], gates[0, ..., 0].numel())
     std, saturated = gates.std(dims, correction=0), bins[..., 0] + bins[..., -1]
-    columns = [*gates.mean(dims).unbind(1), *std.unbind(1), *saturated.unbind(1)]
-    columns += _block_statistics(samples, spec)
-    names = list(LAYER_STATISTICS)
-    if selectors := [sample.selector for sample in samples if sample.selector is not None]:
-        names += SELECTOR_STATISTICS
-        columns += torch.stack(selectors).unbind(1)
-    layers, gate_bins = [], []
-    for row in torch.cat([torch.stack(columns, 1), bins.flatten(1)], 1).tolist():
-        layers.append(
-            {
-                name: None if math.isnan(value) and "gate" not in name else value
-                for name, value in zip(names, row, strict=False)
-            }
-        )
-        fractions = iter(row[len(names) :])
-        gate_bins.append({branch: list(islice(fractions, GATE_BINS)) for branch in BRANCHES})
-    return Health(layers, gate_bins)
+    return [*gates.mean(dims).unbind(1), *std.unbind(1), *saturated.unbind(1)], bins
 
 
 def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:

@@ -57,14 +57,17 @@ class Health:
 
     # LAYER_STATISTICS of each layer, and with the selector loss its SELECTOR_STATISTICS
     layers: Sequence[Mapping[str, float | None]]
-    gate_bins: Sequence[Mapping[str, Sequence[float]]]  # by branch: fraction in each of GATE_BINS
+    # by branch: fraction in each of GATE_BINS; empty without gates
+    gate_bins: Sequence[Mapping[str, Sequence[float]]]
 
     @property
     def gates(self) -> dict[str, float]:
-        """The mean gate of each branch over the layers."""
+        """The mean gate of each branch over the layers; empty if they have no gates."""
+        means = {branch: [layer[f"gate_{branch}"] for layer in self.layers] for branch in BRANCHES}
         return {
-            branch: fmean(layer[f"gate_{branch}"] or 0.0 for layer in self.layers)
-            for branch in BRANCHES
+            branch: fmean(value or 0.0 for value in values)
+            for branch, values in means.items()
+            if values[0] is not None
         }
 
 

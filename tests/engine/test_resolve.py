@@ -12,6 +12,7 @@ import pytest
 from nsa.engine.config import RunConfig
 from nsa.engine.plan_command import load_profile
 from nsa.engine.resolve import resolve_config, to_yaml, walk
+from nsa.spec import NSASpec
 from tests.ranks import ROOT
 
 
@@ -59,6 +60,8 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
     [
         ("kind: dense", ("pool", 0.0)),
         ("branches: cmp+win", ("pool", 0.0)),
+        ("branches: sel", ("pool", 1.0)),
+        ("branches: sel+win", ("mean", 0.0)),
         ("branches: win", ("mean", 0.0)),
         ("compressor: mlp", ("mlp", 1.0)),
         ("selector_loss: 0.5", ("pool", 0.5)),
@@ -95,6 +98,10 @@ def test_a_file_with_text_as_accumulation_is_refused(tmp_path: Path) -> None:
         (("kind: dense", "selector_loss: 1"), r"selector_loss = 1\.0: needs kind nsa"),
         (("branches: cmp+win", "selector_loss: 0.5"), r"selector_loss = 0\.5: needs kind nsa"),
         (("branches: win", "compressor: pool"), r"compressor = 'pool': gets no gradient"),
+        (("branches: sel", "compressor: mlp"), r"compressor = 'mlp': compresses keys with values"),
+        (("branches: sel", "selector_loss: 0"), r"selector_loss = 0: nothing else trains the"),
+        (("branches: sel", "spec: {window: 128}"), r"window = 128: .* set local_blocks"),
+        (("branches: sel", "spec: {select_top: 3}"), r"select_top = 3: leaves the index nothing"),
     ],
 )
 def test_what_is_given_beside_other_branches_is_refused(
@@ -107,6 +114,15 @@ def test_what_is_given_beside_other_branches_is_refused(
         resolve_config(recipe, file)
     with pytest.raises(ValueError, match=problem):
         resolve_config(recipe, None, [f"attention={{{part}}}" for part in given])
+
+
+def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None:
+    """A config that was saved has one, and is read back."""
+    recipe = load_profile(ROOT / "recipes/m7c.py", "demo")
+    config = resolve_config(recipe, None, ["attention.branches=sel"])
+    assert config.model.attention.spec.window == NSASpec.window
+    with pytest.raises(ValueError, match=r"spec\.window = 512: branches=sel has no window"):
+        resolve_config(recipe, None, ["attention.branches=sel", "attention.spec.window=512"])
 
 
 def test_a_recipe_that_contradicts_itself_is_refused() -> None:
