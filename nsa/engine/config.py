@@ -126,7 +126,7 @@ class RunConfig:
             if not self._can_start_dense():
                 raise ValueError(
                     f"train.dense_steps = {self.train.dense_steps}: needs an index, or the keys "
-                    "and values of three branches; set model.attention.kind=nsa and branches=sel or "
+                    "and values of three branches; set model.attention.kind=nsa, branches=sel or "
                     "cmp+sel+win, or dense_steps to 0"
                 )
             if self.train.start_from is not None:
