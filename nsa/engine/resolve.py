@@ -62,11 +62,12 @@ def read_saved_config(file: Path) -> tuple[RunConfig, list[str]]:
     """Read the config.yaml of a run, a checkpoint or an export, of earlier versions too.
 
     Returns it with a line per value that is withdrawn. What an older version did not save has its
-    default. Raises ValueError if the model itself has something that is withdrawn.
+    default. Raises ValueError if the model itself has something that is withdrawn; how its weights
+    began no longer matters.
     """
     tree, lost = drop_withdrawn(_read_yaml(file))
     for line in lost:
-        if line.startswith("model."):
+        if line.startswith("model.") and not line.startswith("model.init_std"):
             raise ValueError(f"{file}: {line}; use the version that trained it")
     config = asdict(RunConfig())
     _override(config, [(tree, str(file))])

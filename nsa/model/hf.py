@@ -32,7 +32,6 @@ from transformers.utils import can_return_tuple
 
 from nsa.constants import IGNORE_INDEX
 from nsa.model import block
-from nsa.model.attention import NSAttention
 from nsa.model.compressor import BlockMLP, BlockPool
 from nsa.model.config import INIT_STD, ModelConfig
 from nsa.model.decode import extend_states, prefill_states
@@ -55,7 +54,7 @@ class Block(GradientCheckpointingLayer, block.Block):
         super().__init__(config)
         residual = (2 * config.layers) ** -0.5  # as LanguageModel initializes
         self.attention.o.__dict__["init_scale"] = self.mlp.down.__dict__["init_scale"] = residual
-        if isinstance(self.attention, NSAttention):
+        if hasattr(self.attention, "gates"):
             self.attention.gates.__dict__["init_scale"] = 0.0
 
 

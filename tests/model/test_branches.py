@@ -95,15 +95,16 @@ def test_flops_of_a_subset_are_what_pytorch_counts(branches: str) -> None:
 
 def test_selection_without_a_compressed_branch_still_costs_its_softmax() -> None:
     """Unmasked pairs only: scores and values of the compressed keys forward, scores once more."""
-    config = tiny(subset_of("sel"))
+    config = tiny(subset_of("sel+win"))
     pairs = sum(map(SPEC.visible_compressed, range(LENGTH)))
     without = replace(config, attention=subset_of("win"))
     spec = config.attention.spec
     selected = sum(map(spec.visible_selected, range(LENGTH)))
-    window = sum(map(spec.visible_window, range(LENGTH)))
     per_pair = 2 * config.heads * (config.head_dim + 5)
     selection = config.layers * pairs * (per_pair + 2 * config.heads * config.head_dim)
-    attended = config.layers * 3 * per_pair * (selected - window)
+    columns = config.kv_heads * (config.head_dim + 5) + config.heads  # keys, values and gates
+    projected = 6 * columns * config.width * LENGTH
+    attended = config.layers * (3 * per_pair * selected + projected)
     difference = flops_per_token(config, LENGTH) - flops_per_token(without, LENGTH)
     assert difference * LENGTH == pytest.approx(selection + attended, rel=1e-12)
 
