@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from nsa.export.from_hf import LLAMA_NAMES
 from nsa.model.config import ModelConfig
-from nsa.model.hf_config import NSAConfig
+from nsa.model.hf_config import SHAPE, NSAConfig
 
 BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.weight")
 MODULES = {ours: theirs for theirs, ours in LLAMA_NAMES.items()}
@@ -47,9 +47,8 @@ def llama_config(model: ModelConfig, **more: Any) -> LlamaConfig:
     if "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
     same = {name: name for name in ("vocab_size", "head_dim")}
-    sizes = {
-        theirs: getattr(model, ours) for ours, theirs in (NSAConfig.attribute_map | same).items()
-    }
+    names = {name: theirs for name, theirs in NSAConfig.attribute_map.items() if name in SHAPE}
+    sizes = {theirs: getattr(model, ours) for ours, theirs in (names | same).items()}
     return LlamaConfig(architectures=["LlamaForCausalLM"], rope_parameters=rope, **sizes, **more)
 
 
