@@ -1,24 +1,90 @@
-"""This machine: the network interface towards another one."""
+"""Calls with a time limit, programs' output, files that may be missing; text of tables."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import psutil
 import pytest
 
-from nsa.system import interface_towards
+from nsa.atomic_io import append_all_or_nothing, atomic_write, check_new_folder
+from nsa.system import (
+    free_port,
+    in_background,
+    is_alive,
+    output_of,
+    package_version,
+    text_or_empty,
+    with_timeout,
+)
+from nsa.text import align, first_line
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "nowhere.invalid"])
-def test_ranks_on_one_host_use_the_loopback(address: str) -> None:
-    assert interface_towards(address) is None
+def test_a_programs_output_is_empty_if_it_fails_or_is_missing() -> None:
+    assert output_of(sys.executable, "-c", "print('out')") == "out\n"
+    assert output_of(sys.executable, "-c", "print('out'); raise SystemExit(1)") == ""
+    assert output_of("no-such-program") == ""
 
 
-def test_the_interface_with_the_address_is_found() -> None:
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
-                assert interface_towards(entry.address) == name
-                return
-    pytest.skip("this machine has no network interface but the loopback")
+def test_a_file_that_cannot_be_read_is_empty_text(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"a\xff")
+    assert text_or_empty(tmp_path / "file") == "a\N{REPLACEMENT CHARACTER}"
+    assert text_or_empty(tmp_path / "none") == text_or_empty(tmp_path) == ""
+
+
+def test_work_returns_its_result_or_error_and_a_block_ends() -> None:
+    assert with_timeout(60, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        with_timeout(60, lambda: 1 // 0)
+    with pytest.raises(SystemExit):
+        in_background(sys.exit).result(60)
+    block = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no response within 0\.01 seconds"):
+        with_timeout(0.01, block.wait)
+    block.set()
+
+
+def test_a_zombie_is_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        assert is_alive(process)
+        child.communicate(b"\n")
+        assert not is_alive(process)
+
+
+def test_a_free_port_can_be_bound_and_a_missing_package_has_no_version() -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", free_port()))
+    assert package_version("psutil") == psutil.__version__
+    assert package_version("no-such-package") is None
+
+
+def test_a_tables_columns_are_aligned_and_its_cells_harmless() -> None:
+    assert align([["name", "n", "text"], ["a", "100", "b"]]) == ["name    n  text", "a     100  b"]
+    assert "\x1b" not in align([["\x1b[31m", "x"]])[0]
+
+
+def test_the_first_line_of_an_error_or_its_type() -> None:
+    assert first_line(ValueError("\n one\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"
+
+
+def test_a_new_folder_may_exist_only_if_it_is_empty(tmp_path: Path) -> None:
+    check_new_folder(tmp_path / "none")
+    check_new_folder(tmp_path)
+    (tmp_path / "file").touch()
+    for taken in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ValueError, match=f"--to {taken}: already exists"):
+            check_new_folder(taken)
+
+
+def test_bytes_are_appended_and_chunks_written_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    atomic_write(path, [b"a", memoryview(b"b")])
+    with path.open("r+b", buffering=0) as file:
+        append_all_or_nothing(file, b"cd")
+    assert path.read_bytes() == b"abcd"
