@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nsa.spec import NSASpec
-
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
 
@@ -55,30 +53,14 @@ class Model:
         return (self.parameters - self.outside_layers) // self.config.layers
 
     @property
-    def spec(self) -> NSASpec | None:
-        """The sparse pattern; None for dense attention."""
-        attention = self.config.attention
-        return attention.spec if attention.kind == "nsa" else None
-
-    @property
-    def branches(self) -> tuple[str, ...]:
-        return () if self.spec is None else self.config.attention.branch_names
-
-    @property
-    def head_sizes(self) -> tuple[int, int, int, int]:
-        """Elements per token of queries, outputs, keys and values, of all heads together."""
-        config = self.config
-        heads, kv_heads, key = config.heads, config.kv_heads, config.head_dim
-        value = config.value_dim or key
-        return heads * key, heads * value, kv_heads * key, kv_heads * value
-
-    @property
     def attention_size(self) -> int:
         """Elements per token of attention's inputs (gates included) and output."""
-        query, output, key, value = self.head_sizes
-        gates = len(self.branches) * self.config.heads
-        kv_sets = max(1, len(self.branches))
-        return query + gates + kv_sets * (key + value) + output
+        config = self.config
+        key, value = config.head_dim, config.value_dim or config.head_dim
+        branches = len(config.attention.branch_names) if config.attention.kind == "nsa" else 0
+        kv_sets = max(1, branches)  # dense attention has one, and no gates
+        queries = config.heads * (key + branches + value)
+        return queries + kv_sets * config.kv_heads * (key + value)
 
     def flops(self, kind: str) -> dict[str, float]:
         """FLOPs per token of a "step", and of the forward pass of all "layers", by attention."""

@@ -390,3 +390,20 @@ def test_each_card_brings_its_peak_memory_and_usual_link_and_m7c_fits(device: st
     assert f"{GPUS[name].memory} GB) (--device), {link} (" in assumed
     assert ("host" in link) == (device in ("rtx4090", "rtx5090"))  # no access to each other
     assert "pcie3 (12 GB/s)" in plan(f"--device={device}", "--link=pcie3")[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "branches", "elements"),
+    [  # queries, gates and output of 12 heads; keys and values of 2 heads per branch
+        ("dense", "cmp+sel+win", 12 * (64 + 32) + 2 * (64 + 32)),
+        ("nsa", "cmp+sel+win", 12 * (64 + 3 + 32) + 3 * 2 * (64 + 32)),
+        ("nsa", "sel", 12 * (64 + 1 + 32) + 2 * (64 + 32)),
+    ],
+)
+def test_the_tensors_that_ranks_of_a_sequence_exchange(
+    kind: str, branches: str, elements: int
+) -> None:
+    config = RunConfig()
+    config.model.value_dim = 32
+    config.model.attention.kind, config.model.attention.branches = kind, branches
+    assert model_of(config).attention_size == elements
