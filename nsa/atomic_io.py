@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsa.untrusted import printable
-
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically, with its parent folders."""
@@ -35,12 +33,6 @@ def atomic_write(path: Path, chunks: Iterable[Any]) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def as_one_line(error: OSError) -> ValueError:
-    """Return an error of a file as one for the user, with a fix."""
-    name = "" if error.filename is None else f"{printable(str(error.filename))}: "
-    return ValueError(f"{name}{error.strerror or error}; check the disk, or use another file")
 
 
 def no_symlink(path: str, flags: int) -> int:

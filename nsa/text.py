@@ -23,3 +23,9 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type without one."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def as_one_line(error: OSError) -> ValueError:
+    """Return an error of a file as one for the user, with a fix."""
+    name = "" if error.filename is None else f"{printable(str(error.filename))}: "
+    return ValueError(f"{name}{error.strerror or error}; check the disk, or use another file")

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from nsa.atomic_io import as_one_line
 from nsa.data.worker import WorkerDied
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.cpu_collectives import AllRanksCrash, RunAborted
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import Recipe
+from nsa.text import as_one_line
 from nsa.untrusted import printable
 from nsa.validation import reject_unknown_flags
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
-from nsa.atomic_io import as_one_line
 from nsa.checkpoint.commit import trial_commit
 from nsa.doctor.check import OK, Check, failures, lines, passed
 from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
@@ -45,6 +44,7 @@ from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo, warn
 from nsa.monitor.throughput import Throughput
+from nsa.text import as_one_line
 
 
 def start(request: RunRequest, lock: FolderLock | None) -> None:
