@@ -50,6 +50,20 @@ def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -
     ]
 
 
+def test_a_disk_is_tested_once_heartbeats_are_late(tmp_path: Path) -> None:
+    """Else the time in which it takes none would count as silence later."""
+    folder = tmp_path / "run"
+    write_limits(folder)
+    for ago, tested in ((0.0, False), (5.0, True)):
+        detector = HangDetector(folder)
+        beats = {0: make_beat(0, mono=time.monotonic() - ago)}
+        detector.find_hang(beats, time.monotonic())
+        folder.rename(tmp_path / "elsewhere")
+        detector.find_hang(beats, time.monotonic())
+        (tmp_path / "elsewhere").rename(folder)
+        assert bool(detector.check({}).messages) == tested
+
+
 def test_a_rank_that_writes_again_after_a_hang_of_the_disk_is_not_judged_by_old_heartbeats(
     tmp_path: Path,
 ) -> None:
