@@ -12,7 +12,7 @@ import pytest
 from nsa.gates.criteria import judge
 from nsa.gates.results import Criterion, read_results, record_result
 from nsa.gates.schedule import Gate
-from nsa.monitor.artifacts import read_table
+from nsa.monitor.artifacts import Table, read_table
 from nsa.monitor.config import LadderConfig
 from tests.gates.files import judge_files, load_inputs
 from tests.monitor.run_folders import (
@@ -289,6 +289,20 @@ def test_selection_is_judged_at_extended_by_its_recall_over_random_blocks(tmp_pa
     early = judged((0.4, 0.4), (0.4, 0.4), gate=Gate("extended", 99))
     assert early.ok is None
     assert "99 steps, 100 are needed" in early.evidence
+
+
+def test_recall_is_the_mean_of_the_newest_forty_logged_steps_up_to_the_gate(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"step": 10.0 * i, "layer": 0.0, "recall": 0.4 + (i > 60) / 5, "recall_random": 0.4}
+        for i in range(1, 121)
+    ]
+    rows += [dict(row, recall=9.0) for row in rows if row["step"] > 1_000]  # after the gate
+    inputs = load_inputs(write_run(tmp_path, 1_000), EXTENDED)
+    result = judge(EXTENDED, replace(inputs, selection=Table(rows)), CONFIG)
+    (recall,) = [x for x in result.criteria if "recall" in x.name]
+    assert recall.value == pytest.approx(1.5)
 
 
 def test_memory_is_judged_at_extended_by_its_peak_and_its_growth_on_any_rank(
