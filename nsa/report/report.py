@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
+from nsa.constants import SHORT_RUN
 from nsa.gates.results import GateResult
 from nsa.gates.schedule import GATE_NAMES
 from nsa.monitor.artifacts import read_json, read_table, too_large, try_read_text
@@ -56,7 +57,10 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def write_report(run_dir: Path, status: str = "") -> Path:
-    """Write `report.md` and its pictures for a run in any state, or that ends with `status`."""
+    """Write `report.md` and its pictures for a run in any state.
+
+    At the end of a run, with its `status`, without pictures if it only tried whether all works.
+    """
     run = summarise(run_dir)
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.csv", "gates.json")):
         raise ValueError(
@@ -69,7 +73,8 @@ def write_report(run_dir: Path, status: str = "") -> Path:
         *_versus_teacher(run),
         *_settings(run),
     ]
-    for title, path in draw_plots(run):
+    pictures = [] if status and run.steps < SHORT_RUN else draw_plots(run)
+    for title, path in pictures:
         lines += [*_heading(title), "", f"![{title}]({path})"]
     atomic_write_text(run_dir / FILE_NAME, "\n".join(lines) + "\n")
     return run_dir / FILE_NAME

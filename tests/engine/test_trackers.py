@@ -121,7 +121,7 @@ def test_a_missing_package_is_one_line_that_names_it(
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)  # Python's mark for "not importable"
     file = write_config(tmp_path, name)
     assert main(["check", str(file)]) == 2
-    assert (
-        f"{name}.enabled = true: needs the package {PACKAGES[name]}, which is not installed; "
-        f"pip install 'nsa-m7c[{name}]', or remove the block"
-    ) in capsys.readouterr().err.replace("\n", " ")
+    assert capsys.readouterr().err == (
+        f"nsa: {name}.enabled = true in {file}: needs the package {PACKAGES[name]}, which is not "
+        f"installed; pip install 'nsa-m7c[{name}]', or remove the block\n"
+    )

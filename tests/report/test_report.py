@@ -190,3 +190,14 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no config\.yaml, metrics\.csv or gates\.json"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize("steps", [99, 100])
+def test_a_short_run_ends_with_a_report_without_pictures(steps: int, tmp_path: Path) -> None:
+    write_metrics(tmp_path, steps)
+    write_beats(tmp_path, beats(steps))
+    text = write_report(tmp_path, "finished").read_text()
+    assert plots(tmp_path) == ({"curves.png"} if steps == 100 else set())
+    assert table(text, "Run")["end"] == ["finished"]
+    write_report(tmp_path)
+    assert plots(tmp_path) == {"curves.png"}
