@@ -13,10 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.teacher import check_tokenizer, find_teacher
-from nsa.monitor.observer import TEACHER_COLUMNS
-from nsa.report.report import write_report
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
-from tests.monitor.run_folders import write_metrics
 from tests.ranks import ROOT
 
 STEPS = ["--profile=demo", "--steps=6", "--set=data.seq_len=256", "--set=monitor.log_every=1"]
@@ -125,17 +122,6 @@ def test_teachers_that_do_not_fit_are_refused_before_the_run(
 
 def test_a_run_without_a_teacher_has_none() -> None:
     assert find_teacher(RunConfig()) is None
-
-
-def test_the_reports_total_weighs_positions_by_their_tokens(tmp_path: Path) -> None:
-    write_metrics(tmp_path)
-    rows = [(3, 0, 63, 5, 9, 9, 9, 0), (6, 0, 63, 100, 2, 1.5, 0.5, 0.9)]
-    rows.append((6, 64, 255, 300, 4, 3.5, 0.1, 0.5))
-    lines = [",".join(map(str, row)) for row in [("step", *TEACHER_COLUMNS), *rows]]
-    (tmp_path / "teacher.csv").write_text("\n".join(lines) + "\n")
-    report = write_report(tmp_path).read_text()
-    assert "at step 6" in report
-    assert "| 1 to 256 | 400 | 3.5000 | 3.0000 | +0.5000 | 0.2000 | 60.0% |" in report
 
 
 def test_a_teacher_with_another_tokenizer_or_indivisible_heads_is_refused(dense: Path) -> None:
