@@ -133,10 +133,12 @@ if [ -n "$rehearse" ]; then
     for stage in "${!limits[@]}"; do limits[$stage]=400; done # minutes on a busy CPU
     export DS_ACCELERATOR=cpu
 elif [ -z "$dry" ]; then
-    # The chip whose tile sizes this GPU uses: sm_86 on an sm_87.
+    # This GPU's chip, or the newest older one that the compile check knows: sm_86 for an sm_87.
     arch=$("$python" -c 'import torch
-from nsa.ops.triton.configs import chip_of
-print(chip_of(torch.device("cuda")))') ||
+from nsa.ops.triton.configs import CHIPS, chip_of
+chip = chip_of(torch.device("cuda"))
+older = [x for x in CHIPS if x[:3] == chip[:3] == "sm_" and int(x[3:]) <= int(chip[3:])]
+print(max(older, key=lambda x: int(x[3:])) if chip[:3] == "sm_" else chip)') ||
         die "PyTorch of $python sees no GPU of sm_80 or newer; use --rehearse to try the script without one"
 fi
 
@@ -205,7 +207,7 @@ command_of() {
         ;;
     tune)
         command=("$python" -m nsa.ops.tune 12x2x64 64x4x128)
-        [ -z "$rehearse" ] || command=("$python" -c "import nsa.ops.tune")
+        [ -z "$rehearse" ] || command=("$python" -m pytest -q tests/ops/triton/test_tune.py)
         ;;
     module) bench module "$2" module "${shapes[@]}" --kinds module \
         --against sdpa-flash,sdpa-cudnn ;;

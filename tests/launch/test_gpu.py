@@ -58,7 +58,10 @@ def test_the_script_only_runs_benchmarks_and_flags_that_exist(tmp_path: Path) ->
                 parser(words[1:]).parse_args(words[1:])
                 words = words[1:]
             started.append(words[0])
-        assert started == [name for group in GROUPS.values() for name in group]
+        expected = [name for group in GROUPS.values() for name in group]
+        if flags:  # tuning needs a GPU: its tests run instead
+            expected[expected.index("nsa.ops.tune")] = "pytest"
+        assert started == expected
     assert not (tmp_path / "x").exists()
 
 
