@@ -279,25 +279,7 @@ def _criteria(
         (smoke, "median tokens/s", config.min_tokens_per_s, "at least", _tokens_per_s),
         (smoke, "min GPU utilization", MIN_GPU_BUSY, "at least", busy),
         (smoke, "GPU utilization spread", MAX_GPU_IMBALANCE, "at most", spread),
-        (
-            extended,
-            "recall of selected / random blocks",
-            config.min_recall,
-            "at least",
-            _recall,
-        ),
-        (
-            extended,
-            "peak memory of any rank, GB",
-            config.max_memory_gb,
-            "below",
-            _peak_memory,
-        ),
-        (
-            extended,
-            "peak-memory growth, second half",
-            MAX_MEMORY_GROWTH,
-            "at most",
-            _memory_growth,
-        ),
+        (extended, "recall of selected / random blocks", config.min_recall, "at least", _recall),
+        (extended, "peak memory of any rank, GB", config.max_memory_gb, "below", _peak_memory),
+        (extended, "peak-memory growth, second half", MAX_MEMORY_GROWTH, "at most", _memory_growth),
     ]
