@@ -121,9 +121,12 @@ def select_blocks(case: Case) -> Iterable[Tensor]:
 
 @_operation
 def selector_loss(case: Case) -> Iterable[Tensor]:
+    """Blocks ranked by the attention's own queries, and by index queries."""
     queries = case.empty(32, dtype=torch.int64)
     keys = case.blocks[0], case.tokens[0]
-    return [ops.selector_loss(case.q, *keys, queries, case.spec, **case.options)[0]]
+    for index in (None, case.empty(1, 32, case.kv_heads, case.key)):
+        options = case.options | {"q_cmp": index}
+        yield ops.selector_loss(case.q, *keys, queries, case.spec, **options)[0]
 
 
 @_operation
