@@ -62,6 +62,7 @@ def test_losses_are_compared_without_the_weights_of_their_micro_batches() -> Non
     """A micro-batch with ten times the labels is no spike; one without any has no mean."""
     guard = trained_guard()
     assert guard.check(torch.tensor(30.0), weight=10.0) == 30
+    assert guard.pop() == BadLosses(0, 0)
     state = guard.state()
     assert guard.check(torch.tensor(0.0), weight=0.0) == 0
     assert guard.state() == state

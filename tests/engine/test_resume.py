@@ -126,7 +126,10 @@ def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) ->
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_fix(saved: Path) -> None:
+    request = resumed(saved)
     (saved / "env.json").write_text(json.dumps({"run": "b2"}))
+    with pytest.raises(ValueError, match="saved by another run"):
+        find_checkpoint(request, world_size=2)
     with pytest.raises(ValueError, match=r"saved by another run \(a1, this one is b2\); move it"):
         resumed(saved)
 
