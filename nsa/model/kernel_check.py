@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -44,10 +44,11 @@ from nsa.ops.activation import swiglu
 from nsa.ops.backend import UnsupportedCall
 from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.inputs import GatedInputs
+from nsa.ops.inputs import GatedInputs, PackedLayout
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.pooling import pool
 from nsa.ops.reference import importance
+from nsa.spec import NSASpec
 
 TIMES = 4
 ROWS = 70  # of the operations without a sequence
@@ -172,7 +173,8 @@ def lengths(config: ModelConfig, packed: bool, seq_len: int) -> list[int]:
     blocks = spec.select_top + 2
     if seq_len > DENSE_BLOCKS * spec.select_top * spec.select_len:
         blocks = DENSE_BLOCKS * spec.select_top + 2
-    longest = max(spec.window, blocks * spec.select_len) + spec.block_stride + 3
+    window = 0 if config.attention.has_index else spec.window
+    longest = max(window, blocks * spec.select_len) + spec.block_stride + 3
     return [1, longest, spec.block_len - 1, 2 * spec.select_len + 1] if packed else [longest]
 
 
@@ -187,23 +189,29 @@ def _attention(
     assert isinstance(layer, Attention)
     tables: Any = (metadata.block_tokens, metadata.token_blocks)
 
-    def split(packed: Tensor, backend: str) -> tuple[Tensor | None, ...]:
-        parts = rotary_pool(packed, layer.layout, *metadata.rotary, *tables, backend=backend)
+    def split(packed: Tensor, layout: PackedLayout, backend: str) -> tuple[Tensor | None, ...]:
+        parts = rotary_pool(packed, layout, *metadata.rotary, *tables, backend=backend)
         return parts.q, *chain(*parts.kv_sets, parts.compressed or ()), parts.gates
 
-    columns = -(-sum(layer.layout.columns) // 8) * 8
-    yield Operation("rotary_pool", (random(1, total, columns),), split)
+    for layout in [layer.layout] + ([] if layer.index is None else [layer.index.layout]):
+        columns = -(-sum(layout.columns) // 8) * 8
+        inputs = (random(1, total, columns),)
+        yield Operation("rotary_pool", inputs, partial(split, layout=layout))
 
     if config.attention.kind == "dense":
         return
     spec, heads, key, value = config.attention.spec, config.kv_heads, layer.key_dim, layer.value_dim
     if config.attention.compressor == "pool":
-        for size, angles in ((key, metadata.block_rotary), (value, None)):
+        pooled = [(key, metadata.block_rotary), (value, None)]
+        for size, angles in pooled[:1] if layer.index is not None else pooled:
             learned = random(heads, size, size) / 8, random(heads, spec.block_len, size)
-            inputs = random(1, total, heads, size), *learned, random(heads * size)
+            block = random(1, total, heads, size), *learned, random(heads * size)
             by_block = {"block_tokens": tables[0], "token_blocks": tables[1]}
-            yield Operation("pool", inputs, partial(pool, rotary=angles, **by_block))
+            yield Operation("pool", block, partial(pool, rotary=angles, **by_block))
 
+    if layer.index is not None:
+        yield from _indexed(config, metadata, layer, total, random)
+        return
     q, gates = random(1, total, config.heads, key), random(1, total, config.heads, 3).abs()
     k_cmp, v_cmp = (random(1, len(tables[0]), heads, size) for size in (key, value))
     by_token = [random(1, total, heads, size) for size in (key, value, key, value)]
@@ -240,28 +248,79 @@ def _attention(
         yield Operation("selector_loss", (q, k_cmp, by_token[0]), run)
 
 
-def _worse_blocks(
-    index: Tensor, q: Tensor, k_cmp: Tensor, config: ModelConfig, cu_seqlens: Tensor | None
-) -> str:
-    """Return a problem if the selected blocks have less importance than the best ones."""
-    spec, scale, total = config.attention.spec, q.shape[-1] ** -0.5, q.shape[1]
-    options = dict[str, Any](cu_seqlens=cu_seqlens, backend="blockwise")
-    lse = compressed_attention(q, k_cmp, k_cmp, spec, **options)[1]
-    best = select_blocks(q, k_cmp, lse, spec, **options)
+def _indexed(
+    config: ModelConfig,
+    metadata: AttentionMetadata,
+    layer: Attention,
+    total: int,
+    random: Callable[..., Tensor],
+) -> Iterator[Operation]:
+    """The operations of attention with an index, beside those of its projections."""
+    spec, heads, cu_seqlens = config.attention.spec, config.kv_heads, metadata.cu_seqlens
+    how: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    assert metadata.block_tokens is not None
+    blocks = len(metadata.block_tokens)
+    queries = random(1, total, heads, layer.key_dim)
+    keys = random(1, blocks, heads, layer.key_dim)
+
+    def scores(queries: Tensor, keys: Tensor, backend: str) -> Tensor:
+        """The scores of the selected blocks: of two nearly equal ones either may be selected."""
+        with torch.no_grad():
+            index = select_blocks(queries, keys, None, spec, **how, backend=backend)
+            held = _importance_of(index, queries, keys, None, spec, cu_seqlens)
+        return held.sort(-1).values
+
+    yield Operation("select_blocks", (queries, keys), scores)
+    q = random(1, total, config.heads, layer.key_dim)
+    k, v = (random(1, total, heads, size) for size in (layer.key_dim, layer.value_dim))
+    index = select_blocks(queries, keys, None, spec, **how, backend="blockwise")
+    attend = partial(selected_attention, block_index=index, spec=spec, **how)
+    yield Operation("selected_attention", (q, k, v), attend)
+    sampled = sample_queries(total, torch.zeros((), dtype=torch.long, device=q.device))
+
+    def loss(q: Tensor, keys: Tensor, k: Tensor, q_cmp: Tensor, backend: str) -> Tensor:
+        return selector_loss(q, keys, k, sampled, spec, q_cmp=q_cmp, **how, backend=backend)[0]
+
+    yield Operation("selector_loss", (q, keys, k, queries[:, sampled]), loss)
+
+
+def _importance_of(
+    index: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    spec: NSASpec,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """Return the importance of selected blocks, like `index` [B, T, Hkv, n]; 0 if it has none."""
+    total, scale, parts = q.shape[1], q.shape[-1] ** -0.5, []
     slices = document_slices(total, cu_seqlens), compressed_slices(total, cu_seqlens, spec)
     for doc, cmp in zip(*slices, strict=True):
         if doc.stop == doc.start:
             continue
-        score = importance(
-            q[:, doc], k_cmp[:, cmp], lse[:, doc], spec, seq_len=doc.stop - doc.start, scale=scale
-        )
+        of_doc = None if lse is None else lse[:, doc]
+        length = doc.stop - doc.start
+        score = importance(q[:, doc], k_cmp[:, cmp], of_doc, spec, seq_len=length, scale=scale)
         padded = torch.nn.functional.pad(score, (0, 1))  # index -1 reads this 0
-        held, wanted = (
-            padded.gather(-1, x[:, doc].long() % padded.shape[-1]) for x in (index, best)
-        )
-        missing = (wanted.sum(-1) - held.sum(-1)).max() / wanted.sum(-1).max().clamp(min=1e-9)
-        if not missing <= 1e-3 or (index[:, doc] < 0).sum() != (best[:, doc] < 0).sum():
-            return f"it selects blocks that hold {float(missing):.1%} less attention than the best"
+        held = padded.gather(-1, index[:, doc].long() % padded.shape[-1])
+        parts.append(held.masked_fill(held == -torch.inf, 0))
+    return torch.cat(parts, 1)
+
+
+def _worse_blocks(
+    index: Tensor, q: Tensor, k_cmp: Tensor, config: ModelConfig, cu_seqlens: Tensor | None
+) -> str:
+    """Return a problem if the selected blocks have less importance than the best ones."""
+    spec = config.attention.spec
+    options = dict[str, Any](cu_seqlens=cu_seqlens, backend="blockwise")
+    lse = compressed_attention(q, k_cmp, k_cmp, spec, **options)[1]
+    best = select_blocks(q, k_cmp, lse, spec, **options)
+    held, wanted = (
+        _importance_of(x, q, k_cmp, lse, spec, cu_seqlens).sum(-1) for x in (index, best)
+    )
+    missing = (wanted - held).max() / wanted.max().clamp(min=1e-9)
+    if not missing <= 1e-3 or (index < 0).sum() != (best < 0).sum():
+        return f"it selects blocks that hold {float(missing):.1%} less attention than the best"
     return ""
 
 
@@ -279,6 +338,18 @@ def decoding(config: ModelConfig, device: torch.device) -> Operation:
     ]
     q, gates = random(2, config.heads, sizes[0]), random(2, config.heads, 3).abs()
     at = torch.tensor([longest, spec.block_len - 1], device=device)
+    if config.attention.has_index:
+        k_index, _, k, v = buffers[:4]
+        ranking = random(2, config.kv_heads, sizes[0])
+
+        @torch.no_grad()
+        def attend_indexed(*inputs: Tensor, backend: str) -> Tensor:
+            q, ranking, k_index, k, v, at = inputs
+            rest = k_index, None, k, v, None, None, None, at, spec
+            how: Any = {"q_cmp": ranking, "branches": ("sel",), "backend": backend}
+            return decode.decode_attention(q, *rest, **how)
+
+        return Operation("decode_attention", (q, ranking, k_index, k, v, at), attend_indexed)
 
     @torch.no_grad()
     def attend(*inputs: Tensor, backend: str) -> Tensor:
@@ -316,12 +387,15 @@ def check_m7c() -> list[KernelResult]:
     device = torch.device("cuda", torch.cuda.current_device())
     pool = ModelConfig(attention=AttentionConfig(compressor="pool", selector_loss=1.0))
     mean = ModelConfig(attention=AttentionConfig())
-    decoded = _check(decoding(pool, device), torch.bfloat16)
+    one_key = NSASpec(block_len=64, block_stride=64, select_top=22, local_blocks=8)
+    indexed = replace(pool, attention=replace(pool.attention, branches="sel", spec=one_key))
+    models = (pool, False), (pool, True), (mean, False), (indexed, False), (indexed, True)
+    decoded = [_check(decoding(model, device), torch.bfloat16) for model in (pool, indexed)]
     return [
         result
-        for model, packed in ((pool, False), (pool, True), (mean, False))
+        for model, packed in models
         for result in check_kernels(model, torch.bfloat16, device, packed)
-    ] + ([] if decoded is None else [decoded])
+    ] + [result for result in decoded if result is not None]
 
 
 if __name__ == "__main__":  # where only torch and triton are installed

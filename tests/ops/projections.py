@@ -24,6 +24,8 @@ LAYOUTS = {
     "mlp, shared": PackedLayout(**SIZES, kv_sets=1, gates=3, pre_rope=True),
     "prefill": PackedLayout(**SIZES, kv_sets=3, gates=3, mean=True),
     "decoding with mlp": PackedLayout(**SIZES, kv_sets=2, gates=2, pre_rope=True),
+    "index": PackedLayout(2, 2, 6, 0, 1, first_set=1, pre_rope=True),
+    "keys that rank blocks": PackedLayout(0, 2, 6, 0, 1, first_set=1, mean=True),
     "one head": PackedLayout(1, 1, 2, 1, kv_sets=3, gates=3, first_set=1, mean=True),
 }
 
@@ -112,7 +114,7 @@ def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple
     k = [heads(layout.kv_heads, layout.key_dim) for _ in range(layout.kv_sets)]
     v = [heads(layout.kv_heads, layout.value_dim) for _ in range(layout.kv_sets)]
     gates = heads(layout.heads, layout.gates)
-    outputs = [[rotated(x) for x in q]]
+    outputs = [[rotated(x) for x in q] or [packed.new_empty(*packed.shape[:2], layout.key_dim)]]
     outputs += [[x.sigmoid() for x in gates]] if layout.gates else []
     if layout.mean:
         for kind in ([rotated(x) for x in k[0]], v[0]):
@@ -121,7 +123,8 @@ def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple
         outputs += [k[0], v[0]]
     for number in range(layout.first_set, layout.kv_sets):
         outputs += [[rotated(x) for x in k[number]], v[number]]
-    return tuple(torch.stack(x, 2) for x in outputs)
+    stacked = tuple(torch.stack(x, 2) for x in outputs)
+    return stacked if layout.heads else (stacked[0][:, :, :0], *stacked[1:])
 
 
 def means(x: Tensor, blocks: list[list[int]]) -> Tensor:

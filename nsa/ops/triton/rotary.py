@@ -122,13 +122,15 @@ def rotary_kernel(
     t, row, valid = _tile(seq_len, C.TOKENS)
     c, s = _tables(cos, sin, t, valid, C)
     packed += row * C.WIDTH  # [TOKENS]
-    _rotate_heads(packed, q + row * (C.HEADS * 2 * C.HALF), c, s, valid, C.HEADS, C)
+    if C.HEADS > 0:
+        _rotate_heads(packed, q + row * (C.HEADS * 2 * C.HALF), c, s, valid, C.HEADS, C)
     if k_raw is not None:
         keys, values = _set_columns(packed, 0, C)
         k_rows = k_raw + row * (C.KV_HEADS * 2 * C.HALF)
         _copy_heads(keys, k_rows, valid, 2 * C.KV_HEADS, C.HALF, C.HALF_P)
-        v_rows = v_raw + row * (C.KV_HEADS * C.VALUE)
-        _copy_heads(values, v_rows, valid, C.KV_HEADS, C.VALUE, C.VALUE_P)
+        if C.VALUE > 0:  # an index has keys alone
+            v_rows = v_raw + row * (C.KV_HEADS * C.VALUE)
+            _copy_heads(values, v_rows, valid, C.KV_HEADS, C.VALUE, C.VALUE_P)
     _rotate_set(packed, k_0, v_0, row, c, s, valid, 0, C)
     _rotate_set(packed, k_1, v_1, row, c, s, valid, 1, C)
     _rotate_set(packed, k_2, v_2, row, c, s, valid, 2, C)
@@ -148,7 +150,8 @@ def pool_kernel(
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     out = batch * key_len + block
     k_cmp += out * (C.KV_HEADS * 2 * C.HALF)
-    v_cmp += out * (C.KV_HEADS * C.VALUE)
+    if C.VALUE > 0:
+        v_cmp += out * (C.KV_HEADS * C.VALUE)
     d, e = tl.arange(0, HALF_P), tl.arange(0, VALUE_P)
     for h in range(C.KV_HEADS):
         low, high = tl.zeros([HALF_P], tl.float32), tl.zeros([HALF_P], tl.float32)  # [HALF_P]
@@ -164,10 +167,12 @@ def pool_kernel(
             low += tl.sum(a * c - b * s, 0)
             high += tl.sum(b * c + a * s, 0)
             value += tl.sum(_load(values + at, h * C.VALUE, valid, C.VALUE, VALUE_P), 0)
-        k_at, v_at = k_cmp + 2 * h * C.HALF + d, v_cmp + h * C.VALUE + e
+        k_at = k_cmp + 2 * h * C.HALF + d
         tl.store(k_at, (low / C.LEN).to(k_cmp.dtype.element_ty), mask=d < C.HALF)
         tl.store(k_at + C.HALF, (high / C.LEN).to(k_cmp.dtype.element_ty), mask=d < C.HALF)
-        tl.store(v_at, (value / C.LEN).to(v_cmp.dtype.element_ty), mask=e < C.VALUE)
+        if C.VALUE > 0:
+            v_at, mean = v_cmp + h * C.VALUE + e, value / C.LEN
+            tl.store(v_at, mean.to(v_cmp.dtype.element_ty), mask=e < C.VALUE)
 
 
 @triton.jit
@@ -214,13 +219,15 @@ def _set_gradients(
                          C.HALF, HALF_P, C)  # fmt: skip
             b += _unpool(dk_cmp, token_blocks, t, batch, at + C.HALF, key_len, valid, KEYS,
                          C.HALF, HALF_P, C)  # fmt: skip
-            value += _unpool(dv_cmp, token_blocks, t, batch, h * C.VALUE, key_len, valid, VALUES,
-                             C.VALUE, VALUE_P, C)  # fmt: skip
+            if C.VALUE > 0:
+                value += _unpool(dv_cmp, token_blocks, t, batch, h * C.VALUE, key_len, valid,
+                                 VALUES, C.VALUE, VALUE_P, C)  # fmt: skip
         low, high = a * cos + b * sin, b * cos - a * sin
         if dk_raw is not None:
             low += _load(dk_raw + row * KEYS, at, valid, C.HALF, HALF_P)
             high += _load(dk_raw + row * KEYS, at + C.HALF, valid, C.HALF, HALF_P)
-            value += _load(dv_raw + row * VALUES, h * C.VALUE, valid, C.VALUE, VALUE_P)
+            if C.VALUE > 0:
+                value += _load(dv_raw + row * VALUES, h * C.VALUE, valid, C.VALUE, VALUE_P)
         _store(keys, at, low, valid, C.HALF, HALF_P)
         _store(keys, at + C.HALF, high, valid, C.HALF, HALF_P)
         _store(values, h * C.VALUE, value, valid, C.VALUE, VALUE_P)
@@ -238,7 +245,8 @@ def rotary_backward_kernel(
     batch = tl.program_id(1).to(tl.int64)
     c, s = _tables(cos, sin, t, valid, C)
     packed += row * C.WIDTH  # [TOKENS]
-    _rotate_heads(dq + row * (C.HEADS * 2 * C.HALF), packed, c, -s, valid, C.HEADS, C)
+    if C.HEADS > 0:
+        _rotate_heads(dq + row * (C.HEADS * 2 * C.HALF), packed, c, -s, valid, C.HEADS, C)
     _set_gradients(packed, dk_0, dv_0, dk_raw, dv_raw, dk_cmp, dv_cmp, token_blocks, t, row, batch,
                    c, s, key_len, valid, 0, C)  # fmt: skip
     if C.SETS > 1:

@@ -254,7 +254,7 @@ def test_launches_depend_on_the_capacity_and_read_no_length() -> None:
     lengths = torch.empty(len(LENGTHS), dtype=torch.int64, device="meta")
     with recording() as launches:
         decode.decode_forward(
-            decode.DecodeInputs(*x.tensors(), lengths, SPEC, "+".join(BRANCHES), 0.5)
+            decode.DecodeInputs(x.q, None, *x.tensors()[1:], lengths, SPEC, "+".join(BRANCHES), 0.5)
         )
     names = [launch.kernel.fn.__name__.split("_")[1] for launch in launches]
     assert names == ["compressed", "importance", "rank", "parts", "mix"]
@@ -264,14 +264,15 @@ def test_launches_depend_on_the_capacity_and_read_no_length() -> None:
 
 def test_the_op_matches_its_declaration_with_and_without_each_branch() -> None:
     case = replace(PATTERNS["small"], lengths=(30, 2), group=1, kv_heads=1)
-    *tensors, gates = buffers(case, sequences(case)).tensors()
+    q, *tensors, gates = buffers(case, sequences(case)).tensors()
     lengths, pattern = torch.tensor(case.lengths, device=DEVICE), SPEC.to_ints()
     tests = ("test_schema", "test_faketensor")
     for names, given, used_gates in (
-        ("cmp+sel+win", tensors, gates),
-        ("sel", [*tensors[:2], None, *tensors[3:5], None, None], gates[..., :1]),
+        ("cmp+sel+win", [None, *tensors], gates),
+        ("sel", [None, tensors[0], None, *tensors[2:4], None, None], gates[..., :1]),
+        ("sel", [q, tensors[0], None, *tensors[2:4], None, None], None),
     ):
-        arguments = (*given, used_gates, lengths, pattern, names, 0.5)
+        arguments = (q, *given, used_gates, lengths, pattern, names, 0.5)
         torch.library.opcheck(decode.triton_decode, arguments, test_utils=tests)
 
 

@@ -17,7 +17,7 @@ from nsa.model.kernel_check import KernelResult, Operation, check_kernels, probl
 from nsa.ops import backend, triton
 from nsa.ops.activation import swiglu
 from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts, runs_fused
-from nsa.ops.triton import activation, decode, gated
+from nsa.ops.triton import activation, decode, gated, select
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import default
@@ -35,6 +35,10 @@ CONFIG = ModelConfig(
     value_dim=6,
     mlp_width=32,
     attention=AttentionConfig(spec=SPEC, compressor="pool", selector_loss=1.0),
+)
+INDEXED = replace(
+    CONFIG,
+    attention=replace(CONFIG.attention, branches="sel", spec=replace(SPEC, window=NSASpec.window)),
 )
 ALL = {"add_rms_norm", "swiglu", "cross_entropy", "rotary_pool", "pool"}
 ALL |= {"nsa_attention", "selector_loss"}
@@ -57,9 +61,41 @@ def test_the_kernels_of_a_run_pass(dtype: torch.dtype, packed: bool) -> None:
     assert problems_of([results, results]) == {}
 
 
-def only(name: str) -> KernelResult:
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_kernels_of_a_run_with_an_index_pass(packed: bool) -> None:
+    results = check_kernels(INDEXED, torch.float32, DEVICE, packed)
+    assert [result.problem for result in results] == [""] * len(results), table(results)
+    names = [result.operation for result in results]
+    expected = ALL - {"nsa_attention"} | {"select_blocks", "selected_attention"}
+    assert set(names) == expected
+    assert names.count("rotary_pool") == 2, "the layer's projection, and the index's"
+    assert names.count("pool") == 1, "keys alone"
+    decoded = checks._check(checks.decoding(INDEXED, DEVICE), torch.float32)
+    assert decoded is not None
+    assert (decoded.operation, decoded.problem) == ("decode_attention", "")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_blocks_that_an_index_does_not_rank_best_are_a_problem(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = select.triton_select
+
+    def other_blocks(*args: Any) -> Tensor:
+        """The second best block of a query, where it has a free one."""
+        index = right(*args)
+        last = index.max(-1).values
+        free = (last > 4) & ~(index == 2).any(-1)
+        return torch.where(free[..., None] & (index == 3), 2, index).sort(-1).values
+
+    monkeypatch.setattr(select, "triton_select", other_blocks)
+    result = only("select_blocks", INDEXED, packed)
+    assert result.problem.startswith("its error is")
+
+
+def only(name: str, config: ModelConfig = CONFIG, packed: bool = True) -> KernelResult:
     """Check one operation, in bfloat16."""
-    operations = checks.operations(CONFIG, DEVICE, True)
+    operations = checks.operations(config, DEVICE, packed)
     operation = next(x for x in operations if x.name == name)
     result = checks._check(operation, torch.bfloat16)
     assert result is not None

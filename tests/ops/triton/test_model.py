@@ -61,7 +61,7 @@ def counted_launches() -> Iterator[Counter[str]]:
         yield counts
 
 
-@pytest.mark.parametrize("attention", default(3, ["mean", "mlp", "pool"]))
+@pytest.mark.parametrize("attention", default(4, ["mean", "mlp", "pool", "index", "index, mean"]))
 def test_loss_and_gradients_are_those_of_the_other_backends(attention: str) -> None:
     usual, exact = (
         step(attention, "blockwise", "none", dtype) for dtype in (torch.float32, torch.float64)
