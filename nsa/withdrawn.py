@@ -58,6 +58,8 @@ VALUES: dict[tuple[str, Any], Any] = {
 
 # Program or verb, and flag ("nsa plan --search") -> what to do instead.
 FLAGS: dict[str, str] = {
+    "nsa import --shares": "remove it; a dense model keeps its keys and values",
+    "nsa import --gap": "compare `nsa eval` of the import and of the dense model",
     "nsa data prepare --files": "use --pattern",
     "nsa data train-tokenizer --files": "use --pattern",
     "nsa plan --search": "use --compare, and --set train.micro_batch=auto",

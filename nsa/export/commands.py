@@ -16,7 +16,8 @@ def add_export_parser(verbs: Any) -> None:
     about = "a run, one of its checkpoints, or a folder that `nsa import` wrote"
     add("run_path", type=Path, metavar="run", help=about)
     add("--to", type=Path, required=True, metavar="DIR", help="a new folder")
-    about = "dense: a plain Llama that LlamaForCausalLM loads without this package, of a dense run"
+    about = "dense: a plain Llama, Qwen2, Qwen3 or SmolLM3, which every tool loads without this "
+    about += "package; of a run with one set of keys and values"
     add("--attention", choices=("dense",), help=about)
     about = "dtype of the weights; fp32: the optimizer's master weights (default: as trained)"
     add("--dtype", choices=("bf16", "fp32"), help=about)
@@ -30,7 +31,7 @@ def _export(args: argparse.Namespace) -> int:
     from nsa.export.to_hf import export
 
     logging.disable_progress_bar()
-    folder = export(args.run_path, args.to, args.dtype, llama=args.attention == "dense")
+    folder = export(args.run_path, args.to, args.dtype, dense=args.attention == "dense")
     size = (folder / "model.safetensors").stat().st_size
     print(f"{folder}: {size / 1e6:,.1f} MB of weights; README.md explains how to load them")
     if not (folder / "tokenizer.json").exists():
@@ -56,11 +57,6 @@ def add_import_parser(verbs: Any) -> None:
     about = "tokens to continue training with, such as 1e9: sets train.steps "
     about += "(default: a tenth of the steps of training from nothing)"
     add("--tokens", type=float, metavar="N", help=about)
-    about = "each branch's share of the dense output at the start (default: 0,1,0; see "
-    about += "docs/guides/hugging-face.md)"
-    add("--shares", metavar="S,S,S", help=about)
-    about = "compare logits with the dense model's on the validation split of this data.source"
-    add("--gap", metavar="SOURCE", help=about)
     parser.set_defaults(run=_import)
 
 

@@ -1,4 +1,4 @@
-"""Import pipeline of `nsa import`: read a model, convert its attention, write a folder."""
+"""Import pipeline of `nsa import`: read a model, add or drop an index, write a folder."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nsa.constants import BRANCHES
-from nsa.data.batches import Batch
 from nsa.data.tokenizer import ByteTokenizer, largest_id
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import model_with
 from nsa.engine.resolve import LARGEST, resolve_config, to_yaml
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.hf_tokenizer import copy_files
-from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.origin import write_origin
 from nsa.export.to_hf import output_folder, write_weights
-from nsa.model.dense_to_nsa import dense_to_nsa
+from nsa.model.config import INDEXED, AttentionConfig
+from nsa.model.index import add_index, without_index
+from nsa.spec import NSASpec
 
 RANKS = 2  # of the recipes' commands; --tokens counts with them
-LARGEST_SHARE = 100  # more than is useful; values scaled by it are finite in every dtype
 
 
 def import_run(args: argparse.Namespace) -> int:
-    """Run `nsa import`; the folder appears before the logit gap is measured."""
+    """Run `nsa import`."""
     with output_folder(args.to) as draft:
         source = read_model(args.source)
-        old_kind = source.config.model.attention.kind
+        old = source.config.model.attention
         new_kind = args.attention or source.default_attention
-        _check_kinds(args, old_kind, new_kind)
+        if (old.kind, new_kind) == ("nsa", "dense") and not old.has_index:
+            raise ValueError(
+                f"--attention dense: {args.source} has the keys and values of several branches, "
+                "which cannot become dense; omit the flag"
+            )
         config = _new_config(args, source, new_kind)
-        shares = _parse_shares(args.shares, config)
-        # Before the weights are read: a missing dataset is refused in seconds.
-        samples = _gap_samples(args, source, config) if args.gap else None
-        old_model = model_with(source.read_weights(), source.config, args.source)
-        weights = dict(old_model.state_dict())
+        weights = source.read_weights()
+        if old.kind != new_kind:
+            weights = (
+                add_index(weights, config.model) if new_kind == "nsa" else without_index(weights)
+            )
         _check_values(weights, args.source)
-        if old_kind != new_kind:
-            weights = dense_to_nsa(weights, config.model, shares)
         model = model_with(weights, config, args.source)
         copy_files(source.tokenizer_files, draft)
-        write_weights(weights, draft)
+        write_weights(dict(model.state_dict()), draft)
         if source.hf_config is not None:
             write_origin(args.source, source.hf_config, draft)
         (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
@@ -57,9 +57,6 @@ def import_run(args: argparse.Namespace) -> int:
     print(f"its schedule: {train.steps:,} steps at {train.learning_rate:g}", flush=True)
     if note := config.selects_all_note():
         print(f"nsa: warning: {note}", file=sys.stderr)
-    if samples is not None:
-        for line in logit_gaps(old_model.float(), model.float(), samples):
-            print(line, flush=True)
     return 0
 
 
@@ -67,20 +64,6 @@ def _check_values(weights: dict[str, Tensor], source: Path) -> None:
     for name, weight in weights.items():
         if not weight.isfinite().all():
             raise ValueError(f"{source}: weight {name} is not finite everywhere; copy it again")
-
-
-def _check_kinds(args: argparse.Namespace, old: str, new: str) -> None:
-    if (old, new) == ("nsa", "dense"):
-        raise ValueError(
-            f"--attention dense: {args.source} is an NSA model, which cannot become dense; omit "
-            "the flag"
-        )
-    for flag, value in (("--shares", args.shares), ("--gap", args.gap)):
-        if value and old == new:
-            raise ValueError(
-                f"{flag} {value}: {args.source} keeps its {new} attention; omit the flag, or "
-                "convert a dense model (--attention nsa)"
-            )
 
 
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
@@ -92,14 +75,16 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
         base.data.tokenizer = f"hf:{folder}"
     if args.tokenizer is not None:
         base.data.tokenizer = args.tokenizer
-    converts = base.model.attention.kind != kind
-    base.model.attention.kind, base.train.start_from = kind, str(folder)
+    if base.model.attention.kind != kind:
+        base.model.attention = _converted(base.model.attention, kind)
+    base.train.start_from = str(folder)
     config = resolve_config(base, args.config, args.set)
-    attention = config.model.attention
-    if converts and (attention.kind, attention.branch_names) == (kind, BRANCHES):
-        # What learns best: docs/guides/sparsify.md.
-        base.model.attention.compressor, base.model.attention.selector_loss = "pool", 1.0
-        config = resolve_config(base, args.config, args.set)
+    attention, before = config.model.attention, source.config.model.attention.kind
+    if before == "dense" and attention.kind == "nsa" and not attention.has_index:
+        raise ValueError(
+            f"model.attention.branches = {attention.branches!r}: a dense model has one set of keys "
+            "and values; set branches=sel, or omit the setting"
+        )
     if args.tokens is not None:
         _set_steps(base, config, args.tokens)
         config = resolve_config(base, args.config, args.set)
@@ -111,6 +96,23 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
             f"give --attention {other}, or omit the setting"
         )
     return config
+
+
+def _converted(attention: AttentionConfig, kind: str) -> AttentionConfig:
+    """Return dense attention, or attention with an index: of 64 tokens each, or of the run's sizes.
+
+    docs/guides/sparsify.md has the figures.
+    """
+    if kind == "dense":
+        return replace(attention, kind=kind, selector_loss=0.0)
+    sizes = INDEXED if attention.spec == NSASpec() else attention.spec
+    return AttentionConfig(
+        branches="sel",
+        compressor="pool",
+        selector_loss=1.0,
+        spec=replace(sizes, window=NSASpec.window),
+        backend=attention.backend,
+    )
 
 
 def _continue_training(config: RunConfig) -> None:
@@ -162,28 +164,3 @@ def _check_tokenizer(args: argparse.Namespace, source: SourceModel, config: RunC
             f"--tokenizer byte: has {ByteTokenizer.vocab_size} ids, but the vocabulary of "
             f"{args.source} has {vocab_size}; name the model's tokenizer"
         )
-
-
-def _parse_shares(text: str | None, config: RunConfig) -> dict[str, float] | None:
-    if text is None:
-        return None
-    attention = config.model.attention
-    try:
-        shares = dict(zip(attention.branch_names, map(float, text.split(",")), strict=True))
-    except ValueError:
-        raise ValueError(
-            f"--shares {text}: write a number for each branch, {','.join(attention.branch_names)}"
-        ) from None
-    if not all(abs(share) <= LARGEST_SHARE for share in shares.values()):  # false for NaN too
-        raise ValueError(
-            f"--shares {text}: each is a fraction of the dense output; write numbers from "
-            f"-{LARGEST_SHARE} to {LARGEST_SHARE}"
-        )
-    return shares
-
-
-def _gap_samples(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> Batch:
-    data = replace(config.data, source=args.gap)
-    if source.has_tokenizer and data.tokenizer == f"hf:{args.to.absolute()}":  # not written yet
-        data.tokenizer = f"hf:{source.tokenizer_files[0].parent}"
-    return read_samples(data, config.model.attention)

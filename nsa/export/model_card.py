@@ -6,6 +6,7 @@ written: of a local file or folder only its name.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -16,6 +17,7 @@ from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import is_path
 from nsa.engine.load_run import LoadedRun
 from nsa.export.origin import Origin
+from nsa.model.config import AttentionConfig
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json, read_table
 from nsa.report.markdown import plain, table
@@ -48,8 +50,8 @@ model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 With the package `nsa` installed, `import nsa.model.hf` replaces `trust_remote_code=True`, and the
 code in this folder is not run.
 """
-LLAMA = """
-This is a plain Llama: transformers ≥ 5.0 loads it by `AutoModelForCausalLM.from_pretrained`
+DENSE = """
+This is a plain dense model: transformers ≥ 5.0 loads it by `AutoModelForCausalLM.from_pretrained`
 without other code.
 """
 TOKENIZER = """\
@@ -71,7 +73,7 @@ RECORDED = (  # in env.json
 )
 
 
-def model_card(run: LoadedRun, origin: Origin | None = None, llama: bool = False) -> str:
+def model_card(run: LoadedRun, origin: Origin | None = None, dense: bool = False) -> str:
     """Return Markdown with the figures that were logged up to the exported step.
 
     Without a step nothing is known of a training: it is an import, or an export of an export.
@@ -83,25 +85,30 @@ def model_card(run: LoadedRun, origin: Origin | None = None, llama: bool = False
         license = f"the license at the top is that of {plain(origin.name)}"
         if not origin.license:
             license = f"state the license of {plain(origin.name)} at the top"
-    loading = LLAMA if llama else LOADING
+    loading = DENSE if dense else LOADING
     return CARD.format(
-        metadata=_metadata(run, sources, origin).to_yaml(),
+        metadata=_metadata(run, sources, origin, dense).to_yaml(),
         title=title,
-        about=_about(run, origin),
+        about=_about(run, origin, dense),
         training=_training(run, sources),
         license=license,
         loading=loading.format(tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER),
     )
 
 
-def _about(run: LoadedRun, origin: Origin | None) -> str:
+def _about(run: LoadedRun, origin: Origin | None, dense: bool) -> str:
     model, attention = run.config.model, run.config.model.attention
     kind = "dense causal attention"
-    if attention.kind == "nsa":
+    if attention.has_index and dense:
+        kind += ", trained with sparse attention"
+    elif attention.has_index:
+        kind = "sparse attention: an index selects the blocks of tokens that a query attends to"
+    elif attention.kind == "nsa":
         names = {"cmp": "compressed", "sel": "selected", "win": "sliding window"}
         branches = ", ".join(names[branch] for branch in attention.branch_names)
         kind = f"Native Sparse Attention (arXiv 2502.11089; branches: {branches})"
-    about = f"A Llama-like decoder of {parameter_count(model) / 1e6:,.1f}M parameters with {kind}"
+    count = parameter_count(replace(model, attention=AttentionConfig("dense")) if dense else model)
+    about = f"A Llama-like decoder of {count / 1e6:,.1f}M parameters with {kind}"
     if run.step is not None:
         about += f", trained on sequences of {run.config.data.seq_len:,} tokens"
     if origin is None:
@@ -110,19 +117,22 @@ def _about(run: LoadedRun, origin: Origin | None) -> str:
     return f"{about}. Its weights come from {plain(origin.name)}, whose license is {license}."
 
 
-def _metadata(run: LoadedRun, sources: list[str], origin: Origin | None) -> ModelCardData:
+def _metadata(
+    run: LoadedRun, sources: list[str], origin: Origin | None, dense: bool
+) -> ModelCardData:
     """Return license, tags, languages, and the datasets on the Hub."""
     public = [name for name in sources if _local_path(name) is None]
     ids = [FINEWEB_EDU[0] if name == "fineweb_edu" else name.removeprefix("hf:") for name in public]
     kinds = {name.partition(":")[0] for name in sources}
     languages = sorted(LANGUAGES[kind] for kind in kinds if kind in LANGUAGES)
+    sparse = run.config.model.attention.kind == "nsa" and not dense
     return ModelCardData(
         license="apache-2.0" if origin is None else origin.license or "other",
         base_model=origin.name if origin is not None and "/" in origin.name else None,
         language=(languages or None) if kinds <= set(LANGUAGES) else None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["native-sparse-attention"] if run.config.model.attention.kind == "nsa" else None,
+        tags=["native-sparse-attention"] if sparse else None,
         datasets=[id for id in ids if "/" in id] or None,
     )
 

@@ -30,43 +30,44 @@ from nsa.export.model_card import model_card
 from nsa.export.origin import find_origin
 from nsa.export.remote_code import AUTO_MAP, remote_code
 from nsa.export.source_config import TOKEN_IDS, changes, merge
-from nsa.export.to_llama import check_llama, llama_config, llama_name
+from nsa.export.to_dense import dense_config, dense_family, dense_name
 from nsa.model.hf_config import NSAConfig
+from nsa.model.index import without_index
 
 
-def export(path: Path, to: Path, dtype: str | None = None, llama: bool = False) -> Path:
+def export(path: Path, to: Path, dtype: str | None = None, dense: bool = False) -> Path:
     """Write a run, checkpoint or imported folder into `to`, completely or not at all.
 
-    `dtype` "fp32" exports the optimizer's master weights; None keeps the trained dtype. `llama`:
-    a dense model as a plain Llama, without this package's code and settings.
+    `dtype` "fp32" exports the optimizer's master weights; None keeps the trained dtype. `dense`:
+    as a plain dense model, without an index and without this package's code and settings.
     """
     with output_folder(to) as draft:
         stored = find_run(path)
-        if llama:
-            check_llama(stored.config.model)  # before the weights are read
+        if dense:
+            dense_family(stored.config.model)  # refuses a model before its weights are read
         run = load_run(stored, device="cpu", dtype=None if dtype is None else DTYPES[dtype])
-        _write(run, draft, llama)
+        _write(run, draft, dense)
     return to
 
 
-def _write(run: LoadedRun, folder: Path, llama: bool) -> None:
-    weights = run.model.state_dict()
-    rename = llama_name if llama else _name
+def _write(run: LoadedRun, folder: Path, dense: bool) -> None:
+    weights = dict(run.model.state_dict())
+    weights, rename = (without_index(weights), dense_name) if dense else (weights, _name)
     write_weights({rename(name): weight for name, weight in weights.items()}, folder)
     origin = find_origin(run.folder, run.config.train.start_from)
     source = None if origin is None else origin.config
     original = None if source is None else parse_config(source, run.folder / ORIGIN)
     fields = _fields(run, original)
-    texts = {"README.md": model_card(run, origin, llama)}
-    if llama:
-        config: PretrainedConfig = llama_config(run.config.model, **fields)
+    texts = {"README.md": model_card(run, origin, dense)}
+    if dense:
+        config: PretrainedConfig = dense_config(run.config.model, **fields)
     else:
         config = NSAConfig.of(run.config.model, architectures=["NSAForCausalLM"], **fields)
         texts |= {"config.yaml": to_yaml(run.config), **remote_code()}
     tree = config.to_diff_dict()
     if source is not None and original is not None:
         tree = merge(config, source, original)
-    if not llama:
+    if not dense:
         tree |= {"auto_map": AUTO_MAP}
     texts["config.json"] = _json(tree)
     generation = {name: fields[name] for name in TOKEN_IDS}

@@ -27,6 +27,8 @@ ROPE_TYPES = {
 YARN_OPTIONS = (
     *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 )
+# Attention with an index: a query's first block, its last 8 and the best 13 of the others.
+INDEXED = NSASpec(block_len=64, block_stride=64, select_len=64, select_top=22, local_blocks=8)
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
 

@@ -111,3 +111,24 @@ def index_start(attention: Mapping[str, Tensor], kv_heads: int) -> dict[str, Ten
         elif name in ("k.weight", "k.bias", "q_norm.weight", "k_norm.weight"):
             start[name] = weight.clone()
     return start
+
+
+def add_index(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return a dense model's weights with an index in each layer; the others stay as they are."""
+    converted = dict(weights)
+    layers = [
+        name.removesuffix("k.weight") for name in weights if name.endswith(".attention.k.weight")
+    ]
+    for layer in layers:
+        own = {name.removeprefix(layer): x for name, x in weights.items() if name.startswith(layer)}
+        start = index_start(own, config.kv_heads)
+        if config.attention.compressor == "pool":
+            phi = BlockPool(config.attention.spec.block_len, config.kv_heads, config.head_dim)
+            start |= {f"pool.{name}": x.to(own["k.weight"]) for name, x in phi.state_dict().items()}
+        converted |= {f"{layer}index.{name}": x for name, x in start.items()}
+    return converted
+
+
+def without_index(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of the dense model that attends to all tokens."""
+    return {name: x for name, x in weights.items() if ".index." not in name}

@@ -29,7 +29,7 @@ from torch import Tensor
 from nsa.constants import BRANCHES
 from nsa.model.attention import Attention
 from nsa.model.attention_metadata import AttentionMetadata, sample_queries
-from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.model.config import INDEXED, AttentionConfig, ModelConfig
 from nsa.model.language_model import meta_model
 from nsa.ops import (
     compressed_attention,
@@ -387,8 +387,7 @@ def check_m7c() -> list[KernelResult]:
     device = torch.device("cuda", torch.cuda.current_device())
     pool = ModelConfig(attention=AttentionConfig(compressor="pool", selector_loss=1.0))
     mean = ModelConfig(attention=AttentionConfig())
-    one_key = NSASpec(block_len=64, block_stride=64, select_top=22, local_blocks=8)
-    indexed = replace(pool, attention=replace(pool.attention, branches="sel", spec=one_key))
+    indexed = replace(pool, attention=replace(pool.attention, branches="sel", spec=INDEXED))
     models = (pool, False), (pool, True), (mean, False), (indexed, False), (indexed, True)
     decoded = [_check(decoding(model, device), torch.bfloat16) for model in (pool, indexed)]
     return [

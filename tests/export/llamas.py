@@ -23,8 +23,8 @@ from nsa.data.tokenizer import Tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from tests.data.texts import texts, write_lines
 
-# Selected and window branches see all of 32 tokens.
-SPEC = ["block_len=8", "block_stride=4", "select_len=8", "select_top=4", "window=32"]
+# All blocks of 32 tokens are selected.
+SPEC = ["block_len=8", "block_stride=4", "select_len=8", "select_top=4", "local_blocks=2"]
 
 SMALL = [f"--set=attention.spec.{setting}" for setting in SPEC]
 

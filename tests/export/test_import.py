@@ -98,7 +98,7 @@ def test_an_imported_llama_computes_the_same_logits(shard: str, tmp_path: Path) 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_each_family_has_the_logits_that_transformers_computes(family: str, tmp_path: Path) -> None:
-    """As dense attention, as NSA where its branches see all, and after an export and decoding."""
+    """Dense, with an index where all blocks are selected, exported, decoded, and dense again."""
     model_type, changes = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **SHAPE | {"num_hidden_layers": 4} | changes)
     torch.manual_seed(0)
@@ -110,15 +110,17 @@ def test_each_family_has_the_logits_that_transformers_computes(family: str, tmp_
     expected = logits(original, tokens(100))
     run = imported(tmp_path / "original", tmp_path / "dense", "--attention", "dense")
     assert (logits(run.model, tokens(100)) - expected).norm() < 1e-5 * expected.norm()
-    run = imported(
-        tmp_path / "original", tmp_path / "run", *SMALL, "--set=attention.compressor=pool"
-    )
+    run = imported(tmp_path / "original", tmp_path / "run", *SMALL)
     short = logits(run.model, tokens(32))
     assert (short - logits(original, tokens(32))).norm() < 1e-5 * short.norm()
     exported = NSAForCausalLM.from_pretrained(export(tmp_path / "run", tmp_path / "hf")).eval()
     assert torch.equal(logits(exported, tokens(32)), short)
     text = exported.generate(tokens(20), max_new_tokens=12, do_sample=False, eos_token_id=-1)
     assert torch.equal(logits(exported, text)[:, 19:-1].argmax(-1), text[:, 20:])
+    plain = AutoModelForCausalLM.from_pretrained(export(tmp_path / "run", tmp_path / "d", dense=True))
+    assert not [*(tmp_path / "d").glob("*.py")]
+    assert "nsa" not in type(plain).__module__
+    assert (logits(plain, tokens(100)) - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama 3"])
@@ -194,7 +196,8 @@ def test_a_model_of_its_true_shape_is_counted_and_planned(name: str, tmp_path: P
     save_file({"unread": torch.ones(1)}, tmp_path / "model.safetensors")
     model = read_model(tmp_path).config.model
     assert parameter_count(model) == parameters
-    sparse = replace(model, attention=AttentionConfig(compressor="pool", selector_loss=1.0))
+    indexed = AttentionConfig(branches="sel", compressor="pool", selector_loss=1.0, spec=INDEXED)
+    sparse = replace(model, attention=indexed)
     assert parameters < parameter_count(sparse) < 1.25 * parameters
     run = replace(RunConfig(), model=sparse)
     zero = zero_of(ROOT / "ds_configs/zero2_pcie.json", run, 2)
@@ -226,42 +229,33 @@ def test_one_layer_of_the_true_width_has_the_same_logits_and_learns(
     assert all(p.grad is not None and p.grad.isfinite().all() for p in sparse.parameters())
 
 
-@pytest.mark.parametrize(
-    ("settings", "shares"),
-    [
-        ([], None),
-        full([], "0,1,0"),
-        ([], "0,0.25,0.75"),
-        full(["branches=sel+win"], None),
-        full(["branches=cmp+sel"], None),
-        (["branches=win"], None),
-    ],
-)
-def test_nsa_starts_as_the_dense_model_where_its_branches_see_all(
-    settings: list[str],
-    shares: str | None,
-    llama_folder: Path,
-    dense_logits: torch.Tensor,
-    tmp_path: Path,
+def test_an_index_changes_no_other_weight_and_no_logit_where_all_blocks_are_selected(
+    llama_folder: Path, dense_logits: torch.Tensor, tmp_path: Path
 ) -> None:
-    given = [f"--set=attention.{setting}" for setting in settings]
-    given += [] if shares is None else ["--shares", shares]
-    start = imported(llama_folder, tmp_path / "run", *SMALL, *given).model
-    difference = (logits(start, tokens(100)) - dense_logits).abs().amax((0, 2))
-    error = difference / dense_logits.abs().max()
-    assert error[:32].max() < 1e-4
-    assert error[-1] > 1e-3, "it is dense"
-
-
-def test_a_compressed_share_starts_elsewhere(llama_folder: Path, tmp_path: Path) -> None:
     dense = imported(llama_folder, tmp_path / "dense", "--attention=dense").model
-    mixed = imported(llama_folder, tmp_path / "mixed", *SMALL, "--shares=0.2,0.4,0.4").model
-    v = dense.blocks[1].attention.v.weight
-    assert torch.allclose(
-        mixed.blocks[1].attention.v.weight, torch.cat([v * 0.4, v * 0.8, v * 0.8])
+    sparse = imported(llama_folder, tmp_path / "run", *SMALL).model
+    given, weights = dense.state_dict(), sparse.state_dict()
+    assert {name for name in weights if ".index." not in name} == given.keys()
+    assert all(torch.equal(weights[name], x) for name, x in given.items())
+    error = (logits(sparse, tokens(100)) - dense_logits).abs().amax((0, 2))
+    assert error[:32].max() < 1e-4 * dense_logits.abs().max()
+    assert error[-1] > 1e-3 * dense_logits.abs().max(), "it is dense"
+    k = weights["blocks.1.attention.index.k.weight"]
+    assert torch.equal(k, given["blocks.1.attention.k.weight"])
+    again = imported(tmp_path / "run", tmp_path / "again", "--attention=dense")
+    assert torch.equal(logits(again.model, tokens(100)), logits(dense, tokens(100)))
+
+
+def test_a_converted_model_has_22_blocks_of_64_or_the_sizes_of_its_run(
+    llama_folder: Path, dense_run: Path, tmp_path: Path
+) -> None:
+    attention = imported(llama_folder, tmp_path / "llama").config.model.attention
+    assert attention == AttentionConfig(
+        branches="sel", compressor="pool", selector_loss=1.0, spec=INDEXED
     )
-    first = tokens(7)  # no block is compressed yet
-    assert not torch.allclose(logits(mixed, first), logits(dense, first), atol=1e-2)
+    sizes = load_run(dense_run, device="cpu").config.model.attention.spec
+    spec = imported(dense_run, tmp_path / "run", "--attention=nsa").config.model.attention.spec
+    assert spec == replace(sizes, window=NSASpec.window) != INDEXED
 
 
 def test_an_untied_head_is_imported_exported_and_read_again(
@@ -310,7 +304,7 @@ def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_recipe_continues_a_dense_run_as_nsa(dense_run: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
-    imported(dense_run, start, "--attention=nsa")
+    start_config = imported(dense_run, start, "--attention=nsa").config
     settings = [f"--config={start / 'config.yaml'}", "--steps=1"]
     settings += ["--set=train.learning_rate=1e-9", "--set=train.min_learning_rate=0"]
     output = succeed(on_one_rank("m7c.py", *settings, "--run-dir=run", folder=tmp_path))
@@ -319,44 +313,9 @@ def test_a_recipe_continues_a_dense_run_as_nsa(dense_run: Path, tmp_path: Path) 
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=2e-4)  # rounded to bf16
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]["attention"] == (
         yaml.safe_load((dense_run / "config.yaml").read_text())["model"]["attention"]
-        | {"kind": "nsa", "compressor": "pool", "selector_loss": 1.0}
+        | {"kind": "nsa", "branches": "sel", "compressor": "pool", "selector_loss": 1.0}
+        | {"spec": asdict(start_config.model.attention.spec)}
     )
-
-
-def test_the_logit_gap_is_measured_on_short_and_long_texts(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(logit_gap, "TOKENS", 64)
-    text = ["--gap=synthetic"]
-    imported(llama_folder, tmp_path / "start", *text, *SMALL)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert [row[0] for row in rows] == ["16", "32", "64"]
-    assert [row[3:] for row in rows[:2]] == [["+0.0000", "0.0000", "100.0%"]] * 2
-    dense, sparse, increase, kl = map(float, rows[2][1:5])
-    assert increase == pytest.approx(sparse - dense, abs=2e-4)
-    assert kl > 0.01
-
-
-def test_a_gap_with_the_wrong_tokenizer_is_refused_after_the_import(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "llama"
-    llama(folder, vocab_size=60)
-    add_tokenizer(folder)
-    text = ["--gap=synthetic", *SMALL]
-    text += [f"--tokenizer=hf:{folder}"]  # named, so the import does not compare it
-    assert main(command(folder, tmp_path / "run", *text)) == 2
-    assert "vocabulary is 60; set data.tokenizer" in capsys.readouterr().err
-    assert load_run(tmp_path / "run", device="cpu").config.model.vocab_size == 60
-
-
-def test_the_gaps_dataset_is_checked_before_the_weights(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(llama_folder, tmp_path / "llama")
-    (tmp_path / "llama/model.safetensors").write_bytes(b"damaged")
-    assert "'no/such/text': no such" in refused(capsys, tmp_path / "llama", "--gap=no/such/text")
-    assert "is damaged" in refused(capsys, tmp_path / "llama")
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
