@@ -44,7 +44,7 @@ from tests.ops.cases import threads
 # The model trained with the selector loss, restricted to the blocks that are always selected.
 WITHOUT_SELECTION = "selector loss, no choice"
 SPARSIFIED = "sparsified"  # a dense model, converted and trained on
-OTHERS = (HALF_DENSE, SPARSIFIED)  # not among the default
+OTHERS = (*HALF_DENSE, SPARSIFIED)  # not among the default
 FACT_COUNTS = (2, 4, 8, 16)
 HAYSTACK_FACTS = 4  # including the needle
 DEPTHS = tuple(eighth / 8 for eighth in range(9))

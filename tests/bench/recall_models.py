@@ -16,7 +16,8 @@ from torch import nn
 
 from nsa.constants import IGNORE_INDEX
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.dense_to_nsa import dense_to_nsa
+from nsa.model.config import INDEXED
+from nsa.model.index import add_index
 from nsa.spec import NSASpec
 from tests.bench.recall_data import VOCABULARY, TaskBatch, recall
 from tests.ops.cases import threads
@@ -29,6 +30,10 @@ PATTERNS = {
     ),
     "recipe": NSASpec(),
 }
+INDEX_PATTERNS = {  # as far back without the index as the windows reach
+    "small": NSASpec(block_len=4, block_stride=4, select_len=4, select_top=8, local_blocks=4),
+    "recipe": INDEXED,
+}
 # "small": large enough to tell 16 keys apart by the mean of a block. "recipe": M7C's.
 HEAD_DIMS = {"small": 32, "recipe": 64}
 NSA = AttentionConfig()
@@ -38,8 +43,10 @@ VARIANTS = {
     "selector loss": replace(NSA, selector_loss=1.0),
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
+    "index": AttentionConfig(branches="sel", selector_loss=1.0),
 }
-HALF_DENSE = "half dense"  # "selector loss", dense for half of its steps, as train.dense_steps does
+# Dense for half of their steps, as train.dense_steps does.
+HALF_DENSE = {"half dense": "selector loss", "half dense index": "index"}
 BATCH = 2_048  # tokens of a step
 INIT_STD = 0.125  # 1 / √width: with 0.02 a model this small barely learns at first
 LEARNING_RATE = 8e-3
@@ -111,8 +118,12 @@ class TrainedModel:
 
 
 def model_config(variant: str, task: Task) -> ModelConfig:
-    attention = VARIANTS["selector loss" if variant == HALF_DENSE else variant]
-    attention = replace(attention, spec=task.spec)
+    attention = VARIANTS[HALF_DENSE.get(variant, variant)]
+    if attention.has_index:
+        spec = INDEX_PATTERNS[task.pattern]
+        attention = replace(attention, spec=spec, compressor=task.compressor)
+    else:
+        attention = replace(attention, spec=task.spec)
     if attention.kind == "nsa" and "cmp" in attention.branch_names:
         attention = replace(attention, compressor=task.compressor)
     return ModelConfig(
@@ -134,7 +145,7 @@ def train(
     torch.manual_seed(seed)
     model = LanguageModel(model_config(variant, task))
     model.initialize(INIT_STD)
-    dense_steps = round(steps / 2) if variant == HALF_DENSE else 0
+    dense_steps = round(steps / 2) if variant in HALF_DENSE else 0
     rates = [
         LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps) for step in range(steps)
     ]
@@ -160,7 +171,7 @@ def _optimize(
     if dense_steps:
         model.start_dense()
     for step, rate in enumerate(rates):
-        model.attend_densely(step < dense_steps)
+        model.attend_densely(selector_only or step < dense_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = task.batch(rng)
@@ -181,18 +192,16 @@ def sparsify(
 
     `steps` are the dense model's. The sequences are not those of the dense model's training.
     """
-    config = model_config("selector loss", task)
+    config = model_config("index", task)
     model = LanguageModel(config)
-    model.initialize(INIT_STD)
-    model.load_state_dict(dense_to_nsa(dict(dense.model.state_dict()), config))
+    model.load_state_dict(add_index(dict(dense.model.state_dict()), config))
     yield "converted", TrainedModel(model.eval(), dense.losses, dense.seconds)
     alone, both = (round(x * steps) for x in SPARSIFY_STEPS)
     rates = [SPARSE_RATE * (1 - step / both) for step in range(both)]
-    model.attend_to_all(task.seq_len)
     first = _optimize(
         model, task, seed + 1_000, [SELECTOR_RATE] * alone, on_step, selector_only=True
     )
-    model.attend_to_all(None)
+    model.attend_densely(False)
     yield f"after {alone} steps of the selector", first
     second = _optimize(model, task, seed + 2_000, rates, on_step)
     yield f"and {both} of all weights", replace(second, seconds=first.seconds + second.seconds)

@@ -41,12 +41,29 @@ from tests.bench.intervals import margin, mean_and_range
 from tests.bench.recipe import log_file, logged_rows, recipe_config
 
 LENGTH = 2_048
+BRANCHES = (  # the paper's three
+    "attention.branches=cmp+sel+win",
+    "attention.spec.block_len=32",
+    "attention.spec.block_stride=16",
+    "attention.spec.select_top=16",
+    "attention.spec.window=512",
+)
+INDEX = (  # one set of keys and values
+    "attention.branches=sel",
+    "attention.compressor=pool",
+    "attention.selector_loss=1",
+    "attention.spec.block_len=64",
+    "attention.spec.block_stride=64",
+    "attention.spec.select_top=22",
+    "attention.spec.local_blocks=8",
+)
 MODELS = {
-    "nsa": ("attention.compressor=pool", "attention.selector_loss=1"),
-    "mean": ("attention.compressor=mean", "attention.selector_loss=0"),
+    "nsa": (*BRANCHES, "attention.compressor=pool", "attention.selector_loss=1"),
+    "mean": (*BRANCHES, "attention.compressor=mean", "attention.selector_loss=0"),
     "dense": ("attention.kind=dense",),
+    "index": INDEX,
 }
-HALF = "half"  # "nsa", dense for the first half of the steps
+HALVES = {"half": "nsa", "half index": "index"}  # dense for the first half of the steps
 SETTINGS = (  # of the recipe's demo
     "train.eval_every=0",  # evaluate at the end only
     "train.eval_samples=16",
@@ -61,11 +78,7 @@ SETTINGS = (  # of the recipe's demo
     "model.kv_heads=1",
     "model.head_dim=32",
     "model.mlp_width=352",
-    "attention.spec.block_len=32",
-    "attention.spec.block_stride=16",
     "attention.spec.select_len=64",
-    "attention.spec.select_top=16",
-    "attention.spec.window=512",
     "train.micro_batch=1",
     "train.learning_rate=2e-3",
     "train.min_learning_rate=2e-4",
@@ -145,7 +158,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=float, help="stop and save after this many seconds")
     add("--source", default="embedded:torch", help="data.source (%(default)s)")
     about = "models to train; the others are compared with the first (%(default)s)"
-    names = *MODELS, HALF
+    names = *MODELS, *HALVES
     add("--models", type=words_of(*names), default=",".join(names), help=about)
 
 
@@ -161,8 +174,11 @@ def run(report: Report) -> dict[str, Any]:
         config = recipe_config("demo", common)
         source = open_source(config.data, flags.source)
         train_tokenizer(source, config.model.vocab_size, tokenizer)
-    half = *MODELS["nsa"], f"train.dense_steps={flags.steps // 2}"
-    models = {name: half if name == HALF else MODELS[name] for name in flags.models}
+    half = f"train.dense_steps={flags.steps // 2}"
+    models = {
+        name: (*MODELS[HALVES[name]], half) if name in HALVES else MODELS[name]
+        for name in flags.models
+    }
     trainings = [
         Training(
             name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +19,23 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import load_run
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
-from nsa.export import logit_gap
 from nsa.export.from_hf import read_model
 from nsa.export.to_hf import export
 from nsa.model import AttentionConfig, parameter_count
+from nsa.model.config import INDEXED
 from nsa.model.hf import NSAForCausalLM
 from nsa.monitor.csv_files import read_metrics
 from nsa.planner.memory import memory
+from nsa.spec import NSASpec
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.export.llamas import (
     FAMILIES,
     LLAMA_3,
     SHAPE,
     SMALL,
-    add_tokenizer,
-    command,
-    full,
     imported,
     llama,
     logits,
@@ -117,7 +114,9 @@ def test_each_family_has_the_logits_that_transformers_computes(family: str, tmp_
     assert torch.equal(logits(exported, tokens(32)), short)
     text = exported.generate(tokens(20), max_new_tokens=12, do_sample=False, eos_token_id=-1)
     assert torch.equal(logits(exported, text)[:, 19:-1].argmax(-1), text[:, 20:])
-    plain = AutoModelForCausalLM.from_pretrained(export(tmp_path / "run", tmp_path / "d", dense=True))
+    plain = AutoModelForCausalLM.from_pretrained(
+        export(tmp_path / "run", tmp_path / "d", dense=True)
+    )
     assert not [*(tmp_path / "d").glob("*.py")]
     assert "nsa" not in type(plain).__module__
     assert (logits(plain, tokens(100)) - expected).norm() < 1e-5 * expected.norm()

@@ -81,15 +81,11 @@ def test_a_missing_weight_is_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set=attention.compressor=mlp"], "cannot start as the mean of a dense model's keys"),
-        (["--shares=0,1"], "--shares 0,1: write a number for each branch, cmp,sel,win"),
-        (["--shares=nan,0,1"], "--shares nan,0,1: each is a fraction of the dense output"),
-        (["--shares=0,1e40,1"], "write numbers from -100 to 100"),
+        (["--set=attention.compressor=mlp"], "compressor = 'mlp': compresses keys with values"),
+        (["--set=attention.branches=cmp+sel+win"], "one set of keys and values; set branches=sel"),
+        (["--set=attention.spec.window=128"], "window = 128: branches=sel has no window"),
         (["--set=attention.kind=dense"], "kind = 'dense': only --attention sets"),
         (["--attention=dense", "--set=model.attention.kind=nsa"], "give --attention nsa"),
-        (["--attention=dense", "--shares=0,1,0"], "keeps its dense attention"),
-        (["--gap=no/such/text"], "no/such/text"),
-        (["--attention=dense", "--gap=embedded"], "keeps its dense attention"),
         (["--set=model.layers=3"], "blocks.2."),
         (["--set=model.layer=3"], "did you mean model.layers"),
     ],
@@ -98,6 +94,16 @@ def test_invalid_arguments_are_refused_with_the_fix(
     arguments: list[str], message: str, llama_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused(capsys, llama_folder, *arguments)
+
+
+@pytest.mark.parametrize("flag", ["--shares=0,1,0", "--gap=embedded"])
+def test_flags_of_three_branches_are_withdrawn(
+    flag: str, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["import", str(llama_folder), "--to", str(tmp_path / "to"), flag])
+    assert ended.value.code == 2
+    assert f"{flag}: withdrawn in this version; " in capsys.readouterr().err
 
 
 def test_folders_that_cannot_be_imported_are_refused_with_the_reason(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from nsa.cli import main
 from nsa.engine.load_run import load_run
 from nsa.engine.plan_command import load_profile
-from nsa.export.to_llama import check_llama
+from nsa.export.to_dense import dense_family
+from nsa.model import AttentionConfig, ModelConfig
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.export.llamas import FAMILIES, imported, llama, logits, tokens
 from tests.ranks import ROOT
@@ -52,28 +54,49 @@ def test_a_llama_comes_back_as_it_was_imported(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("settings", "refusal"),
+    ("changes", "refusal"),
     [
-        (["--attention=nsa"], "model.attention.kind = 'nsa': a Llama has only 'dense'; omit"),
-        (["--set=model.no_rope_every=2"], "model.no_rope_every = 2: a Llama has only 0; omit"),
+        (
+            {"attention": AttentionConfig()},
+            r"branches = 'cmp\+sel\+win': a dense model has one set",
+        ),
+        ({"qkv_bias": True, "qk_norm": True}, "no dense family has qkv_bias and qk_norm; omit"),
+        ({"no_rope_every": 4, "qk_norm": True}, "no dense family has qk_norm and no_rope_every"),
+        ({"value_dim": 32}, "value_dim = 32: dense families have values of head_dim = 64"),
     ],
 )
-def test_what_a_llama_cannot_be_is_refused_by_its_setting(
-    settings: list[str], refusal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_no_dense_family_has_is_refused_by_its_setting(
+    changes: dict[str, Any], refusal: str
 ) -> None:
-    llama(tmp_path / "llama")
-    dense = [] if "--attention=nsa" in settings else ["--attention=dense"]
-    imported(tmp_path / "llama", tmp_path / "run", *dense, *settings)
-    assert (
-        main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "hf"), "--attention=dense"])
-        == 2
-    )
-    assert refusal in capsys.readouterr().err
-    assert not (tmp_path / "hf").exists()
+    dense = ModelConfig(attention=AttentionConfig("dense"))
+    assert dense_family(dense) == "llama"
+    with pytest.raises(ValueError, match=f"--attention dense: .*{refusal}"):
+        dense_family(replace(dense, **changes))
+
+
+def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
+    tmp_path: Path,
+) -> None:
+    """Trained with an index: logits are those of dense attention, and no other code is needed."""
+    arguments = [*TINY, "--steps=2", "--run-dir=run", "--set=attention.branches=sel"]
+    arguments += ["--set=model.heads=4", "--set=model.kv_heads=2", "--set=data.seq_len=256"]
+    succeed(on_one_rank("m7c.py", *arguments, folder=tmp_path))
+    model = exported(tmp_path / "run", tmp_path / "hf", "--dtype=fp32")
+    run = load_run(tmp_path / "run", device="cpu", dtype=torch.float32)
+    ids = tokens(250) % 256
+    sparse = logits(run.model, ids)
+    run.model.attend_densely(True)
+    expected = logits(run.model, ids)
+    assert (logits(model, ids) - expected).norm() < 1e-5 * expected.norm()
+    assert (sparse - expected).norm() > 1e-4 * expected.norm()
+    assert not [*(tmp_path / "hf").glob("*.py"), *(tmp_path / "hf").glob("*.yaml")]
+    card = (tmp_path / "hf/README.md").read_text()
+    assert "dense causal attention, trained with sparse attention" in card
+    assert "trust_remote_code" not in card
 
 
 def test_a_shape_that_llamas_config_refuses_is_named_first() -> None:
     demo = load_profile(ROOT / "recipes/m7c_dense.py", "demo").model
     with pytest.raises(ValueError, match=r"model\.width = 256: LlamaConfig requires a multiple"):
-        check_llama(demo)
-    check_llama(replace(demo, heads=4))
+        dense_family(demo)
+    assert dense_family(replace(demo, heads=4)) == "llama"
