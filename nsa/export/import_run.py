@@ -79,12 +79,6 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
         base.model.attention = _converted(base.model.attention, kind)
     base.train.start_from = str(folder)
     config = resolve_config(base, args.config, args.set)
-    attention, before = config.model.attention, source.config.model.attention.kind
-    if before == "dense" and attention.kind == "nsa" and not attention.has_index:
-        raise ValueError(
-            f"model.attention.branches = {attention.branches!r}: a dense model has one set of keys "
-            "and values; set branches=sel, or omit the setting"
-        )
     if args.tokens is not None:
         _set_steps(base, config, args.tokens)
         config = resolve_config(base, args.config, args.set)
@@ -94,6 +88,12 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
         raise ValueError(
             f"model.attention.kind = {other!r}: only --attention sets the kind, here {kind!r}; "
             f"give --attention {other}, or omit the setting"
+        )
+    attention, before = config.model.attention, source.config.model.attention.kind
+    if before == "dense" and attention.kind == "nsa" and not attention.has_index:
+        raise ValueError(
+            f"model.attention.branches = {attention.branches!r}: a dense model has one set of keys "
+            "and values; set branches=sel, or omit the setting"
         )
     return config
 

@@ -79,7 +79,7 @@ class AttentionConfig:
             )
         if self.has_index:
             self._validate_index()
-        elif self.compressor != "mean" and "cmp" not in self.branch_names:
+        elif self.kind == "nsa" and self.compressor != "mean" and "cmp" not in self.branch_names:
             raise ValueError(
                 f"model.attention.compressor = {self.compressor!r}: gets no gradient from "
                 f"model.attention.branches = {self.branches!r}; add cmp, or set it to mean"

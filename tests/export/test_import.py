@@ -51,7 +51,7 @@ def test_sequences_so_short_that_nothing_is_skipped_are_warned_about(
     imported(llama_folder, tmp_path / "short")  # 512 tokens, 8 blocks of 64
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nsa: warning: data.seq_len = 512: has 8 selection blocks and ")
-    assert "every query selects all of its blocks; set data.seq_len above 1024" in line
+    assert "every query selects all of its blocks; set data.seq_len above 1408" in line
     imported(llama_folder, tmp_path / "sparse", *SMALL)
     imported(llama_folder, tmp_path / "dense", "--attention=dense")
     assert capsys.readouterr().err == ""
