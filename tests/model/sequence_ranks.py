@@ -25,6 +25,15 @@ ATTENTIONS = {
     "mean, selector loss": AttentionConfig(spec=SPEC, selector_loss=3.0),
     "pool, selector loss": AttentionConfig(spec=SPEC, compressor="pool", selector_loss=3.0),
     "mlp, selector loss": AttentionConfig(spec=SPEC, compressor="mlp", selector_loss=3.0),
+    "index": AttentionConfig(
+        branches="sel",
+        compressor="pool",
+        selector_loss=3.0,
+        spec=NSASpec(32, 32, 32, 6, 1, 2),
+    ),
+    "index, mean": AttentionConfig(
+        branches="sel", selector_loss=3.0, spec=NSASpec(32, 16, 32, 6, 1, 2)
+    ),
     "dense": AttentionConfig(kind="dense"),
 }
 

@@ -19,6 +19,8 @@ CASES = [
     ("mean, selector loss", "reentrant", "documents", 512),
     ("pool, selector loss", "none", "rows", 512),
     ("mean, selector loss, imported", "reentrant", "documents", 512),
+    ("index", "reentrant", "documents", 512),
+    ("index, mean, imported", "none", "rows", 512),
 ]
 FURTHER_CASES = [
     ("mean", "none", "one document", 2_048),
