@@ -23,6 +23,7 @@ STEPS = [*TINY, "--set=data.seq_len=256", "--profile=demo", "--steps=7"]
 STEPS += ["--set=train.dense_steps=3", "--set=checkpoint.every=1"]
 STEPS += ["--set=checkpoint.keep=9", "--set=monitor.log_every=1", "--set=train.eval_every=2"]
 SELECTOR = ["--set=attention.compressor=pool", "--set=attention.selector_loss=1"]
+INDEX = "--set=attention.branches=sel"
 MATRIX = {"0_debug": (), "1_pcie": (), "1_bf16acc": (), "1_muon": (), "2_overlap": (), "3": ()}
 FLOATS = {"0_debug": "fp32", "1_pcie": "fp32"}
 
@@ -45,18 +46,20 @@ def weights(run: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "precision"),
+    ("zero", "precision", "indexed"),
     [
-        ("2_pcie", "bf16"),
-        *(pytest.param(zero, "bf16", marks=pytest.mark.full) for zero in MATRIX),
-        *(pytest.param(zero, x, marks=pytest.mark.full) for zero, x in FLOATS.items()),
+        ("2_pcie", "bf16", True),
+        ("1_pcie", "bf16", False),
+        *(pytest.param(zero, "bf16", True, marks=pytest.mark.full) for zero in MATRIX),
+        *(pytest.param(zero, "bf16", False, marks=pytest.mark.full) for zero in MATRIX),
+        *(pytest.param(zero, x, True, marks=pytest.mark.full) for zero, x in FLOATS.items()),
     ],
 )
 def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
-    zero: str, precision: str, tmp_path: Path
+    zero: str, precision: str, indexed: bool, tmp_path: Path
 ) -> None:
     """Resumed before the switch, at it, and after it, the run has the same bits."""
-    flags = [f"--set=train.precision={precision}"]
+    flags = [f"--set=train.precision={precision}", *([INDEX] if indexed else [])]
     expected = train(tmp_path, "run", zero, *flags)
     cut_back(tmp_path / "run", 2, tmp_path / "cut")
     for until in (["--until=3"], ["--until=5"], []):
@@ -65,6 +68,12 @@ def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
     last, again = (weights(tmp_path / run, 7) for run in ("run", "cut"))
     assert all(torch.equal(again[name], last[name]) for name in last)
     before = weights(tmp_path / "run", 3)
+    if indexed:
+        start = weights(tmp_path / "run", 1)
+        learned = [name for name in before if ".index." in name]
+        assert learned
+        assert not any(torch.equal(before[name], start[name]) for name in learned if "q.w" in name)
+        return
     for name in before:
         if name.endswith("attention.v.weight"):
             for values in before[name].chunk(3)[::2]:
@@ -97,8 +106,8 @@ def test_the_dense_steps_are_those_of_dense_attention() -> None:
 @pytest.mark.parametrize(
     ("attention", "steps", "reason"),
     [
-        (AttentionConfig(kind="dense"), 5, "needs the keys and values of three branches"),
-        (AttentionConfig(branches="sel+win"), 5, "needs the keys and values of three branches"),
+        (AttentionConfig(kind="dense"), 5, "needs an index, or the keys and values of three"),
+        (AttentionConfig(branches="sel+win"), 5, "needs an index, or the keys and values of three"),
         (AttentionConfig(), 50_000, "never becomes sparse"),
     ],
 )

@@ -1,7 +1,8 @@
-"""From a dense model to a sparse one: the selector's steps, the switch, and frozen parameters."""
+"""From a dense model to a sparse one: the selector's steps, and the switch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
-from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine.config import RunConfig, TrainConfig, learning_rate
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
+from tests.model.models import build, tiny, tokens
 from tests.ranks import ROOT
 
 LONG = ["--set=data.seq_len=256"]  # so long that a query cannot select all of its blocks
@@ -42,6 +44,65 @@ def sparsify(start: Path, folder: Path, run: str, zero: str, *flags: str) -> dic
 
 def weights(run: Path, step: int) -> dict[str, Tensor]:
     return read_weights(run / "checkpoints" / f"step{step:08d}", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        "zero2_pcie",
+        *(pytest.param(f"zero{x}", marks=pytest.mark.full) for x in ("1_pcie", "3")),
+    ],
+)
+def test_the_index_learns_first_and_then_all_weights(
+    zero: str, start: Path, tmp_path: Path
+) -> None:
+    """Other weights keep each bit until the switch; a run resumes bit for bit before and after.
+
+    Not with stage 0: DeepSpeed initializes its optimizer there by a step that decays all weights.
+    """
+    expected = sparsify(start, tmp_path, "run", zero)
+    first, selected, last = (
+        read_weights(start, torch.float32),
+        *(weights(tmp_path / "run", step) for step in (3, 6)),
+    )
+    assert first.keys() == selected.keys() == last.keys()
+    for name, weight in first.items():
+        assert torch.equal(selected[name], weight) != (".index." in name), name
+        assert not torch.equal(last[name], selected[name]), name
+    for flags in (["--until=2"], ["--resume", "--until=4"], ["--resume"]):
+        resumed = sparsify(start, tmp_path, "cut", zero, *flags)
+    assert resumed == expected
+    again = weights(tmp_path / "cut", 6)
+    assert all(torch.equal(again[name], last[name]) for name in last)
+
+
+@pytest.mark.parametrize("attention", ["index", "mean"])
+def test_the_selectors_steps_train_what_ranks_blocks_and_report_the_models_loss(
+    attention: str,
+) -> None:
+    """The index, or the first third of k: the compressed branch's keys."""
+    config = tiny(attention)
+    config.attention.selector_loss = 2.0
+    model, ids = build(config), tokens(90)
+    both, alone = (model(ids, labels=ids, selector_only=only) for only in (False, True))
+    assert torch.equal(both, alone)
+    alone.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        if attention == "mean" and name.endswith("attention.k.weight"):
+            rows = parameter.grad.any(-1)
+            assert rows[: len(rows) // 3].all()
+            assert not rows[len(rows) // 3 :].any()
+        else:
+            assert parameter.grad.any() == (".index." in name), name
+
+
+def test_the_schedule_begins_after_the_selectors_steps() -> None:
+    train = TrainConfig(steps=20, warmup_steps=2, learning_rate=1e-2, min_learning_rate=0.0)
+    later = replace(train, steps=25, selector_steps=5, selector_rate=3e-3)
+    assert [learning_rate(step, later) for step in range(5)] == [3e-3] * 5
+    for step in range(20):
+        assert learning_rate(step + 5, later) == learning_rate(step, train)
 
 
 def test_steps_without_a_selector_loss_are_refused() -> None:
