@@ -32,7 +32,7 @@ FILES = (
 @pytest.fixture
 def folder(saved: tuple[Path, list[Rows]], tmp_path: Path) -> Path:
     """A copy of a real folder with two checkpoints, to damage."""
-    return Path(shutil.copytree(saved[0] / "foreground", tmp_path / "checkpoints"))
+    return Path(shutil.copytree(saved[0] / "run", tmp_path / "checkpoints"))
 
 
 def truncate(path: Path) -> None:

@@ -26,9 +26,8 @@ kernel_check.ROWS = 6  # few, and two operations only: the interpreter is slow
 checked = kernel_check.operations(config, torch.device("cpu"), packed=False)
 two = [x for x in checked if x.name in ("swiglu", "add_rms_norm")]
 kernel_check.operations = lambda *_: two
-results = collectives.gather(
-    kernel_check.check_kernels(config, torch.bfloat16, torch.device("cpu"), packed=False)
-)
+checks = kernel_check.check_kernels(config, torch.bfloat16, torch.device("cpu"), packed=False)
+results = collectives.gather(checks, list[kernel_check.KernelResult])
 try:
     fall_back(results, "triton")
 except ValueError as error:
