@@ -1,30 +1,17 @@
 """TensorBoard and DeepSpeed's other trackers, written off the training thread.
 
-All get scalars; W&B and Comet also the settings, TensorBoard histograms and texts.
+All get scalars; W&B and Comet also the settings, TensorBoard texts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
-from nsa.monitor.observer import (
-    DISTANCES,
-    GATE_BINS,
-    TAGS,
-    Health,
-    Observer,
-    RunInfo,
-    StepRecord,
-)
+from nsa.monitor.observer import TAGS, Health, Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
-HISTOGRAMS_EVERY = 10  # logged steps: a histogram is as large as fifty scalars
-_GATE_EDGES = [index / GATE_BINS for index in range(GATE_BINS + 1)]
-_DISTANCE_EDGES = [math.log2(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
 
 
 class BackgroundMonitor:
@@ -53,7 +40,7 @@ class BackgroundMonitor:
 
 
 class TrackerObserver(Observer):
-    """Writes the scalars of every logged step, and histograms at every tenth.
+    """Writes the scalars of every logged step.
 
     W&B and Comet get the nested `settings`, TensorBoard the `texts`. Scalars go to DeepSpeed's
     `monitor`, which flushes; the rest, which it cannot write, to the client of each tracker.
@@ -70,7 +57,6 @@ class TrackerObserver(Observer):
             import wandb  # late: optional
 
             self._wandb = wandb
-        self._health_records = 0
 
     def on_start(self, info: RunInfo) -> None:
         if self._wandb is not None:
@@ -104,10 +90,6 @@ class TrackerObserver(Observer):
                 scalars[f"eval/{name}"] = total / tokens
         if record.health is not None:
             scalars |= _scalars(record.health)
-            if self._board is not None and self._health_records % HISTOGRAMS_EVERY == 0:
-                for histogram in _histograms(record.health, record.step):
-                    self._board.add_histogram_raw(**histogram)
-            self._health_records += 1
         self._monitor.write_events(
             [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
         )
@@ -131,36 +113,6 @@ def _scalars(health: Health) -> dict[str, float | None]:
         for name, value in layer.items():
             if name.startswith("gate_"):
                 scalars[f"gates/layer{index:02}/{name.removeprefix('gate_')}"] = value
-            elif not name.startswith("distance_from_"):
+            else:
                 scalars[f"selection/layer{index:02}/{name}"] = value
     return scalars
-
-
-def _histograms(health: Health, step: int) -> Iterator[dict[str, Any]]:
-    """Yield histograms, whose tags differ from scalars': a tag holds one kind of value."""
-    for index, (layer, bins) in enumerate(zip(health.layers, health.gate_bins, strict=True)):
-        for branch, fractions in bins.items():
-            yield _histogram(f"gate_values/layer{index:02}/{branch}", step, fractions, _GATE_EDGES)
-        distances = [layer[f"distance_from_{edge}"] for edge in DISTANCES]
-        if measured := [fraction for fraction in distances if fraction is not None]:
-            tag = f"selection_distance_log2/layer{index:02}"
-            yield _histogram(tag, step, measured, _DISTANCE_EDGES)
-
-
-def _histogram(
-    tag: str, step: int, fractions: Sequence[float], edges: Sequence[float]
-) -> dict[str, Any]:
-    """Return the arguments of `add_histogram_raw`; values count as the middle of their bin."""
-    middles = [(low + high) / 2 for low, high in pairwise(edges)]
-    bins = list(zip(fractions, middles, strict=True))
-    return {
-        "tag": tag,
-        "min": edges[0],
-        "max": edges[-1],
-        "num": sum(fractions),
-        "sum": sum(fraction * middle for fraction, middle in bins),
-        "sum_squares": sum(fraction * middle**2 for fraction, middle in bins),
-        "bucket_limits": list(edges[1:]),
-        "bucket_counts": list(fractions),
-        "global_step": step,
-    }
