@@ -13,7 +13,7 @@ from nsa.doctor.check import OK, SKIP, WARN, Check, lines, passed
 from nsa.doctor.node import checkpoint_bytes, node_checks
 from nsa.validation import positive_flags
 
-_RANKS = "code, clocks and all-reduce: deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
+_RANKS = "code and all-reduce: deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
 _M7C = 125_000_000  # parameters
 _M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
 

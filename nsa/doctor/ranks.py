@@ -1,4 +1,4 @@
-"""Rank checks: same code, config and versions on all ranks, clocks, and a verified all-reduce.
+"""Rank checks: same code, config, versions and GPUs on all ranks, and a verified all-reduce.
 
 The all-reduce runs in a thread with a time limit. All ranks return the same list, so none raises
 alone.
@@ -7,7 +7,6 @@ alone.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import statistics
 import time
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _TIMED_ROUNDS = 3  # all-reduces to time, after one to verify
 _SLOW = 2.0  # GB/s; even PCIe 3.0 through the CPU is faster
-_MAX_SKEW = 1.0  # seconds
 _MB, _GB = 10**6, 10**9
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy")
 _PATTERN = 251  # period of the values; a prime, so that a shifted buffer has wrong sums
@@ -33,7 +31,6 @@ _COMPARED = {  # check name: (status if ranks differ, fix)
     "code": (FAIL, "check out the same commit on every machine"),
     "config": (FAIL, "start every node with the same flags and files"),
     "versions": (FAIL, "install launch/constraints.txt on every machine"),
-    "nccl on ranks": (WARN, "set the variables on every machine, or on none"),
     "devices": (WARN, "each step waits for the slowest; use equal GPUs with --include"),
 }
 _LINK_FIX = (
@@ -60,7 +57,6 @@ def rank_checks(
     node: Sequence[Check] = (),
     megabytes: int | None = None,
     seconds: float = 120.0,
-    clock: Callable[[], float] = time.time,
 ) -> list[Check]:
     """Compare all ranks and time an all-reduce; returns the same list on each rank.
 
@@ -74,14 +70,13 @@ def rank_checks(
     ranks: list[RankFacts] = gather(_facts(config, device, list(node)), RankFacts)
     if len(ranks) == 1:
         return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
-    clocks = gather(clock(), float)  # read at nearly the same time, after a collective
     several = len({facts.host for facts in ranks}) > 1
     checks = [
         replace(check, name=f"{check.name} ({facts.host})") if several else check
         for facts in ranks
         for check in facts.checks
     ]
-    checks += [*compare(ranks), clock_check(clocks, ranks)]
+    checks += compare(ranks)
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
     results = gather(_all_reduce_within(seconds, device, megabytes * _MB), float | str)
@@ -110,7 +105,7 @@ def compare(ranks: Sequence[RankFacts]) -> list[Check]:
             more = f"; and {len(different) - 4} more ranks" if different[4:] else ""
             detail = f"differs from rank 0: {'; '.join(different[:4])}{more}"
             checks.append(Check(name, status, detail, fix))
-        elif name in ("config", "nccl on ranks"):
+        elif name == "config":
             checks.append(Check(name, OK, "the same on every rank"))
         else:
             values = ", ".join(f"{key} {value}".strip() for key, value in first.items())
@@ -123,17 +118,6 @@ def compare(ranks: Sequence[RankFacts]) -> list[Check]:
             fix = "start one rank per GPU (deepspeed --num_gpus N), or check CUDA_VISIBLE_DEVICES"
             checks[-1] = Check("devices", FAIL, detail, fix)
     return checks
-
-
-def clock_check(clocks: Sequence[float], ranks: Sequence[RankFacts]) -> Check:
-    """Compare clocks that were read at the same time."""
-    skews = [seconds - clocks[0] for seconds in clocks]
-    worst = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
-    if abs(skews[worst]) > _MAX_SKEW:
-        detail = f"rank {worst} ({ranks[worst].host}) is {skews[worst]:+.1f} s from rank 0: times "
-        detail += "in heartbeats and logs cannot be compared"
-        return Check("clocks", WARN, detail, "enable chrony or ntpd on every machine")
-    return Check("clocks", OK, f"within {abs(skews[worst]) * 1e3:.0f} ms of rank 0")
 
 
 def all_reduce_check(results: Sequence[float | str], megabytes: int, gpus: bool) -> Check:
@@ -169,7 +153,6 @@ def _facts(config: str, device: torch.device, node: list[Check]) -> RankFacts:
         "code": {"": code_fingerprint()},
         "config": {f"line {n}": line.strip() for n, line in enumerate(config.splitlines(), 1)},
         "versions": versions,
-        "nccl on ranks": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
         "devices": {"": model},
     }
     return RankFacts(platform.node(), device_id, compared, node)

@@ -27,15 +27,13 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
     False with hooks (ZeRO-3 gathers weights in them), a `forward` replaced on the instance
     (accelerate), another class (LoRA adapters, parametrizations, FSDP2, quantized modules), or
-    parameters of a tensor subclass (DTensor, torchao). Hooks with the attribute `observes` only
-    record and do not count: without fusion products round differently, and a recorder of the first
-    step must not change it.
+    parameters of a tensor subclass (DTensor, torchao).
     """
     return (
         type(module) is kind
         and "forward" not in module.__dict__
-        and not (module._forward_pre_hooks or module._backward_pre_hooks or module._backward_hooks)
-        and all(getattr(hook, "observes", False) for hook in module._forward_hooks.values())
+        and not (module._forward_pre_hooks or module._forward_hooks)
+        and not (module._backward_pre_hooks or module._backward_hooks)
         and not torch_module._has_any_global_hook()
         and all(type(x) in PLAIN for x in module._parameters.values())
     )

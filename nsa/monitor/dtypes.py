@@ -1,57 +1,40 @@
-"""`dtypes.txt`: dtypes of parameters, gradients, outputs and optimizer states."""
+"""`dtypes.txt`: dtypes of parameters, gradients and optimizer states."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from nsa.atomic_io import atomic_write_text
 from nsa.monitor.observer import warn
 from nsa.text import align
 
 _ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's names
-_HEADER = ("module", "kind", "parameters", "gradients", "outputs")
-
-
-class _Record:
-    """Hook that adds the dtypes of its last argument, an output or a gradient, to `seen`.
-
-    A class, because compiled code does not see attributes of a partial.
-    """
-
-    observes = True  # nsa/model/fused.py fuses in spite of this hook, so no number changes
-
-    def __init__(self, seen: set[str]) -> None:
-        self._seen = seen
-
-    def __call__(self, *values: Any) -> None:
-        self._seen |= _dtypes(tree_leaves(values[-1]))
+_HEADER = ("module", "kind", "parameters", "gradients")
 
 
 class DtypeReport:
-    """Hooks on `module` during its first step; `write` removes them.
+    """Hooks on the parameters of `module` during its first step; `write` removes them.
 
     Gradients are recorded when a parameter receives them, because DeepSpeed frees them later. Only
-    names of dtypes are kept: no result changes and no tensor lives longer. A projection in a fused
-    product is not called, so it has no outputs.
+    names of dtypes are kept: no result changes and no tensor lives longer.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._outputs: dict[str, set[str]] = defaultdict(set)
         self._gradients: dict[str, set[str]] = defaultdict(set)
         self._hooks: list[Any] = []
         for name, part in module.named_modules():
-            self._hooks.append(part.register_forward_hook(_Record(self._outputs[name])))
+            record = partial(_record, self._gradients[name])
             for parameter in part.parameters(recurse=False):
                 if parameter.requires_grad:
-                    self._hooks.append(parameter.register_hook(_Record(self._gradients[name])))
+                    self._hooks.append(parameter.register_hook(record))
 
     def write(self, path: Path, optimizer: Any) -> None:
         """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
@@ -67,14 +50,13 @@ class DtypeReport:
         names_of: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for name, part in self._module.named_modules():
             parameters = list(part.parameters(recurse=False))
-            if not parameters and not self._outputs[name]:
-                continue  # a container
+            if not parameters:
+                continue
             row = (
                 re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name),
                 type(part).__name__,
                 _join(_dtypes(parameters)),
-                _join(self._gradients[name]) if parameters else "",
-                _join(self._outputs[name]),
+                _join(self._gradients[name]),
             )
             names_of[row].append(name)
         patterns = [row[0] for row in names_of]
@@ -82,7 +64,7 @@ class DtypeReport:
         for (pattern, *cells), names in names_of.items():
             if len(names) > 1 and patterns.count(pattern) == 1:
                 names = [f"{pattern} ({len(names)})"]
-            rows += [(name or "(the model)", *cells) for name in names]
+            rows += [(name, *cells) for name in names]
         return "\n".join(align(rows)) + "\n"
 
 
@@ -103,6 +85,10 @@ def _optimizer_states(optimizer: Any) -> str:
     rows: list[tuple[str, ...]] = [("optimizer state", "dtype")]
     rows += [(name, _join(names)) for name, names in dtypes.items() if names]
     return f"optimizer: {' > '.join(wrappers)}\n" + "\n".join(align(rows)) + "\n"
+
+
+def _record(seen: set[str], gradient: torch.Tensor) -> None:
+    seen.add(_name(gradient.dtype))
 
 
 def _dtypes(values: Iterable[Any]) -> set[str]:

@@ -115,7 +115,6 @@ def test_the_observer_receives_what_it_receives_in_eager_mode() -> None:
 
 
 def test_the_dtype_report_of_the_first_step_changes_no_number() -> None:
-    """Compiled code must see that its hooks observe only, else projections are not fused."""
     model = {"dtype": torch.bfloat16, "layers": 1, "activation_checkpointing": "none"}
     compiled, plain = (twins("aot_eager", **model)[0] for _ in range(2))
     DtypeReport(compiled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.model.fused import add_norm, are_adjacent, is_plain, parallel_linear
-from nsa.monitor.dtypes import DtypeReport
 
 WIDTHS = (12, 5, 4)  # their sum, 21, is padded to 24
 
@@ -258,16 +256,6 @@ def test_a_hook_on_all_modules_is_called_for_each() -> None:
     finally:
         hook.remove()
     assert called == modules
-
-
-def test_a_report_of_dtypes_does_not_choose_separate_products(tmp_path: Path) -> None:
-    """They round differently, and only a launch's first step has the report."""
-    modules = nn.ModuleList(linears())
-    report = DtypeReport(modules)
-    with products() as shapes:
-        parallel_linear(rows(), [*modules])
-    assert len(shapes) == 1
-    report.write(tmp_path / "dtypes.txt", torch.optim.AdamW(modules.parameters()))
 
 
 def norm_inputs() -> tuple[Tensor, Tensor, nn.RMSNorm]:
