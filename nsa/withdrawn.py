@@ -65,6 +65,7 @@ FLAGS: dict[str, str] = {
     "nsa compare --json": "read gates.json and metrics.csv of each run",
     "nsa eval --json": "read eval.json in the folder that --out names",
     "nsa eval --stride": REMOVE,
+    "nsa generate --chat": "export the run and use transformers' apply_chat_template",
     "nsa plan --compare": "run it for each --deepspeed_config",
     "nsa plan --search": "use --set train.micro_batch=auto",
 }

@@ -1,11 +1,11 @@
 """TensorBoard and DeepSpeed's other trackers, written off the training thread.
 
-All get scalars; W&B and Comet also the settings, TensorBoard texts.
+All get scalars; W&B also the settings, TensorBoard texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nsa.monitor.observer import TAGS, Health, Observer, RunInfo, StepRecord
@@ -42,8 +42,8 @@ class BackgroundMonitor:
 class TrackerObserver(Observer):
     """Writes the scalars of every logged step.
 
-    W&B and Comet get the nested `settings`, TensorBoard the `texts`. Scalars go to DeepSpeed's
-    `monitor`, which flushes; the rest, which it cannot write, to the client of each tracker.
+    W&B gets the nested `settings`, TensorBoard the `texts`. Scalars go to DeepSpeed's `monitor`,
+    which flushes; the rest, which it cannot write, to the client of each tracker.
     """
 
     def __init__(self, monitor: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
@@ -51,7 +51,6 @@ class TrackerObserver(Observer):
         self._settings = settings
         self._texts = texts
         self._board = getattr(getattr(monitor, "tb_monitor", None), "summary_writer", None)
-        self._comet = getattr(getattr(monitor, "comet_monitor", None), "experiment", None)
         self._wandb: Any = None
         if getattr(monitor, "wandb_monitor", None) is not None:
             import wandb  # late: optional
@@ -61,8 +60,6 @@ class TrackerObserver(Observer):
     def on_start(self, info: RunInfo) -> None:
         if self._wandb is not None:
             self._wandb.config.update(dict(self._settings))
-        if self._comet is not None:
-            self._comet.log_parameters(dict(_flatten(self._settings)))
         if self._board is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
 
@@ -75,11 +72,9 @@ class TrackerObserver(Observer):
             self._board.flush()
 
     def on_end(self, status: str) -> None:
-        """End the trackers' runs here: the process skips their exit handlers."""
+        """End W&B's run here: the process skips its exit handler."""
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(status.startswith(("failed", "no-go"))))
-        if self._comet is not None:
-            self._comet.end()
 
     def on_step(self, record: StepRecord) -> None:
         scalars = {tag: getattr(record, name) for name, tag in TAGS.items()}
@@ -93,16 +88,6 @@ class TrackerObserver(Observer):
         self._monitor.write_events(
             [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
         )
-
-
-def _flatten(tree: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; values other than numbers become text."""
-    for key, value in tree.items():
-        name = f"{parents}{key}"
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{name}.")
-        else:
-            yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _scalars(health: Health) -> dict[str, float | None]:
