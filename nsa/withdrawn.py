@@ -62,12 +62,7 @@ FLAGS: dict[str, str] = {
     "nsa import --gap": "compare `nsa eval` of the import and of the dense model",
     "nsa data prepare --files": "use --pattern",
     "nsa data train-tokenizer --files": "use --pattern",
-    "nsa compare --json": "read gates.json and metrics.csv of each run",
-    "nsa eval --json": "read eval.json in the folder that --out names",
-    "nsa eval --stride": REMOVE,
-    "nsa generate --chat": "export the run and use transformers' apply_chat_template",
-    "nsa plan --compare": "run it for each --deepspeed_config",
-    "nsa plan --search": "use --set train.micro_batch=auto",
+    "nsa plan --search": "use --compare, and --set train.micro_batch=auto",
 }
 
 # Verb of `nsa` -> what to do instead.

@@ -136,9 +136,10 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
                 dist_init_required=False,
             )
     except Exception as error:
-        if type(error).__module__.partition(".")[0] != "wandb":
+        tracker = type(error).__module__.partition(".")[0]
+        if tracker not in ("wandb", "comet_ml"):
             raise
-        raise ValueError(f"wandb: {' '.join(str(error).split())}") from error  # no API key
+        raise ValueError(f"{tracker}: {' '.join(str(error).split())}") from error  # no API key
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # plain: stage 0 with fp32
         skip_nonfinite_steps(engine.optimizer)
     return engine

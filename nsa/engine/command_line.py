@@ -219,8 +219,8 @@ def _resolve_auto(
     ds_config, notes = resolve(config), list[str]()
     if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
         zero = resolved_zero(ds_config, config)
-        config, notes = resolve_auto(config, zero, ranks, gpu_memory)
-        ds_config = resolve(config)
+        config, batch_notes, mode_notes = resolve_auto(config, zero, ranks, gpu_memory)
+        ds_config, notes = resolve(config), [*batch_notes, *mode_notes]
     return config, ds_config, notes
 
 

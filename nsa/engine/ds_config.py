@@ -25,7 +25,7 @@ from nsa.untrusted import matches, parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
-TRACKERS = {"wandb": "wandb", "csv_monitor": "csv"}  # block: package
+TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
 # With train.micro_batch = auto no number in the JSON is right.
 MEASURED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OWNED_FIELDS = {  # DeepSpeed key: the field of `train` that sets it

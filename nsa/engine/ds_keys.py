@@ -14,7 +14,7 @@ from typing import Any, get_args
 import deepspeed
 import torch
 from deepspeed.comm.config import CommsLoggerConfig
-from deepspeed.monitor.config import CSVConfig, WandbConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, WandbConfig
 from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -30,6 +30,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "timers.throughput": DeepSpeedThroughputTimerConfig,
     "comms_logger": CommsLoggerConfig,
     "wandb": WandbConfig,
+    "comet": CometConfig,
     "csv_monitor": CSVConfig,
 }
 WITHOUT_MODEL = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
@@ -37,7 +38,6 @@ OF_MUON = ("muon_lr", "momentum", "ns_method")
 
 # Keys that would change the numbers or lose data why, and what to do.
 REFUSED = {
-    "comet": "withdrawn in this version; remove it, or send to wandb",
     "scheduler": "the recipe sets the learning rate; remove it and set train.learning_rate, "
     "train.min_learning_rate and train.warmup_steps",
     "torch_autocast": "the recipe sets the precision; remove it and set train.precision",

@@ -6,6 +6,7 @@ import argparse
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from nsa.engine import recipe as recipes
@@ -13,15 +14,16 @@ from nsa.engine.command_line import DEFAULT_DS_CONFIG, with_model_of_start
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, resolve_auto, zero_of
 from nsa.engine.resolve import resolve_config
-from nsa.planner.command import assumptions, describe, hardware, json_row
-from nsa.planner.forecast import fits, forecast
+from nsa.planner.command import assumptions, describe, hardware, json_row, table
+from nsa.planner.forecast import Candidate, compare, fits, forecast
+from nsa.planner.inputs import Zero
 from nsa.resources import resource_path
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print the plan; return exit code 1 if it does not fit."""
+    """Print the plan; return exit code 1 if nothing fits."""
     target = hardware(flags)
     recipe = flags.recipe or DEFAULT_RECIPE
     config, assumed = _resolve(recipe, flags)
@@ -32,22 +34,40 @@ def run(flags: argparse.Namespace) -> int:
         )
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     zero = zero_of(source, config, flags.gpus)
-    resolved, notes = resolve_auto(config, zero, flags.gpus, target.memory)
+    resolved, notes, mode_notes = resolve_auto(config, zero, flags.gpus, target.memory)
     model, batch = model_of(resolved), batch_of(resolved)
-    step = forecast(model, zero, batch, target, flags.gpus)
-    fitting = fits(step.memory, target)
-    assumed = assumptions(flags, target, source.stem, zero) + assumed
+    zeros: dict[str, Zero] = {}
+    if flags.compare:
+        for file in sorted(source.parent.glob("*.json")):
+            try:
+                zeros[file.stem] = zero_of(file, resolved, flags.gpus)
+            except ValueError as error:
+                print(f"left out: {error}", file=sys.stderr)
+        given = replace(batch, checkpointing=config.model.activation_checkpointing)
+        candidates = compare(model, zeros, given, target, flags.gpus)  # each with a mode of its own
+    else:
+        notes += mode_notes
+        zeros[source.stem] = zero
+        step = forecast(model, zero, batch, target, flags.gpus)
+        candidates = [Candidate(source.stem, batch, step)]
+    fitting = [fits(candidate.forecast.memory, target) for candidate in candidates]
+    assumed = assumptions(flags, target, zeros) + assumed
     if flags.json:
-        plan = json_row(source.stem, batch, step, steps) | {"fits": fitting}
-        tree = {"parameters": model.parameters, "steps": steps, "plans": [plan]}
+        plans = [
+            json_row(one, steps) | {"fits": fit}
+            for one, fit in zip(candidates, fitting, strict=True)
+        ]
+        tree = {"parameters": model.parameters, "steps": steps, "plans": plans}
         print(json.dumps(tree | {"assumptions": [*assumed, *notes]}, indent=2))
+    elif flags.compare:
+        print(*table(candidates, steps), *assumed, sep="\n")
     else:
         title, *lines = describe(source.stem, model, batch, step, target, steps)
         print(title, *assumed, *lines, *notes, sep="\n")
-        if not fitting:
+        if not any(fitting):
             memory = f"{target.memory / 1e9:g} GB"
             print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
-    return 0 if fitting else 1
+    return 0 if any(fitting) else 1
 
 
 def _resolve(file: Path, flags: argparse.Namespace) -> tuple[RunConfig, list[str]]:

@@ -18,29 +18,27 @@ from nsa.planner.inputs import BatchShape, Model, Zero
 
 def resolve_auto(
     config: RunConfig, zero: Zero, ranks: int, gpu_memory: float | None
-) -> tuple[RunConfig, list[str]]:
-    """Replace `auto` of micro_batch and activation_checkpointing; return log lines too.
+) -> tuple[RunConfig, list[str], list[str]]:
+    """Replace `auto` of micro_batch and activation_checkpointing; return log lines of each too.
 
     `gpu_memory` is in bytes, None without a GPU. The step keeps its sequences.
     """
-    batch, notes = batch_of(config), list[str]()
+    batch, notes, mode_notes = batch_of(config), list[str](), list[str]()
     mode, measures = batch.checkpointing, config.train.micro_batch == AUTO
     if gpu_memory is None:
         notes += ["micro-batch: 1 sequence (there is no GPU)"] * measures
         if mode == "auto":
-            mode = "none"
-            notes.append("activation checkpointing: none (there is no GPU)")
+            mode, mode_notes = "none", ["activation checkpointing: none (there is no GPU)"]
     else:
         model, modes = model_of(config), modes_of(config)
         if measures:
             batch, notes = select_micro_batch(model, zero, batch, gpu_memory, ranks, modes)
-        mode, more = select_checkpointing(model, zero, batch, gpu_memory, ranks, modes)
-        notes += more
+        mode, mode_notes = select_checkpointing(model, zero, batch, gpu_memory, ranks, modes)
     train = config.train
     if measures:
         train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     model_config = replace(config.model, activation_checkpointing=mode)
-    return replace(config, train=train, model=model_config), notes
+    return replace(config, train=train, model=model_config), notes, mode_notes
 
 
 def modes_of(config: RunConfig) -> list[str]:

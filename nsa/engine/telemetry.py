@@ -90,11 +90,13 @@ class RankTelemetry:
 
 
 def trackers(request: RunRequest) -> dict[str, Any]:
-    """Return DeepSpeed's tracker blocks; set WANDB_* to the run's name and folder."""
+    """Return DeepSpeed's tracker blocks; set WANDB_* and COMET_* to the run's name and folder."""
     run_dir = request.run_dir.resolve()
     os.environ.setdefault("WANDB_NAME", run_dir.name)  # DeepSpeed has no keys for these
     os.environ.setdefault("WANDB_DIR", str(run_dir))
+    os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(run_dir))
     defaults: dict[str, dict[str, Any]] = {
+        "comet": {"experiment_name": run_dir.name, "samples_log_interval": 1},
         "csv_monitor": {"output_path": str(run_dir), "job_name": "csv_monitor"},
     }
     given = request.ds_config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from nsa.engine.config import RunConfig
     from nsa.engine.load_run import LoadedRun, StoredRun
     from nsa.evaluate.perplexity import EvalData
-    from nsa.evaluate.results import Result
+    from nsa.evaluate.results import Result, Row
 
 SPLITS = {"held_out": "val", "train": "train", "all": ALL}
 
@@ -40,11 +41,14 @@ def add_parser(verbs: Any) -> None:
     add("--split", choices=SPLITS, help=about)
     about = "context lengths in tokens, one or more (default: as in training)"
     add("--seq-len", type=int, nargs="+", metavar="T", help=about)
+    about = "move the window by S tokens; each has T - S or more before it (default: T)"
+    add("--stride", type=int, metavar="S", help=about)
     about = "tokens to evaluate at most (default: as in training's validation)"
     add("--tokens", type=int, metavar="N", help=about)
     about = "a setting of the dataset, for example data.text_field=content; repeatable"
     add("--set", action="append", default=[], metavar="data.KEY=VALUE", help=about)
     add("--out", type=Path, help="folder for the results (default: RUN/eval)")
+    add("--json", action="store_true", help="print eval.json; progress goes to stderr")
     parser.set_defaults(run=_eval)
 
 
@@ -55,13 +59,26 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    """Evaluate all runs, write and print the results."""
+    from nsa.evaluate.results import lines
+
+    if args.json:
+        with contextlib.redirect_stdout(sys.stderr):
+            _, (json_file, *_) = _evaluate_runs(args)
+        print(json_file.read_text(), end="")
+        return 0
+    rows, files = _evaluate_runs(args)
+    print(*lines(rows), "", *files, sep="\n")
+    return 0
+
+
+def _evaluate_runs(args: argparse.Namespace) -> tuple[list[Row], list[Path]]:
+    """Evaluate all runs and write the results; return their rows and the files."""
     from nsa.data.dataset import open_dataset
     from nsa.engine.load_run import find_run, load_run
-    from nsa.evaluate.results import lines, make_folder, write
+    from nsa.evaluate.results import make_folder, write
     from nsa.report.compare import labelled
 
-    positive_flags(args, "seq_len", "tokens")
+    positive_flags(args, "seq_len", "stride", "tokens")
     device = parse_device(args.device)
     # Every error of the settings is raised before the first, slow evaluation.
     runs = {name: find_run(path) for name, path in labelled([args.path, *args.compare]).items()}
@@ -84,12 +101,10 @@ def _eval(args: argparse.Namespace) -> int:
         run = load_run(stored, device=device)
         for length in lengths:
             run_data = data[tokenizers[name].fingerprint]
-            results.append(_evaluate(name, run, run_data, length))
+            results.append(_evaluate(name, run, run_data, args.stride or length, length))
     source = {"source": settings.source, "split": split, "packing": settings.packing}
     rows = [result.row(results) for result in results]
-    file = write(rows, source, out)
-    print(*lines(rows), "", file, sep="\n")
-    return 0
+    return rows, write(rows, source, out)
 
 
 def _log(line: str) -> None:
@@ -120,6 +135,8 @@ def _lengths(args: argparse.Namespace, trained_len: int) -> list[int]:
                 f"--seq-len {length} does not divide {lengths[-1]}: all lengths evaluate the same "
                 "tokens; make the longest a multiple of the others"
             )
+        if args.stride is not None and length % args.stride:
+            raise ValueError(f"--stride {args.stride} does not divide --seq-len {length}")
     if args.tokens is not None and args.tokens < lengths[-1]:
         raise ValueError(f"--tokens {args.tokens}: fewer than the {lengths[-1]} of one sequence")
     return lengths
@@ -206,7 +223,7 @@ def _open_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) 
     return opened
 
 
-def _evaluate(name: str, run: LoadedRun, data: EvalData, seq_len: int) -> Result:
+def _evaluate(name: str, run: LoadedRun, data: EvalData, stride: int, seq_len: int) -> Result:
     from tqdm import tqdm
 
     from nsa.evaluate.perplexity import eval_batches, evaluate
@@ -216,8 +233,8 @@ def _evaluate(name: str, run: LoadedRun, data: EvalData, seq_len: int) -> Result
     rows = max(1, run.config.train.rows * trained // seq_len)  # tokens as in training
     if seq_len > trained:
         _log(f"{name}: context of {seq_len:,} tokens, in training {trained:,}")
-    batches = eval_batches(data, seq_len, rows)
-    total = -(-data.tokens // seq_len // rows)
+    batches = eval_batches(data, seq_len, stride, rows)
+    total = -(-data.tokens // stride // rows)
     progress = tqdm(batches, name, total, disable=None, leave=False)
     return Result(
         run=name,
@@ -225,6 +242,7 @@ def _evaluate(name: str, run: LoadedRun, data: EvalData, seq_len: int) -> Result
         step=run.step,
         trained_len=trained,
         seq_len=seq_len,
+        stride=stride,
         data=data,
         losses=evaluate(run.model, progress, data.count, seq_len),
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import resource
+import signal
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
+from nsa.system import text_or_empty
+from nsa.text import first_line
 from nsa.untrusted import printable, short_repr
 
 if TYPE_CHECKING:
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
     from nsa.model import LanguageModel
 
 LONG_PROMPT = 8_192  # tokens of all prompts; shorter ones are read in seconds
+# A chat template is a program: of the CPU, and memory beyond what the process has.
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 2**30
 
 
 def add_parser(verbs: Any) -> None:
@@ -34,6 +41,8 @@ def add_parser(verbs: Any) -> None:
     about = "sample from the fewest tokens with this total probability (default 1: all)"
     add("--top-p", type=float, default=1.0, help=about)
     add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    about = "each prompt is a user's message, put into the tokenizer's chat template"
+    add("--chat", action="store_true", help=about)
     parser.set_defaults(run=_generate)
 
 
@@ -49,10 +58,7 @@ def _generate(args: argparse.Namespace) -> int:
         check_sampling(args.max_new_tokens, args.temperature, args.top_p)
         run = load_run(args.path, device=parse_device(args.device))
         tokenizer = require_tokenizer(str(args.path), run)
-        ids = [
-            torch.from_numpy(tokenizer.with_start(tokenizer.encode(text)).astype("int64"))
-            for _, text in prompts
-        ]
+        ids = [torch.from_numpy(_prompt_ids(args, tokenizer, text)) for _, text in prompts]
         show_prefill(run.model, sum(map(len, ids)))
         steps = generate(
             run.model,
@@ -68,6 +74,60 @@ def _generate(args: argparse.Namespace) -> int:
         print(flush=True)  # end the line
         raise
     return 0
+
+
+def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> Any:
+    """Return a prompt's ids, int64 [T]."""
+    import numpy as np
+
+    from nsa.data.tokenizer import HubTokenizer, load_pretrained, tokenizer_folder
+
+    if not args.chat:
+        return tokenizer.with_start(tokenizer.encode(text)).astype("int64")
+    source = load_pretrained(tokenizer.name) if isinstance(tokenizer, HubTokenizer) else None
+    if source is None or not source.chat_template:
+        raise ValueError(
+            f"--chat: the tokenizer {tokenizer.name!r} has no chat template; leave --chat out, or "
+            "add chat_template.jinja to its folder"
+        )
+    message = {"role": "user", "content": text.decode("utf-8", "replace")}
+    try:
+        with _limits():
+            chat = source.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template may raise any
+        folder = tokenizer_folder(tokenizer.name)
+        file = folder / "chat_template.jinja"
+        raise ValueError(
+            f"{file if file.is_file() else folder / 'tokenizer_config.json'}: the chat template "
+            f"ends with {type(error).__name__}: {first_line(error)}; leave --chat out, or change it"
+        ) from None
+    return np.array(source(chat, add_special_tokens=False).input_ids, dtype=np.int64)
+
+
+class _TimeoutError(BaseException):
+    """No Exception, which jinja's optimizer would drop."""
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Raise a TimeoutError or MemoryError if the body needs more than the limits above."""
+
+    def stop(*_: object) -> None:
+        raise _TimeoutError
+
+    size = int(text_or_empty("/proc/self/statm").split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + TEMPLATE_BYTES, before[1]))
+    try:
+        yield
+    except _TimeoutError:
+        raise TimeoutError(f"no text after {TEMPLATE_SECONDS} seconds") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:

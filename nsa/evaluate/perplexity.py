@@ -2,8 +2,11 @@
 
     a sample:                 |----------------- the longest --seq-len -----------------|
     at half of that length:   |============================|============================|
+    with --stride as well:    |============================|
+                                         ...context...     |========|
+                                                  ...context...     |========|
 
-All lengths evaluate each token of the samples exactly once.
+All lengths and strides evaluate each token of the samples exactly once.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from nsa.model.loss import bucket_edges, token_losses
 
 # A batch, and the sample and position of each of its labels, flattened.
 EvalBatch = tuple[Batch, Tensor, Tensor]
-Window = tuple[int, TokenArray]  # sample, tokens [T + 1]
+Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to evaluate
 
 
 @dataclass(frozen=True)
@@ -68,20 +71,31 @@ def open_eval_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokeniz
     return EvalData(samples, *samples.available(count))
 
 
-def eval_batches(data: EvalData, seq_len: int, rows: int) -> Iterator[EvalBatch]:
-    """Yield windows of `seq_len` tokens, `rows` at a time."""
-    windows = _windows(data, seq_len)
+def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterator[EvalBatch]:
+    """Yield windows of `seq_len` tokens, `rows` at a time, with `stride` new labels each."""
+    windows = _windows(data, seq_len, stride)
     while group := list(islice(windows, rows)):
-        samples, tokens = zip(*group, strict=True)
-        batch = to_batch(np.stack(tokens), data.samples.stores[0].eos_id, data.samples.packing)
-        yield batch, torch.tensor(samples).repeat_interleave(seq_len), batch.positions()
+        yield _to_eval_batch(data, group)
 
 
-def _windows(data: EvalData, seq_len: int) -> Iterator[Window]:
+def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[Window]:
     for sample in range(data.count):
         store, start = data.samples.locate(sample)
-        for first in range(start, start + data.samples.seq_len, seq_len):
-            yield sample, store.read(first, first + seq_len + 1)
+        for first in range(start, start + data.samples.seq_len, stride):
+            begin = max(0, first + stride - seq_len)
+            evaluated = slice(first - begin, first - begin + stride)
+            yield sample, store.read(begin, begin + seq_len + 1), evaluated
+
+
+def _to_eval_batch(data: EvalData, windows: list[Window]) -> EvalBatch:
+    samples, tokens, evaluated = zip(*windows, strict=True)
+    rows = np.stack(tokens)
+    batch = to_batch(rows, data.samples.stores[0].eos_id, data.samples.packing)
+    labels = batch.labels.view(len(windows), -1)
+    for row, kept in zip(labels, evaluated, strict=True):
+        row[: kept.start] = row[kept.stop :] = IGNORE_INDEX
+    sample = torch.tensor(samples).repeat_interleave(labels.shape[1])
+    return batch, sample, batch.positions()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""Results of `nsa eval`: tables, and eval.json."""
+"""Results of `nsa eval`: a table, eval.json, positions.csv and a plot."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -12,9 +14,10 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 from nsa.evaluate.perplexity import EvalData, Losses, Mean, perplexity
 from nsa.monitor.artifacts import finite_number
+from nsa.report.plots import Panel, draw
 from nsa.text import align
 
-FILE_NAME = "eval.json"
+JSON, CSV, PLOT = "eval.json", "positions.csv", "positions.png"
 HEADER = (
     *("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte"),
     "loss minus that of",
@@ -23,6 +26,7 @@ FIGURES = (  # the columns between run and difference: key in eval.json, format
     *(("step", ","), ("seq_len", ","), ("tokens", ","), ("loss", ".4f")),
     *(("standard_error", ".4f"), ("perplexity", ",.3f"), ("bits_per_byte", ".4f")),
 )
+CSV_HEADER = ("run", "seq_len", "first", "last", "tokens", "loss", "standard_error")
 Row = dict[str, Any]  # of eval.json
 
 
@@ -35,6 +39,7 @@ class Result:
     step: int | None
     trained_len: int  # data.seq_len in training
     seq_len: int
+    stride: int
     data: EvalData  # in the run's tokens
     losses: Losses
 
@@ -51,6 +56,7 @@ class Result:
             "step": self.step,
             "trained_seq_len": self.trained_len,
             "seq_len": self.seq_len,
+            "stride": self.stride,
             "tokens": self.losses.tokens,
             "samples": len(self.losses.sums),
             **_to_json(mean),
@@ -125,8 +131,28 @@ def make_folder(out: Path) -> None:
         ) from None
 
 
-def write(rows: Sequence[Row], source: dict[str, Any], out: Path) -> Path:
-    """Write eval.json into the folder `out`; `source` describes the data."""
+def write(rows: Sequence[Row], source: dict[str, Any], out: Path) -> list[Path]:
+    """Write JSON, CSV and plot into the folder `out`; `source` describes the data."""
     content = {"text": source, "results": rows}
-    atomic_write_text(out / FILE_NAME, json.dumps(content, indent=2) + "\n")
-    return out / FILE_NAME
+    atomic_write_text(out / JSON, json.dumps(content, indent=2) + "\n")
+    text = io.StringIO()
+    table = csv.DictWriter(text, CSV_HEADER, lineterminator="\n")
+    table.writeheader()
+    for row in rows:
+        run = {"run": row["run"], "seq_len": row["seq_len"]}
+        table.writerows(run | bucket for bucket in row["positions"])
+    atomic_write_text(out / CSV, text.getvalue())
+    draw([_panel(rows)], out / PLOT, width=8.0)
+    return [out / name for name in (JSON, CSV, PLOT)]
+
+
+def _panel(rows: Sequence[Row]) -> Panel:
+    """Plot each bucket at the geometric middle of its positions, counted from 1."""
+    curves, errors = {}, {}
+    for row in rows:
+        buckets = row["positions"]
+        middles = [math.sqrt((at["first"] + 1) * (at["last"] + 1)) for at in buckets]
+        curves[_label(row)] = (middles, [at["loss"] or math.nan for at in buckets])
+        errors[_label(row)] = [at["standard_error"] or 0.0 for at in buckets]
+    x = "tokens of context"
+    return Panel("loss (nats per token)", curves, marked=True, x=x, x_doubles=True, errors=errors)

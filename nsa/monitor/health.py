@@ -6,17 +6,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nsa.monitor.observer import LAYER_STATISTICS, SELECTOR_STATISTICS, Health, warn
+from nsa.constants import BRANCHES
+from nsa.monitor.observer import (
+    DISTANCES,
+    GATE_BINS,
+    LAYER_STATISTICS,
+    SELECTOR_STATISTICS,
+    Health,
+    warn,
+)
 from nsa.spec import NSASpec
 
 MAX_QUERIES = 4_096  # sampled per layer, approximately
-SATURATED = 0.05  # a gate that is nearer to 0 or 1
 T = TypeVar("T")
 
 
@@ -156,24 +164,30 @@ def _health(samples: list[_Sample], spec: NSASpec) -> Health:
     if selectors := [sample.selector for sample in samples if sample.selector is not None]:
         names += SELECTOR_STATISTICS
         columns += torch.stack(selectors).unbind(1)
+    bins = columns[0].new_zeros(len(samples), len(BRANCHES), 0)
     if gates := [sample.gates for sample in samples if sample.gates is not None]:
         names += [name for name in LAYER_STATISTICS if name.startswith("gate_")]
-        columns += _gate_statistics(torch.stack(gates).float())
-    layers = []
-    for row in torch.stack(columns, 1).tolist():
+        means, bins = _gate_statistics(torch.stack(gates).float())
+        columns += means
+    layers, gate_bins = [], []
+    for row in torch.cat([torch.stack(columns, 1), bins.flatten(1)], 1).tolist():
         values: dict[str, float | None] = dict.fromkeys(LAYER_STATISTICS)
-        for name, value in zip(names, row, strict=True):
+        for name, value in zip(names, row, strict=False):
             values[name] = None if math.isnan(value) and "gate" not in name else value
         layers.append(values)
-    return Health(layers)
+        fractions = iter(row[len(names) :])
+        by_branch = {branch: list(islice(fractions, GATE_BINS)) for branch in BRANCHES}
+        gate_bins.append(by_branch if gates else {})
+    return Health(layers, gate_bins)
 
 
-def _gate_statistics(gates: Tensor) -> list[Tensor]:
-    """Return the columns of gates [L, B, S, Hq, 3], each [L]."""
+def _gate_statistics(gates: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the columns of gates [L, B, S, Hq, 3], each [L], and their histograms [L, 3, bins]."""
     dims = (1, 2, 3)
-    mean, std = gates.mean(dims), gates.std(dims, correction=0)
-    saturated = ((gates < SATURATED) | (gates >= 1 - SATURATED)).float().mean(dims)
-    return [*mean.unbind(1), *std.unbind(1), *saturated.unbind(1)]
+    edges = [index / GATE_BINS for index in range(1, GATE_BINS)]
+    bins = _fractions([(gates < edge).sum(dims) for edge in edges], gates[0, ..., 0].numel())
+    std, saturated = gates.std(dims, correction=0), bins[..., 0] + bins[..., -1]
+    return [*gates.mean(dims).unbind(1), *std.unbind(1), *saturated.unbind(1)], bins
 
 
 def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
@@ -189,12 +203,16 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
     choosing = current >= spec.select_top  # more candidates than can be selected
     free = selected & ~forced & choosing  # selected by importance
     dims = (1, 2, 3, 4)
+    free_count = free.sum(dims)
+    distance = current - blocks
+    nearer = [(free & (distance < edge)).sum(dims) for edge in DISTANCES[1:]]
     return [
         choosing.float().mean().expand(len(blocks)),
         forced.sum(dims) / selected.sum(dims),
         _entropy(blocks, free, current, first.seq_len, spec),
         _overlap(blocks[:, :, 1:], previous, free[:, :, 1:]),
-        ((current - blocks) * free).sum(dims) / free.sum(dims),
+        (distance * free).sum(dims) / free_count,
+        *_fractions(nearer, free_count).unbind(1),
     ]
 
 
@@ -225,3 +243,11 @@ def _overlap(blocks: Tensor, previous: Tensor, counted: Tensor) -> Tensor:
     index = torch.searchsorted(previous, blocks.contiguous()).clamp(max=previous.shape[-1] - 1)
     shared = (previous.gather(-1, index) == blocks) & counted
     return shared.sum((1, 2, 3, 4)) / counted.sum((1, 2, 3, 4))
+
+
+def _fractions(below: list[Tensor], total: Tensor | int) -> Tensor:
+    """Turn counts below each bin edge into fractions of `total` per bin, along a new last axis."""
+    counts = torch.stack(below, -1)
+    zero = torch.zeros_like(counts[..., :1])
+    totals = zero + (total if isinstance(total, int) else total[..., None])
+    return counts.diff(dim=-1, prepend=zero, append=totals) / totals

@@ -22,6 +22,7 @@ from nsa.atomic_io import append_all_or_nothing, no_symlink
 from nsa.monitor.artifacts import PHASES, older_part
 from nsa.monitor.memory import initialized_cuda, memory_gb
 from nsa.monitor.observer import warn
+from nsa.monitor.stacks import CurrentCollective
 
 _BATCH_SECONDS = 0.5  # longest delay between a line and its write
 _BACKLOG = 1_000  # lines kept while the disk refuses writes
@@ -59,6 +60,7 @@ class Heartbeat:
         self._device: int | None = None
         self._memory_gb = 0.0
         self._measured_at: tuple[str, float, int] | None = None  # position when memory was read
+        self._collective = CurrentCollective()
         self._lines: deque[dict[str, Any]] = deque(maxlen=_BACKLOG)
         self._overflowed = 0  # lines that were dropped from the full deque
         self._order = threading.Lock()  # keeps the lines in the order of their times
@@ -125,6 +127,7 @@ class Heartbeat:
                 "skipped": self._skipped,
                 "memory_gb": round(self._memory_gb, 3),
                 "gpu_busy": None,
+                "collective": None,
                 **values,
             }
             self._overflowed += len(self._lines) == _BACKLOG
@@ -158,13 +161,15 @@ class Heartbeat:
             self._wake.wait(min(self._seconds, _BATCH_SECONDS))
 
     def _record_progress(self) -> None:
-        """Record memory and GPU utilization, which this thread reads."""
+        """Record memory, GPU utilization and collectives, which this thread reads."""
         position = self._position
         if position is not self._measured_at:
             # A hung device may hold its allocator's lock: measure only while the rank moves.
             self._memory_gb = memory_gb(self._device)
             self._measured_at = position
-        self._record("progress", gpu_busy=_gpu_busy(self._device))
+        self._record(
+            "progress", gpu_busy=_gpu_busy(self._device), collective=self._collective.read()
+        )
 
 
 class _LineFile:

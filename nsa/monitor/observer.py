@@ -31,6 +31,10 @@ class RunInfo:
 
 # Of each range of positions: the model beside its teacher. docs/reference/metrics.md defines them.
 TEACHER_COLUMNS = ("first", "last", "tokens", "loss", "teacher_loss", "kl", "same_top1")
+GATE_BINS = 20  # of equal width from 0 to 1; the first and last hold the saturated gates
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks: lower edges of the distance bins
+
+
 LAYER_STATISTICS = (  # columns of selection.csv; docs/reference/metrics.md defines each
     *(f"gate_{branch}{suffix}" for suffix in ("", "_std", "_saturated") for branch in BRANCHES),
     "choosing",
@@ -38,6 +42,7 @@ LAYER_STATISTICS = (  # columns of selection.csv; docs/reference/metrics.md defi
     "entropy",
     "overlap",
     "distance",
+    *(f"distance_from_{edge}" for edge in DISTANCES),
 )
 # Further columns of a run with the selector loss, from its sampled queries.
 SELECTOR_STATISTICS = ("selector_loss", "recall", "recall_random")
@@ -52,6 +57,8 @@ class Health:
 
     # LAYER_STATISTICS of each layer, and with the selector loss its SELECTOR_STATISTICS
     layers: Sequence[Mapping[str, float | None]]
+    # by branch: fraction in each of GATE_BINS; empty without gates
+    gate_bins: Sequence[Mapping[str, Sequence[float]]]
 
     @property
     def gates(self) -> dict[str, float]:

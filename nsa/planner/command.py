@@ -12,6 +12,7 @@ from typing import Any
 from nsa.gpus import GPUS
 from nsa.planner.forecast import (
     MFU,
+    Candidate,
     Forecast,
     Hardware,
     Traffic,
@@ -62,7 +63,8 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     add("--memory", type=float, help="GB of a GPU (the device's, or 80)")
     about = f"fraction of the peak reached ({MFU['nsa']}, in dense steps {MFU['dense']})"
     add("--mfu", type=float, help=about)
-    add("--json", action="store_true", help="print JSON, in bytes and seconds")
+    add("--compare", action="store_true", help="compare all configs in the JSON's folder")
+    add("--json", action="store_true", help="print JSON: bytes, seconds, and every candidate")
     parser.set_defaults(run=run)
 
 
@@ -93,22 +95,25 @@ def hardware(flags: argparse.Namespace) -> Hardware:
     )
 
 
-def assumptions(flags: argparse.Namespace, hardware: Hardware, name: str, zero: Zero) -> list[str]:
-    """Return what the plan of the config `name` assumes and leaves out."""
+def assumptions(
+    flags: argparse.Namespace, hardware: Hardware, configs: Mapping[str, Zero]
+) -> list[str]:
+    """Return what a plan assumes and leaves out; `configs`: the planned ZeRO settings by name."""
     device = f"{hardware.flops / 1e12:g} TFLOP/s, {hardware.memory / 1e9:g} GB"
     device = f"{flags.device} ({device})" if flags.device in DEVICES else device
     link = f"{hardware.link / 1e9:g} GB/s"
     link = f"{flags.link} ({link})" if flags.link in LINKS else link
     nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
+    offloading = ", ".join(name for name, zero in configs.items() if zero.offload)
     speed = f"{REACHED} (--mfu): measured with M7C on an H100, an estimate elsewhere"
     if hardware.mfu is not None:
         speed = f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu)"
-    not_counted = f"not counted: offload of {name}, which saves GPU memory and costs time"
+    not_counted = f"not counted: offload of {offloading}, which saves GPU memory and costs time"
     return [
         f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"
         + (nodes if hardware.nodes > 1 else ""),
         f"{speed}; gaps between kernels included",
-        *([not_counted] if zero.offload else []),
+        *([not_counted] if offloading else []),
     ]
 
 
@@ -131,14 +136,12 @@ def describe(
     reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
     limited = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
     by_host = ", limited by the host that starts kernels" if limited else ""
-    ranks = batch.ranks_per_sequence
-    shared = f", {ranks} ranks per sequence" if ranks > 1 else ""
     dense = f"  {'tokens/s, dense':<18}{step.tokens / step.dense_seconds:>10,.0f}"
     dense += f"  in the first {step.dense_steps:,} steps"
     return [
         f"{name}: {model.parameters:,} parameters; micro-batch {batch.micro_batch} × "
         f"{batch.seq_len:,} tokens, accumulation {batch.accumulation}, "
-        f"checkpointing {batch.checkpointing}" + shared,
+        f"checkpointing {batch.checkpointing}{_ranks_per_sequence(batch)}",
         "",
         f"memory of a GPU at its peak, {memory.peak_phase}, GB",
         *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in memory.at_peak.items()),
@@ -157,12 +160,31 @@ def describe(
     ]
 
 
-def json_row(name: str, batch: BatchShape, step: Forecast, steps: int) -> dict[str, Any]:
-    """Return a plan's figures in bytes, tokens and seconds."""
-    names = ("tokens", "compute", "communication", "exposed", "seconds")
+def table(candidates: list[Candidate], steps: int) -> list[str]:
+    """Return a line per candidate; memory and traffic are per GPU."""
+    config_width = max(len("config"), *(len(one.config) for one in candidates)) + 2
+    batch_width = max(28, *(len(_batch(one.batch)) + 2 for one in candidates))
+    days = [candidate.forecast.days(steps) for candidate in candidates]
+    unit, parts = ("days", 1) if max(days) >= 0.1 else ("hours", 24)
+    head = f"{'MB sent':>9}{'GB':>8}{'exposed':>9}{'tokens/s':>13}{unit:>8}"
+    lines = [f"{'config':<{config_width}}{'batch':<{batch_width}}{head}"]
+    for candidate, duration in zip(candidates, days, strict=True):
+        step = candidate.forecast
+        lines.append(
+            f"{candidate.config:<{config_width}}{_batch(candidate.batch):<{batch_width}}"
+            f"{step.traffic.bytes_per_step / 1e6:>9,.0f}{step.memory.peak / 1e9:>8.2f}"
+            f"{100 * step.exposed_fraction:>8.1f}%{step.tokens_per_second:>13,.0f}"
+            f"{parts * duration:>8.2f}"
+        )
+    return lines
+
+
+def json_row(candidate: Candidate, steps: int) -> dict[str, Any]:
+    """Return one candidate's figures in bytes, tokens and seconds."""
+    step, names = candidate.forecast, ("tokens", "compute", "communication", "exposed", "seconds")
     return {
-        "config": name,
-        **asdict(batch),
+        "config": candidate.config,
+        **asdict(candidate.batch),
         "memory": step.memory.at_peak | {"total": step.memory.peak},
         "bytes_sent": step.traffic.bytes_per_step,
         **{name: getattr(step, name) for name in (*names, "tokens_per_second")},
@@ -176,3 +198,13 @@ def _sent(sent: Traffic, model: Model) -> str:
     if sent.exchange:
         text += f", and {sent.exchange / 1e6:,.1f} MB of sequence-parallel exchanges"
     return text
+
+
+def _batch(batch: BatchShape) -> str:
+    each = f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}"
+    return f"{each}, {batch.checkpointing}{_ranks_per_sequence(batch)}"
+
+
+def _ranks_per_sequence(batch: BatchShape) -> str:
+    ranks = batch.ranks_per_sequence
+    return f", {ranks} ranks per sequence" if ranks > 1 else ""

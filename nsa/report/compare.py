@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ def add_parser(verbs: Any) -> None:
     compare.add_argument(
         "--out", type=Path, help="the picture to write (default: compare.png next to the first run)"
     )
+    compare.add_argument("--json", action="store_true", help="print JSON")
     compare.set_defaults(run=_compare)
 
 
@@ -42,6 +44,11 @@ def _compare(args: argparse.Namespace) -> int:
     out = args.out or args.runs[0].resolve().parent / "compare.png"
     runs = read_runs(args.runs)
     table = compare_runs(runs, out)
+    if args.json:
+        rows = [_json_row(label, run) for label, run in runs.items()]
+        tree = {"runs": rows, "differences": [*differences(runs)], "picture": str(out)}
+        print(json.dumps(tree, indent=2))
+        return 0
     print(*table, sep="\n")
     for line in differences(runs):
         print(f"nsa: warning: {line}", file=sys.stderr)
@@ -96,6 +103,14 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
         cell(run.memory_gb, ".2f"),
         *(gates or ["-"]),
     )
+
+
+def _json_row(label: str, run: Summary) -> dict[str, Any]:
+    columns = ("loss", "val_loss", "bits_per_byte")
+    figures = {column: run.last(column) for column in columns}
+    figures |= {"tokens_per_s": run.tokens_per_s, "memory_gb": run.memory_gb}
+    gate, go = next(((gate.gate, gate.go) for gate in run.gates[-1:]), (None, None))
+    return {"run": label, "steps": run.steps, **figures, "gate": gate, "go": go}
 
 
 def labelled(runs: Sequence[Path]) -> dict[str, Path]:

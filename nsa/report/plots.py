@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -16,7 +16,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _SMOOTHED_FROM = 50  # points; shorter curves are not smoothed
 _SMALLEST_RANGE = 1e-3  # of a y axis, relative to its values: a smaller one shows rounding noise
 _CHARACTERS_PER_INCH = 11  # in the legend and the titles
-_WIDTH = 4.5  # of a panel, in inches
 
 Points = tuple[Sequence[float], Sequence[float]]  # steps, values
 
@@ -31,21 +30,25 @@ class Panel:
     ordered: bool = False  # the curves are layers, first to last: shade them
     fraction: bool = False  # y axis from 0 to 1
     logarithmic: bool = False  # y axis
+    x: str = "step"
+    x_doubles: bool = False  # logarithmic x axis, base 2
+    # Half widths of the error bars of marked curves.
+    errors: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-def draw(panels: Sequence[Panel], out: Path) -> None:
+def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
     """Draw the panels into one picture; the suffix of `out` sets the format."""
     from matplotlib.figure import Figure  # late: takes a second
 
     # A Figure without pyplot draws with Agg and touches no global state and no display.
     columns = min(2, len(panels))  # a page is about 900 pixels wide
     rows = -(-len(panels) // columns)
-    size = (_WIDTH * columns, (3.2 if rows > 1 else 3.8) * rows)
+    size = (width * columns, (3.2 if rows > 1 else 3.8) * rows)
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     curves = list(dict.fromkeys(label for panel in panels for label in panel.curves))
     for axis, panel in zip(axes, panels, strict=False):
-        _draw_panel(axis, panel, curves)
+        _draw_panel(axis, panel, curves, int(width * _CHARACTERS_PER_INCH))
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     labelled: dict[str, Any] = {}  # one legend for all panels, so that it covers no curve
@@ -67,12 +70,13 @@ def draw(panels: Sequence[Panel], out: Path) -> None:
     atomic_write(out, [picture.getvalue()])
 
 
-def _draw_panel(axis: Any, panel: Panel, curves: list[str]) -> None:
+def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> None:
     """Draw one panel; a label has the same colour in all panels of a picture, by `curves`."""
     from matplotlib import colormaps
 
-    characters = int(_WIDTH * _CHARACTERS_PER_INCH)
-    axis.set_xlabel("step")
+    axis.set_xlabel(panel.x)
+    if panel.x_doubles:
+        axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:,.7g}")
     axis.set_title(fill(panel.title, characters), loc="left", fontsize="medium")
     axis.grid(alpha=0.25, linewidth=0.6)
@@ -91,7 +95,10 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str]) -> None:
             "marker": "o" if panel.marked or len(steps) == 1 else None,  # a line needs two points
             "markersize": 3,
         }
-        if len(values) >= _SMOOTHED_FROM and not panel.marked:
+        if panel.marked:
+            axis.errorbar(steps, values, panel.errors.get(label), **line)
+            continue
+        if len(values) >= _SMOOTHED_FROM:
             if not panel.ordered:  # all values behind the mean, so that spikes are visible
                 axis.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
             values = running_mean(values, len(values) // 50)

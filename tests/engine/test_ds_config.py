@@ -364,6 +364,7 @@ READ_BY_DEEPSPEED = [
     "disable_python_gc",
     "log_level",
     "wandb.project",
+    "comet.workspace",
     "comms_logger.enabled",
     "comms_logger.prof_all",
     "flops_profiler.enabled",

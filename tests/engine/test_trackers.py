@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from nsa.cli import main
 from tests.engine.runs import TINY, Finished, losses, on_one_rank, succeed
 from tests.ranks import ROOT
 
+PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 BLOCKS = {
     "csv_monitor": {"enabled": True},
     "wandb": {"enabled": True, "project": "m7c"},
+    "comet": {"enabled": True, "project": "m7c", "online": False},
 }
 
 
@@ -89,6 +92,16 @@ def test_wandb_has_the_name_the_settings_the_steps_and_the_end_of_a_run(run: Pat
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
 
 
+def test_comet_has_the_settings_and_every_logged_step(run: Path) -> None:
+    (archive,) = run.glob("*.zip")
+    with zipfile.ZipFile(archive) as files, files.open("messages.json") as lines:
+        payloads = [json.loads(line)["payload"] for line in lines]
+    metrics = [payload["metric"] for payload in payloads if "metric" in payload]
+    sent = {one["step"]: one["metricValue"] for one in metrics if one["metricName"] == "train/loss"}
+    assert sent == pytest.approx(losses(run), rel=1e-6)
+    assert '"train.steps"' in json.dumps(payloads)
+
+
 def test_wandb_without_an_api_key_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
     result = start(tmp_path, WANDB_API_KEY="", HOME=str(tmp_path))
     assert result.returncode == 2
@@ -101,13 +114,14 @@ def test_a_dry_run_sends_nothing_and_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
 
 
+@pytest.mark.parametrize("name", PACKAGES)
 def test_a_missing_package_is_one_line_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # Python's mark for "not importable"
-    file = write_config(tmp_path, "wandb")
+    monkeypatch.setitem(sys.modules, PACKAGES[name], None)  # Python's mark for "not importable"
+    file = write_config(tmp_path, name)
     assert main(["check", str(file)]) == 2
     assert capsys.readouterr().err == (
-        f"nsa: wandb.enabled = true in {file}: needs the package wandb, which is not "
-        f"installed; pip install 'nsa-m7c[wandb]', or remove the block\n"
+        f"nsa: {name}.enabled = true in {file}: needs the package {PACKAGES[name]}, which is not "
+        f"installed; pip install 'nsa-m7c[{name}]', or remove the block\n"
     )

@@ -1,4 +1,4 @@
-"""`nsa eval`: the keys of eval.json, and data that is opened once."""
+"""`nsa eval`: the keys of `--json`, and data that is opened once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from tests.data.texts import names_of_counted, texts, write_lines
 from tests.evaluate.models import write_model
 
 ROW = {
-    *("run", "place", "step", "trained_seq_len", "seq_len", "tokens", "samples"),
+    *("run", "place", "step", "trained_seq_len", "seq_len", "stride", "tokens", "samples"),
     *("loss", "standard_error", "perplexity", "bits_per_byte", "bytes_per_token"),
     *("over", "positions"),
 }
 
 
-def test_eval_json_has_stable_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_eval_json_alone_on_stdout_with_stable_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_lines(tmp_path / "lines.jsonl", texts(300, 200))
     models = [str(write_model(tmp_path / name)) for name in ("one", "other")]
-    flags = ["--compare", models[1], "--source", source, "--seq-len=64", "--tokens=640"]
+    flags = ["--compare", models[1], "--source", source, "--seq-len=64", "--tokens=640", "--json"]
     assert main(["eval", models[0], *flags]) == 0
-    tree = json.loads((tmp_path / "one/eval/eval.json").read_text())
-    assert "640 tokens in 10 samples" in capsys.readouterr().out
+    output = capsys.readouterr()
+    tree = json.loads(output.out)
+    assert tree == json.loads((tmp_path / "one/eval/eval.json").read_text())
+    assert "640 tokens in 10 samples" in output.err
     assert tree.keys() == {"text", "results"}
     assert tree["text"] == {"source": source, "split": "all", "packing": "concat"}
     first, second = tree["results"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -39,6 +40,7 @@ from tests.data.texts import split, texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.evaluate.models import write_model
 from tests.model.models import build, tiny
+from tests.report.pictures import BLUE, ORANGE, pixels
 
 ARGUMENTS = ("--profile=demo", "--steps=2", *TINY)
 LINES = texts(300, 200)
@@ -81,7 +83,7 @@ def test_results_equal_the_trainers_own_figures(
 def test_runs_and_lengths_are_compared_on_the_same_tokens(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--seq-len", "48", "192", "--tokens", "768")
+    flags = ("--seq-len", "48", "192", "--stride", "48", "--tokens", "768")
     both = [str(folder / "nsa"), "--compare", str(folder / "dense")]
     results = evaluate(folder, *both, *flags)
     assert [(result["run"], result["seq_len"]) for result in results] == [
@@ -103,6 +105,11 @@ def test_runs_and_lengths_are_compared_on_the_same_tokens(
     table = output[output.index("loss by position") :].splitlines()
     assert re.match(r"1 to \d+ ", table[1])
     assert any(re.match(r"\d+ to 192 ", line) for line in table)
+    rows = list(csv.DictReader((folder / "results/positions.csv").open()))
+    assert len(rows) == sum(len(each["positions"]) for each in results)
+    assert float(rows[0]["loss"]) == results[0]["positions"][0]["loss"]
+    assert pixels(folder / "results/positions.png", BLUE) > 20
+    assert pixels(folder / "results/positions.png", ORANGE) > 20
 
 
 def test_all_documents_of_unseen_data_are_evaluated(
@@ -212,11 +219,17 @@ def test_each_run_reads_the_data_with_its_own_tokenizer(folder: Path) -> None:
     assert second["bytes_per_token"] == pytest.approx(text_bytes / tokens, 0.05)
     bits = second["loss"] / math.log(2) / second["bytes_per_token"]
     assert second["bits_per_byte"] == pytest.approx(bits)
+    rows = csv.DictReader((folder / "results/positions.csv").open())
+    assert {row["run"] for row in rows} == {"nsa", "other, in words"}
 
 
 def test_results_are_in_the_runs_folder_by_default(folder: Path) -> None:
     assert main(["eval", str(folder / "nsa"), "--tokens", "96"]) == 0
-    assert [path.name for path in (folder / "nsa/eval").iterdir()] == ["eval.json"]
+    assert {path.name for path in (folder / "nsa/eval").iterdir()} == {
+        "eval.json",
+        "positions.csv",
+        "positions.png",
+    }
 
 
 def test_results_are_written_though_stdout_is_closed(
@@ -240,7 +253,8 @@ def test_results_are_written_though_stdout_is_closed(
         (["--source", "other.jsonl", "--seq-len", "8192"], "fewer than the 8193 of one sample"),
         (["--source", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
         (["--seq-len", "64", "96"], "--seq-len 64 does not divide 96"),
-        (["--seq-len", "0"], "--seq-len 0: must be 1 or more"),
+        (["--stride", "36"], "--stride 36 does not divide --seq-len 96"),
+        (["--stride", "0"], "--stride 0: must be 1 or more"),
         (["--tokens", "95"], "--tokens 95: fewer than the 96 of one sequence"),
         (["--set", "model.layers=1"], "--set model.layers=1: only data.*"),
         (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run uses its tokenizer"),
@@ -272,15 +286,15 @@ def eval_data(seq_len: int, samples: int, packing: str = "concat") -> EvalData:
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
-def test_lengths_change_the_context_but_not_the_evaluated_tokens(
+def test_lengths_and_strides_change_the_context_but_not_the_evaluated_tokens(
     packing: str,
 ) -> None:
     data = eval_data(64, 50, packing)
     evaluated = []
-    for seq_len in (64, 16, 8):
+    for seq_len, stride in ((64, 64), (16, 16), (64, 8), (16, 4), (8, 1)):
         seen: Counter[tuple[int, int]] = Counter()
         context = []
-        for batch, sample, position in eval_batches(data, seq_len, rows=7):
+        for batch, sample, position in eval_batches(data, seq_len, stride, rows=7):
             labels = batch.labels.flatten()
             kept = labels != IGNORE_INDEX
             seen.update(zip(sample[kept].tolist(), labels[kept].tolist(), strict=True))
@@ -289,6 +303,8 @@ def test_lengths_change_the_context_but_not_the_evaluated_tokens(
                 starts = torch.isin(torch.arange(len(labels)), batch.cu_seqlens[:-1])
                 assert torch.equal(position == 0, starts)
         assert max(context) < seq_len
+        if packing == "concat":  # only at the start of the text is there less
+            assert sum(before < seq_len - stride for before in context) < seq_len
         evaluated.append(seen)
     assert all(seen == evaluated[0] for seen in evaluated)
     ends = sum(
@@ -302,12 +318,12 @@ def test_lengths_change_the_context_but_not_the_evaluated_tokens(
 def test_each_loss_depends_on_the_tokens_context_alone(attention: str) -> None:
     few = eval_data(12, 2)
     model = build(tiny(attention))
-    losses = perplexity.evaluate(model, eval_batches(few, 4, rows=5), 2, 4)
+    losses = perplexity.evaluate(model, eval_batches(few, 8, 4, rows=5), 2, 8)
     expected = np.zeros(2)
     for sample in range(2):
         store, start = few.samples.locate(sample)
         for at in range(start, start + 12):
-            begin = at - at % 4
+            begin = max(0, at - at % 4 + 4 - 8)
             context = torch.from_numpy(store.read(begin, at + 2).astype(np.int64))
             logits = model(context[None, :-1])[0, -1]
             expected[sample] += F.cross_entropy(logits, context[-1]).item()
@@ -324,8 +340,8 @@ def test_position_buckets_double() -> None:
 
 def test_a_buckets_loss_is_the_mean_over_its_positions() -> None:
     few, model = eval_data(160, 3), build(tiny())
-    losses = perplexity.evaluate(model, eval_batches(few, 160, rows=2), 3, 160)
-    ((batch, _, _),) = eval_batches(few, 160, rows=3)
+    losses = perplexity.evaluate(model, eval_batches(few, 160, 160, rows=2), 3, 160)
+    ((batch, _, _),) = eval_batches(few, 160, 160, rows=3)
     logits = model(batch.input_ids).flatten(0, 1)
     each = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
     by_position = each.detach().view(3, 160)

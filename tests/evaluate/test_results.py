@@ -1,17 +1,17 @@
-"""Tables and eval.json of `nsa eval`, from results whose figures are known."""
+"""Tables, files and plot of `nsa eval`, from results whose figures are known."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from nsa.evaluate.perplexity import Losses, Mean, perplexity
-from nsa.evaluate.results import Result, lines, write
+from nsa.evaluate.results import Result, _panel, lines, write
 
 
 def result(run: str, seq_len: int, losses: list[list[float]], data: Any) -> Result:
@@ -25,6 +25,7 @@ def result(run: str, seq_len: int, losses: list[list[float]], data: Any) -> Resu
         step=1_200 if run == "a" else None,
         trained_len=128,
         seq_len=seq_len,
+        stride=seq_len,
         data=data,
         losses=Losses(means * counts, counts, edges),
     )
@@ -53,15 +54,21 @@ def test_each_figure_is_in_its_column() -> None:
     ]
 
 
-def test_eval_json_holds_positions_from_0(tmp_path: Path) -> None:
-    tree = json.loads(write(rows(), {"source": "text"}, tmp_path).read_text())
-    assert tree["text"] == {"source": "text"}
-    positions = [[list(each.values()) for each in row["positions"]] for row in tree["results"]]
-    assert positions == [
-        [[0, 63, 20, 3.0, 1.0], [64, 127, 20, 1.0, 1.0]],
-        [[0, 63, 40, 4.0, 1.0]],
-        [[0, 63, 20, 3.0, 1.0], [64, 127, 20, 2.5, 0.5]],
+def test_files_hold_positions_from_0_and_the_plot_their_middle(tmp_path: Path) -> None:
+    files = write(rows(), {"source": "text"}, tmp_path)
+    assert [file.name for file in files] == ["eval.json", "positions.csv", "positions.png"]
+    assert files[1].read_text().splitlines() == [
+        "run,seq_len,first,last,tokens,loss,standard_error",
+        "a,128,0,63,20,3.0,1.0",
+        "a,128,64,127,20,1.0,1.0",
+        "a,64,0,63,40,4.0,1.0",
+        "b,128,0,63,20,3.0,1.0",
+        "b,128,64,127,20,2.5,0.5",
     ]
+    panel = _panel(rows())
+    assert panel.curves["b, 128"] == (pytest.approx([8.0, math.sqrt(65 * 128)]), [3.0, 2.5])
+    assert panel.errors is not None
+    assert panel.errors["b, 128"] == [1.0, 0.5]
 
 
 def test_a_loss_without_end_or_error_is_a_dash() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import (
@@ -119,10 +122,18 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
 
     capsys.readouterr()
     command = ["generate", str(folder), "--temperature=0", "--max-new-tokens=8", "--device=cpu"]
-    assert main([*command, "--prompt=hello"]) == 0  # starts with <s>, as a text in training
+    assert main([*command, "--chat", "--prompt=hello <|im_end|> you"]) == 0
+    mine = capsys.readouterr().out
+    prompt = source.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     model = NSAForCausalLM.from_pretrained(folder).eval()
-    prompt = source("hello", return_tensors="pt")
-    started = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    theirs = model.generate(**prompt, **greedy)
+    expected = theirs[0, prompt["input_ids"].shape[1] :]
+    assert mine == source.decode(expected, skip_special_tokens=True) + "\n"
+    assert main([*command, "--prompt=hello"]) == 0  # starts with <s>, as a text in training
+    started = model.generate(**source("hello", return_tensors="pt"), **greedy)
     continued = source.decode(started[0, 6:], skip_special_tokens=True)
     assert capsys.readouterr().out == continued + "\n"
 
@@ -147,3 +158,50 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(
     capsys.readouterr()
     error = refused(capsys, tmp_path / "llama")
     assert "has ids up to 259, but the model's vocabulary is 200" in error
+
+
+def test_a_chat_without_a_template_is_refused(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported(llama_folder, tmp_path / "run")
+    assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt=hello"]) == 2
+    assert "--chat: the tokenizer 'byte' has no chat template" in capsys.readouterr().err
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLE = (
+    "{% set n = namespace(x='ab') %}{% for _ in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (LOOP, "TimeoutError: no text after 0.5 seconds"),
+        ("{{ 9 ** (9 ** 9) }}", "TimeoutError: no text after 0.5 seconds"),
+        (DOUBLE, "MemoryError"),
+        ("{{ raise_exception('only two turns') }}", "TemplateError: only two turns"),
+        ("{{ messages[0].content / 2 }}", "TypeError"),
+        ("{% for %}", "TemplateSyntaxError"),
+    ],
+)
+def test_a_chat_template_that_fails_or_never_ends_is_one_line_with_its_file(
+    template: str,
+    reason: str,
+    chat_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr("nsa.evaluate.generate.TEMPLATE_SECONDS", 0.5)
+    imported(chat_llama, tmp_path / "run")
+    (tmp_path / "run/chat_template.jinja").write_text(template)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt=hello"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    file = tmp_path / "run/chat_template.jinja"
+    assert f"nsa: {file}: the chat template ends with {reason}" in error
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)

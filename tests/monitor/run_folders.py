@@ -76,6 +76,7 @@ def beats(
                 "skipped": 0,
                 "memory_gb": 10.0,
                 "gpu_busy": 0.95,
+                "collective": None,
                 "backend": "deepspeed-zero1",
                 **values,
             }
@@ -118,7 +119,7 @@ def write_selection(
         {**make_layer(layer), **values, "entropy": 0.7 - 0.1 * layer, **changes[layer]}
         for layer in range(layers)
     ]
-    health = Health(rows)
+    health = Health(rows, [{}] * layers)
     observer = SelectionCsv(selector_loss=any(changes))
     observer.on_start(make_info(run_dir, total_steps=steps))
     for step in (1, *range(10, steps + 1, 10)):

@@ -163,7 +163,13 @@ def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) 
     assert second["gate_win_saturated"] == 0.25
     assert (second["choosing"], second["forced"], second["entropy"]) == (0.75, 0.1875, 0.5625)
     assert (second["overlap"], second["distance"]) == (1 / 64, 6.5)
-    assert set(SELECTION_COLUMNS) - last.keys() == {"entropy", "overlap", "distance"}
+    assert (second["distance_from_1"], second["distance_from_4"]) == (0.5, 0)
+    assert second["distance_from_512"] == 0.5
+    assert set(SELECTION_COLUMNS) - last.keys() == {
+        "entropy",
+        "overlap",
+        *(name for name in SELECTION_COLUMNS if "distance" in name),
+    }
 
 
 def test_selection_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nsa.constants import BRANCHES
 from nsa.monitor import health
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import LAYER_STATISTICS, Health
+from nsa.monitor.observer import DISTANCES, GATE_BINS, LAYER_STATISTICS, Health
 from nsa.spec import NSASpec
 from tests.model.models import packed
 
@@ -57,8 +58,8 @@ def is_forced(block: int, own: int, spec: NSASpec) -> bool:
 
 def reference(
     gates: Tensor, blocks: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, stride: int = 1
-) -> dict[str, Any]:
-    """Compute a layer's statistics by docs/reference/metrics.md, one value at a time."""
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Compute a layer's statistics and bins by docs/reference/metrics.md, one value at a time."""
     batch, length = gates.shape[:2]
     starts = starts_of(length, cu_seqlens)
     sampled = range(0, length, stride)
@@ -92,6 +93,7 @@ def reference(
         least = math.log(spec.select_top - always)
         entropy = -sum(part * math.log(part) for part in parts)
         entropies.append((entropy - least) / (math.log(most - always) - least) if mine else 0.0)
+    edges = [*DISTANCES, math.inf]
     layer: dict[str, Any] = {}
     for branch, samples in values.items():
         count, mean = len(samples), means[branch]
@@ -103,14 +105,28 @@ def reference(
     layer["entropy"] = sum(entropies) / len(entropies) if free else None
     layer["overlap"] = shared / compared if compared else None
     layer["distance"] = sum(back for *_, back in free) / len(free) if free else None
-    return layer
+    for low, high in pairwise(edges):
+        near = sum(low <= back < high for *_, back in free)
+        layer[f"distance_from_{low}"] = near / len(free) if free else None
+    bins = {
+        branch: [
+            sum(int(one * GATE_BINS) == bin_ for one in samples) / len(samples)
+            for bin_ in range(GATE_BINS)
+        ]
+        for branch, samples in values.items()
+    }
+    return layer, bins
 
 
-def assert_same(actual: Health | None, expected: list[dict[str, Any]]) -> None:
+def assert_same(
+    actual: Health | None, expected: list[tuple[dict[str, Any], dict[str, list[float]]]]
+) -> None:
     assert actual is not None
-    for mine, other in zip(actual.layers, expected, strict=True):
+    assert len(actual.layers) == len(actual.gate_bins) == len(expected)
+    for mine, my_bins, (other, bins) in zip(actual.layers, actual.gate_bins, expected, strict=True):
         assert tuple(mine) == LAYER_STATISTICS
         assert list(mine.values()) == pytest.approx([other[name] for name in mine], abs=2e-6)
+        assert {branch: pytest.approx(bins[branch], abs=2e-6) for branch in BRANCHES} == my_bins
 
 
 def armed_recorder(layers: int, spec: NSASpec = SPEC) -> tuple[HealthRecorder, list[Any]]:
@@ -144,7 +160,7 @@ def test_all_statistics_match_a_loop_over_single_values(
     assert health is not None
     for branch, mean in health.gates.items():
         assert mean == pytest.approx(
-            sum(layer[f"gate_{branch}"] for layer in expected) / 2, abs=1e-6
+            sum(layer[f"gate_{branch}"] for layer, _ in expected) / 2, abs=1e-6
         )
 
 
@@ -217,12 +233,13 @@ def test_collapsed_selection_has_entropy_0_and_overlap_1() -> None:
     assert layer_health["distance"] > 40
 
 
-def test_selection_at_a_fixed_distance_is_visible_in_distance_not_in_entropy() -> None:
+def test_selection_at_a_fixed_distance_is_visible_in_distances_not_in_entropy() -> None:
     recorder, (layer,) = armed_recorder(1)
     layer.observer(make_gates(1, 400), make_blocks_at(lambda own: (own - 3, own - 2)), None)
     (layer_health,) = recorder.read().layers
     assert layer_health["entropy"] > 0.95
     assert layer_health["distance"] == 2.5
+    assert [layer_health[f"distance_from_{edge}"] for edge in DISTANCES] == [0, 1] + [0] * 8
 
 
 def test_closed_and_open_gates_count_as_saturated() -> None:
@@ -248,6 +265,7 @@ def test_without_free_blocks_their_statistics_are_none(length: int) -> None:
         layer_health["overlap"],
         layer_health["distance"],
     ) == (0, None, None, None)
+    assert {layer_health[f"distance_from_{edge}"] for edge in DISTANCES} == {None}
     assert 0 < layer_health["forced"] <= 1
 
 
@@ -293,7 +311,7 @@ def test_measuring_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Tensor, "tolist", lambda rows: transfers.append(rows.shape) or [])
     for layer in layers:
         layer.observer(gates, blocks, packed(40, 50).to("meta"))
-    assert recorder.read() == Health([])
+    assert recorder.read() == Health([], [])
     assert len(transfers) == 1
 
 

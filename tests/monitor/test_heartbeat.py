@@ -313,11 +313,17 @@ def test_a_wall_clock_jump_does_not_change_durations(
     assert 0 <= end["since"] < PATIENCE
 
 
-def test_a_rank_that_waits_in_a_collective_dumps_it_on_a_signal(tmp_path: Path) -> None:
-    """Rank 1 joins the collective only after it has seen the dump."""
+def test_a_rank_that_waits_in_a_collective_names_it_and_dumps_it_on_a_signal(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 joins the collective only after it has seen both."""
     program = Path(__file__).with_name("waiting_ranks.py")
     succeed(on_two_ranks(str(program), str(tmp_path), folder=tmp_path))
     beats = read_heartbeats(tmp_path)[0]
+    assert (
+        "backward",
+        "gloo:all_reduce #4 of group 0 (default_pg, sizes [[1000]]) pending",
+    ) in {(one["phase"], one["collective"]) for one in beats}
     assert beats[-1]["event"] == "end"
     assert "in reduce_gradients" in (tmp_path / "stacks/rank0.txt").read_text()
     (record,) = (

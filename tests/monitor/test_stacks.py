@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.monitor import stacks
 from nsa.monitor.stacks import dump_stacks_on_signal
 from tests.monitor.records import PATIENCE
 from tests.ranks import ROOT
@@ -104,3 +105,31 @@ def test_an_unwritable_stacks_folder_does_not_stop_the_run(
     dump_stacks_on_signal(tmp_path, 0)
     assert signal.getsignal(signal.SIGUSR1) == before
     assert "SIGUSR1 will write no stacks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("retired", "expected"),
+    [
+        (
+            [True, True, True, False],
+            "gloo:all_reduce #4 of group 0 (default_pg, sizes [[8]]) pending",
+        ),
+        ([True] * 4, "#4 of group 0 done"),
+    ],
+)
+def test_a_summary_that_gloos_threads_wrote_out_of_order_is_corrected(
+    monkeypatch: pytest.MonkeyPatch, retired: list[bool], expected: str
+) -> None:
+    """As once recorded: collectives 1 to 3 had ended, the summary named 1 as the last of them."""
+    status = {"last_enqueued_collective": "4", "last_completed_collective": "1"}
+    entry = {"pg_id": 0, "profiling_name": "gloo:all_reduce", "state": "scheduled"}
+    entry |= {"process_group": ["0", "default_pg"], "input_sizes": [[8]]}
+    entries = [
+        {**entry, "collective_seq_id": number, "retired": ended}
+        for number, ended in enumerate(retired, start=1)
+    ]
+    record = {"pg_status": {"0": status}, "entries": entries}
+    monkeypatch.setattr(stacks, "_records", lambda entries: [record])
+    current = stacks.CurrentCollective()
+    assert current.read() == "#2 of group 0 pending", "the full record is not read at once"
+    assert current.read() == expected

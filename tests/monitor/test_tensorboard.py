@@ -19,7 +19,7 @@ RANK = Path(__file__).with_name("tensorboard_rank.py")
 
 
 def read_events(folder: Path) -> EventAccumulator:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     events.Reload()
     return events
 
@@ -81,6 +81,18 @@ def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
         "gates/win": [(step, 0.25) for step in (2, 3)],
     }
 
+    events = read_events(tmp_path / "tb")
+    assert set(events.Tags()["histograms"]) == {
+        "selection_distance_log2/layer00",
+        *(f"gate_values/layer00/{branch}" for branch in ("cmp", "sel", "win")),
+    }
+    (distances,) = events.Histograms("selection_distance_log2/layer00")
+    assert distances.step == 2
+    assert distances.histogram_value.bucket_limit == list(range(1, 11)), "powers of two"
+    assert distances.histogram_value.bucket == [0.5] + [0] * 8 + [0.5]
+    (values,) = events.Histograms("gate_values/layer00/sel")
+    assert values.histogram_value.bucket == pytest.approx([0.05] * 20)
+    assert (values.histogram_value.min, values.histogram_value.max) == (0, 1)
     assert read_texts(tmp_path / "tb") == {
         "run/config.yaml": [(1, "```\nmodel:\n  layers: 2\n```")],
         "run/ds_config.json": [(1, "```\n{}\n```")],
@@ -100,8 +112,10 @@ def test_steps_taken_again_are_shown_once(tmp_path: Path) -> None:
             observer.on_step(make_record(step, loss=start + step, health=make_health(1)))
         observer.on_end("preempted: SIGTERM" if start == 0 else "finished")
         summary_writer.close()
+    events = read_events(tmp_path / "tensorboard")
     points = read_scalars(tmp_path / "tensorboard")["train/loss"]
     assert points == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
+    assert [one.step for one in events.Histograms("selection_distance_log2/layer00")] == [1, 7]
     assert read_texts(tmp_path / "tensorboard") == {
         "run/config.yaml": [(1, "```\nbegan at 0\n```"), (7, "```\nbegan at 6\n```")]
     }
@@ -122,20 +136,34 @@ class ScalarMonitor:
 
 
 class KeptEvents:
-    """DeepSpeed's monitor: keeps all events."""
+    """DeepSpeed's monitor and its board: keeps all events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.histograms: list[tuple[str, int]] = []
+        self.tb_monitor = SimpleNamespace(summary_writer=self)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         self.events.extend(event_list)
 
+    def add_histogram_raw(self, tag: str, global_step: int, **rest: object) -> None:
+        self.histograms.append((tag.split("/")[0], global_step))
 
-def test_missing_values_have_no_scalar() -> None:
+
+def test_every_tenth_logged_step_has_histograms_and_missing_values_have_no_scalar() -> None:
     board = KeptEvents()
     observer = TrackerObserver(board, {}, {})
-    observer.on_step(make_record(11, health=make_health(1, **NO_FREE_BLOCKS)))
-    tags = {tag for tag, *_ in board.events if "layer" in tag}
+    silent = make_health(1, **NO_FREE_BLOCKS)
+    for step in range(1, 22):
+        observer.on_step(make_record(step, health=silent if step == 11 else make_health(1)))
+    assert set(board.histograms) == {
+        ("gate_values", 1),
+        ("gate_values", 11),
+        ("gate_values", 21),
+        ("selection_distance_log2", 1),
+        ("selection_distance_log2", 21),
+    }
+    tags = {tag for tag, _, step in board.events if step == 11 and "layer" in tag}
     assert len(tags) == 11
     assert tags >= {"selection/layer00/choosing", "selection/layer00/forced"}
 

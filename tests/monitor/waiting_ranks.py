@@ -24,14 +24,14 @@ def reduce_gradients(values: torch.Tensor) -> None:
 
 def watch(run_dir: Path) -> None:
     """Wait for and signal rank 0 from outside, as the watchdog does."""
-    record = run_dir / "stacks/rank0_collectives.json"
-    while not (beat := last_beat(run_dir / "heartbeat_rank0.jsonl")) or beat["phase"] != "backward":
+    while True:
+        beat = last_beat(run_dir / "heartbeat_rank0.jsonl")
+        if beat and beat["phase"] == "backward" and "#4" in (beat["collective"] or ""):
+            break
         time.sleep(0.01)
-    while not record.exists() or '"last_enqueued_collective": "4"' not in record.read_text():
-        record.unlink(missing_ok=True)  # from before rank 0 joined
-        os.kill(beat["pid"], signal.SIGUSR1)
-        while not record.exists():
-            time.sleep(0.01)
+    os.kill(beat["pid"], signal.SIGUSR1)
+    while not (run_dir / "stacks/rank0_collectives.json").exists():
+        time.sleep(0.01)
 
 
 def main(run_dir: Path) -> None:

@@ -209,15 +209,17 @@ def test_a_bucket_larger_than_the_layers_overlaps_nothing() -> None:
     assert smaller.exposed < 0.7 * smaller.communication
 
 
-def test_offload_is_named_as_not_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", [(), ("--compare",)])
+def test_offload_is_named_as_not_counted(table: tuple[str, ...], tmp_path: Path) -> None:
     content = json.loads((ROOT / "ds_configs/zero2_pcie.json").read_text())
     for name, device in (("off", "cpu"), ("on", "none")):
         content["zero_optimization"]["offload_optimizer"] = {"device": device}
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     note = "not counted: offload of off, which saves GPU memory and costs time"
-    _, output, error = plan("--deepspeed_config", str(tmp_path / "off.json"))
+    _, output, error = plan("--deepspeed_config", str(tmp_path / "off.json"), *table)
     assert (output.count(note), error) == (1, "")
-    assert "not counted" not in plan("--deepspeed_config", str(tmp_path / "on.json"))[1]
+    if not table:
+        assert "not counted" not in plan("--deepspeed_config", str(tmp_path / "on.json"))[1]
 
 
 def test_a_slower_network_between_nodes_limits_the_rate() -> None:
@@ -299,10 +301,11 @@ def test_the_command_plans_sequence_parallelism() -> None:
 
 def test_a_run_that_does_not_fit_exits_with_1() -> None:
     words = ["--device=100", "--link=7", "--gpus=8", "--nodes=2", "--memory=40", "--mfu=0.5"]
-    assert (
-        "assumed: 8 GPUs (--gpus), 100 TFLOP/s, 40 GB (--device), 7 GB/s (--link), 2 nodes at "
-        "12.5 GB/s (--nodes, --network)\nassumed: 50% of the peak"
-    ) in plan(*words)[1]
+    for table in ([], ["--compare"]):
+        assert (
+            "assumed: 8 GPUs (--gpus), 100 TFLOP/s, 40 GB (--device), 7 GB/s (--link), 2 nodes at "
+            "12.5 GB/s (--nodes, --network)\nassumed: 50% of the peak"
+        ) in plan(*words, *table)[1]
     code, output, _ = plan("--memory", "2")
     assert (code, "does not fit into 2 GB" in output) == (1, True)
 
@@ -359,8 +362,20 @@ def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
     _, output, _ = plan("--set", "model.activation_checkpointing=reentrant")
     assert "accumulation 1, checkpointing reentrant\n" in output
     assert "activation checkpointing:" not in output
-    _, output, _ = plan("--memory", "6", "--set", "train.micro_batch=8")
-    assert "checkpointing reentrant\n" in output
+    _, output, _ = plan("--compare", "--memory", "6", "--set", "train.micro_batch=8")
+    modes = {line.split()[0]: line.split()[3] for line in output.splitlines()[1:-2]}
+    assert len(modes) == len(SHIPPED)
+    assert set(modes.values()) == {"reentrant"}
+
+
+def test_a_config_that_the_precision_excludes_is_left_out_of_a_table() -> None:
+    code, output, error = plan("--compare", "--set", "train.precision=fp32")
+    assert code == 0
+    assert "zero3" in output
+    assert "zero1_muon" not in output
+    (line,) = error.splitlines()
+    assert line.startswith("left out: optimizer.type")
+    assert "zero1_muon.json" in line
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,26 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, name: str, messag
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"{name}: .*{message}"):
         compare_runs(read_runs([tmp_path / name]), tmp_path / "out.png")
+
+
+def test_json_has_the_last_gate_the_figures_and_the_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "a")
+    write_metrics(tmp_path / "b", 200)
+    for gate, limit in ((Gate("sanity", 1), 50.0), (Gate("production", 300), 1e9)):
+        result = judge_files(tmp_path / "a", gate, LadderConfig(min_tokens_per_s=limit))
+        record_result(tmp_path / "a", result)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    first, second = tree["runs"]
+    assert (first["run"], first["steps"], first["gate"], first["go"]) == (
+        "a", 300, "production", False
+    )  # fmt: skip
+    assert (second["run"], second["steps"], second["gate"], second["go"]) == ("b", 200, None, None)
+    assert first["loss"] == 3.01
+    assert first["val_loss"] == pytest.approx(3.11)
+    assert first["memory_gb"] == 10.0
+    (difference,) = tree["differences"]
+    assert difference.startswith("steps taken differs, 300 in a; 200 in b: ")
+    assert Path(tree["picture"]) == tmp_path / "compare.png"
