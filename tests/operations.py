@@ -32,7 +32,10 @@ from nsa.ops.triton.launch import Launch, recording
 PARTS: dict[str, tuple[str, ...]] = {
     "matrix products": ("aten::mm", "aten::bmm", "aten::cat"),
     "selector loss": ("nsa::selector_loss", "aten::addmm", "aten::stack"),
-    "attention": ("nsa::gated", "aten::_scaled_dot_product_flash_attention"),
+    "attention": (
+        *("nsa::gated", "nsa::selected", "nsa::select"),
+        "aten::_scaled_dot_product_flash_attention",
+    ),
     "RoPE and pooling": (
         "nsa::rotary_pool",
         "nsa::pool",
@@ -212,12 +215,18 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-def record_operations(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operation]:
-    """Return every operation of the forward and backward pass of one bf16 micro-batch."""
+def record_operations(
+    config: ModelConfig, micro_batch: int, seq_len: int, dense: bool = False
+) -> list[Operation]:
+    """Return every operation of the forward and backward pass of one bf16 micro-batch.
+
+    `dense`: of a sparse model's dense steps.
+    """
     attention = replace(config.attention, backend="triton")
     with torch.device("meta"):
         model = LanguageModel(replace(config, attention=attention)).bfloat16()
         tokens = torch.empty(micro_batch, seq_len, dtype=torch.long)
+    model.attend_densely(dense)
     flatten_weights(model)
     with as_on_cuda(), Recorder() as recorder:
         model(tokens, labels=tokens).backward()

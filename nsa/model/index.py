@@ -88,7 +88,7 @@ class Index(nn.Module):
             k,
             metadata.sampled,
             spec,
-            q_cmp=queries[:, metadata.sampled],
+            q_cmp=queries,
             cu_seqlens=metadata.cu_seqlens,
             backend=self.backend,
         )

@@ -281,7 +281,7 @@ def _indexed(
     def loss(q: Tensor, keys: Tensor, k: Tensor, q_cmp: Tensor, backend: str) -> Tensor:
         return selector_loss(q, keys, k, sampled, spec, q_cmp=q_cmp, **how, backend=backend)[0]
 
-    yield Operation("selector_loss", (q, keys, k, queries[:, sampled]), loss)
+    yield Operation("selector_loss", (q, keys, k, queries), loss)
 
 
 def _importance_of(

@@ -73,10 +73,10 @@ class SelectorInputs(NamedTuple):
     """Inputs of the selector loss; also the arguments of its custom ops."""
 
     k_cmp: Tensor  # [B, N, Hkv, Dk]; it and q_cmp have a gradient
-    q_cmp: Tensor | None  # [B, S, Hkv or Hq, Dk]: queries of k_cmp; None: q
-    q: Tensor  # [B, S, Hq, Dk]
+    q_cmp: Tensor | None  # [B, T, Hkv or Hq, Dk]: queries of k_cmp; None: q
+    q: Tensor  # [B, T, Hq, Dk]
     k_sel: Tensor  # [B, T, Hkv, Dk]
-    queries: Tensor  # int64 [S]: the tokens of q and q_cmp, ascending
+    queries: Tensor  # int64 [S]: tokens, ascending
     cu_seqlens: Tensor | None
     spec: NSASpec
     scale: float
@@ -89,9 +89,10 @@ class SelectorInputs(NamedTuple):
     def empty_outputs(self) -> tuple[Tensor, ...]:
         """Uninitialised outputs of the op; all but the loss are at least float32 per KV head."""
         dtype = torch.promote_types(self.q.dtype, torch.float32)
-        (batch, count, heads, _), groups = self.ranking.shape, self.k_cmp.shape[2]
-        by_block = batch, groups, count, self.spec.select_blocks_len(self.k_sel.shape[1])
-        by_head = 2, batch, groups, count, heads // groups
+        (batch, tokens, heads, _), groups = self.ranking.shape, self.k_cmp.shape[2]
+        per_query = batch, groups, self.queries.shape[0]
+        by_block = (*per_query, self.spec.select_blocks_len(tokens))
+        by_head = (2, *per_query, heads // groups)
         return tuple(self.q.new_empty(x, dtype=dtype) for x in ((), by_block, by_block, by_head))
 
 

@@ -54,9 +54,9 @@ def selector_loss(
     """Return (loss, target): 0-dim, and the blocks' target [B, Hkv, S, M], 0 if not ranked.
 
     `queries` int64 [S] are the tokens, ascending, whose queries count; M blocks cover T tokens, and
-    a query's blocks are those of its document. `q_cmp` [B, S, heads, Dk] rank blocks instead of
-    q's at these tokens. Both results are float32 (float64 for float64 inputs). The backends
-    "blockwise" and "reference" both run PyTorch.
+    a query's blocks are those of its document. `q_cmp` [B, T, heads, Dk] rank blocks instead of q.
+    Both results are float32 (float64 for float64 inputs). The backends "blockwise" and "reference"
+    both run PyTorch.
     """
     check_heads(q, k_cmp=k_cmp, k_sel=k_sel)
     check_length("k_sel", k_sel, q.shape[1], "q")
@@ -68,9 +68,9 @@ def selector_loss(
         )
     if q_cmp is not None:
         check_heads(q_cmp, k_cmp=k_cmp)
-        check_length("q_cmp", q_cmp, len(queries), "queries")
+        check_length("q_cmp", q_cmp, q.shape[1], "q")
     numbers = spec.to_ints(), check_scale(q, scale)
-    inputs = k_cmp, q_cmp, q.detach()[:, queries], k_sel.detach(), queries, cu_seqlens, *numbers
+    inputs = k_cmp, q_cmp, q.detach(), k_sel.detach(), queries, cu_seqlens, *numbers
     op = torch_selector_loss
     if dispatch(backend, "selector_loss", q) is triton:
         from nsa.ops.triton.selector_loss import triton_selector_loss as op
@@ -89,7 +89,7 @@ def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:
         at = position[t]
         token = torch.arange(len(position), device=t.device)
         hidden = (token > t) | (token < t - at)  # [s, T]
-        score = _scores(x.q[:, part], x.k_sel, x.scale)
+        score = _scores(x.q[:, x.queries[part]], x.k_sel, x.scale)
         attention = (
             score.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).mean(3)
         )  # [B, K, s, T]
@@ -98,7 +98,7 @@ def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:
             number <= at // x.spec.select_len - x.spec.local_blocks
         )
         target[:, :, part] = mass.index_add_(3, block, attention) * ranked
-        score, lse = _compressed_scores(x, part, t, at, first)
+        score, lse = _compressed_scores(x, t, at, first)
         p_head = (score - lse[..., None]).exp_() @ overlap  # [B, K, s, G, M]
         p, wanted = p_head.mean(3) * ranked, target[:, :, part]
         wanted_sum, p_sum = (y.sum(-1, keepdim=True) for y in (wanted, p))
@@ -125,12 +125,12 @@ def _backward(
     dq = k.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)
     for part in _parts(x):
         t = x.queries[part][:, None]
-        score, _ = _compressed_scores(x, part, t, position[t], first)
+        score, _ = _compressed_scores(x, t, position[t], first)
         lse, delta = (y[..., None] for y in by_head[:, :, :, part])
         ds = (score - lse).exp_() * ((dp[:, :, part, None] @ overlap.T) - delta)
-        dk += torch.einsum("bksgn,bksgd->bnkd", ds, _by_group(x.ranking[:, part], k, x.scale))
+        dk += torch.einsum("bksgn,bksgd->bnkd", ds, _by_group(x.ranking[:, t[:, 0]], k, x.scale))
         if x.q_cmp is not None:
-            dq[:, part] = torch.einsum("bksgn,bnkd->bskgd", ds, k).flatten(2, 3) * x.scale
+            dq[:, t[:, 0]] = torch.einsum("bksgn,bnkd->bskgd", ds, k).flatten(2, 3) * x.scale
     mean = dloss / (dp[..., 0].numel() * by_head.shape[-1])
     return (dk * mean).to(x.k_cmp.dtype), (dq * mean).to(x.k_cmp.dtype)
 
@@ -162,11 +162,12 @@ def _overlap(
 
 
 def _compressed_scores(
-    x: SelectorInputs, part: slice, t: Tensor, at: Tensor, first: Tensor
+    x: SelectorInputs, t: Tensor, at: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Scores [B, K, s, G, N], -inf where hidden, and their lse; +inf for a query without keys."""
     seen = (first + x.spec.block_len <= t + 1) & (first >= t - at)  # [s, N]
-    score = _scores(x.ranking[:, part], x.k_cmp, x.scale).masked_fill_(~seen[:, None], -torch.inf)
+    score = _scores(x.ranking[:, t[:, 0]], x.k_cmp, x.scale)
+    score = score.masked_fill_(~seen[:, None], -torch.inf)
     lse = score.logsumexp(-1)
     return score, lse.masked_fill(lse == -torch.inf, torch.inf)
 

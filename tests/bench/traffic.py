@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nsa.model import AttentionConfig, ModelConfig
-from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS, COMPRESSORS
+from nsa.model.config import ACTIVATION_CHECKPOINTING, COMPRESSORS, INDEXED
 from tests.bench.harness import Report, print_table
 from tests.operations import PARTS, Operation, record_operations
 
@@ -42,24 +42,37 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, default=12, help="transformer blocks (%(default)s)")
     add("--vocab", type=int, default=50_304, help="rows of the embedding (%(default)s)")
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
-    add("--compressor", choices=COMPRESSORS, default="mean", help="φ of NSA (%(default)s)")
-    add("--selector-loss", action="store_true", help="count NSA's selector loss too")
+    add(
+        "--compressor",
+        choices=COMPRESSORS,
+        default="mean",
+        help="φ of three branches (%(default)s)",
+    )
+    add("--selector-loss", action="store_true", help="count the selector loss too")
     add("--operations", action="store_true", help="list operations and launches by name too")
 
 
 def run(report: Report) -> dict[str, Any]:
-    """Count NSA and its dense twin; print a table of each."""
+    """Count three branches, an index, its dense steps, and the dense twin; print tables."""
     flags, result = report.flags, dict[str, Any]()
     print(f"{flags.micro_batch} x {flags.seq_len:,} tokens, checkpointing {flags.checkpointing}")
-    for kind in ATTENTION_KINDS:
-        weight = float(flags.selector_loss and kind == "nsa")
+    weight = float(flags.selector_loss)
+    indexed = AttentionConfig(branches="sel", compressor="pool", selector_loss=weight, spec=INDEXED)
+    models = {
+        "nsa": AttentionConfig(compressor=flags.compressor, selector_loss=weight),
+        "index": indexed,
+        "index, dense steps": indexed,
+        "dense": AttentionConfig(kind="dense"),
+    }
+    for kind, attention in models.items():
         config = ModelConfig(
             layers=flags.layers,
             vocab_size=flags.vocab,
-            attention=AttentionConfig(kind=kind, compressor=flags.compressor, selector_loss=weight),
+            attention=attention,
             activation_checkpointing=flags.checkpointing,
         )
-        operations = record_operations(config, flags.micro_batch, flags.seq_len)
+        dense = kind.endswith("dense steps")
+        operations = record_operations(config, flags.micro_batch, flags.seq_len, dense)
         rows = totals(operations)
         result[kind] = [{"kind": kind, **row} for row in rows]
         _print(kind, rows)

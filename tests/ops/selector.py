@@ -52,12 +52,12 @@ def defined_loss(
             strict=True,
         )
     ]
-    for number, t in enumerate(queries.tolist()):
+    for t in queries.tolist():
         doc, keys = next((d, k) for d, k in pieces if d.start <= t < d.stop)
         at, own = t - doc.start, (t - doc.start) // spec.select_len
         ranked = (blocks >= spec.init_blocks) & (blocks <= own - spec.local_blocks)
         query = q[:, t].detach().unflatten(1, (groups, -1))  # [B, K, G, D]
-        ranking = query if q_cmp is None else q_cmp[:, number].unflatten(1, (groups, -1))
+        ranking = query if q_cmp is None else q_cmp[:, t].unflatten(1, (groups, -1))
         seen = spec.visible_compressed(at)
         position = torch.arange(at + 1)
         inside = torch.arange(seen)[:, None] * spec.block_stride + torch.arange(spec.block_len)
@@ -105,14 +105,14 @@ def results(
         options = {"cu_seqlens": case.offsets_on(x.q.device), "backend": backend, "q_cmp": q_cmp}
         return selector_loss(x.q, k_cmp, x.k_sel, queries, case.spec, **options)
 
-    inputs = [x.k_cmp, *([ranking_queries(x, queries, heads)] if heads else [])]
+    inputs = [x.k_cmp, *([ranking_queries(x, heads)] if heads else [])]
     return only_loss(with_gradients(lambda *given: split(run(*given)), inputs))
 
 
-def ranking_queries(x: Inputs, queries: Tensor, heads: int) -> Tensor:
-    """Queries [B, S, Hkv · heads, Dk], none of which is one of q."""
-    draw = torch.Generator().manual_seed(len(queries))
-    shape = len(x.q), len(queries), x.k_cmp.shape[2] * heads, x.q.shape[3]
+def ranking_queries(x: Inputs, heads: int) -> Tensor:
+    """Queries [B, T, Hkv · heads, Dk], none of which is one of q."""
+    draw = torch.Generator().manual_seed(heads)
+    shape = *x.q.shape[:2], x.k_cmp.shape[2] * heads, x.q.shape[3]
     return torch.randn(shape, generator=draw, dtype=torch.float64).to(x.q)
 
 

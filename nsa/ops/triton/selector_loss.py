@@ -55,14 +55,13 @@ def _documents_of(cu, documents, t, C: tl.constexpr):
 
 
 @triton.jit
-def _query_rows(row, rows, batch, head, C: tl.constexpr):
-    """Where rows of one KV head are in queries [B, S, Hkv · GROUP, Dk]."""
-    sample = batch * (rows // C.GROUP) + row // C.GROUP
-    return (sample * C.HEADS + head) * C.GROUP + row % C.GROUP
+def _query_rows(t, row, seq_len, batch, head, C: tl.constexpr):
+    """Where the rows of tokens t are in queries [B, T, Hkv · GROUP, Dk]."""
+    return ((batch * seq_len + t) * C.HEADS + head) * C.GROUP + row % C.GROUP
 
 
 @triton.jit
-def _sampled_rows(queries, q, cu, first, rows, documents, batch, head, C: tl.constexpr):
+def _sampled_rows(queries, q, cu, first, rows, seq_len, documents, batch, head, C: tl.constexpr):
     """Rows `first` to `first + ROWS`: valid, position, document's token and key, q [ROWS, KEY_P].
 
     A row that does not exist has position -1, so it sees no key.
@@ -70,7 +69,7 @@ def _sampled_rows(queries, q, cu, first, rows, documents, batch, head, C: tl.con
     row = first + tl.arange(0, C.ROWS)
     valid = row < rows
     t = tl.load(queries + row // C.GROUP, mask=valid, other=0)
-    at = _query_rows(row, rows, batch, head, C)
+    at = _query_rows(t, row, seq_len, batch, head, C)
     q_tile = load_rows(q, at, C.KEY, C.KEY, C.KEY_P, valid)
     t = t.to(tl.int32)
     start, first_key = _documents_of(cu, documents, t, C)
@@ -146,7 +145,7 @@ def mass_kernel(
     first_row = tl.program_id(0) // tiles * C.ROWS
     first_block = tl.program_id(0) % tiles * BLOCKS
     valid, position, start, first_key, q_tile = _sampled_rows(
-        queries, q, cu, first_row, rows, documents, batch, head, C
+        queries, q, cu, first_row, rows, seq_len, documents, batch, head, C
     )
     row = (batch * C.HEADS + head) * rows + first_row + tl.arange(0, C.ROWS)
     mass += row * total_blocks
@@ -279,7 +278,7 @@ def _score_gradient(
 @kernel
 def keys_kernel(
     k_cmp, q, queries, dp, by_head, dloss, dk, cu,
-    key_len, documents, rows, total_blocks, scale,
+    seq_len, key_len, documents, rows, total_blocks, scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of compressed keys; every program sums over rows in their order."""
@@ -293,7 +292,7 @@ def keys_kernel(
     total = tl.zeros_like(k_tile).to(tl.float32)  # [KEYS, KEY_P]
     for first in range(0, rows, C.ROWS):
         valid, position, _start, first_key, q_tile = _sampled_rows(
-            queries, q, cu, first, rows, documents, batch, head, C
+            queries, q, cu, first, rows, seq_len, documents, batch, head, C
         )
         row = first + tl.arange(0, C.ROWS)
         ds = _score_gradient(
@@ -309,14 +308,14 @@ def keys_kernel(
 @kernel
 def queries_kernel(
     k_cmp, q, queries, dp, by_head, dloss, dq, cu,
-    key_len, documents, rows, total_blocks, scale,
+    seq_len, key_len, documents, rows, total_blocks, scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of queries, which a program sums over the keys that they see."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_row = tl.program_id(0) * C.ROWS
     valid, position, _start, first_key, q_tile = _sampled_rows(
-        queries, q, cu, first_row, rows, documents, batch, head, C
+        queries, q, cu, first_row, rows, seq_len, documents, batch, head, C
     )
     row = first_row + tl.arange(0, C.ROWS)
     size = (tl.num_programs(2) * C.HEADS * rows).to(tl.int64)
@@ -335,7 +334,8 @@ def queries_kernel(
         )  # fmt: skip
         total = dot(tl.trans(ds).to(k_tile.dtype), k_tile, total)
     total *= scale * 0.6931471805599453 * tl.load(dloss) / size.to(tl.float32)
-    at = _query_rows(row, rows, batch, head, C)
+    t = tl.load(queries + row // C.GROUP, mask=valid, other=0)
+    at = _query_rows(t, row, seq_len, batch, head, C)
     store_rows(dq, at, C.KEY, total, C.KEY, C.KEY_P, valid)
 
 
@@ -379,7 +379,7 @@ def selector_loss_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of k_cmp and q_cmp, empty without q_cmp; the same from run to run."""
     dk = torch.empty_like(x.k_cmp, memory_format=torch.contiguous_format)
-    dq = dk.new_empty(0 if x.q_cmp is None else x.q_cmp.shape)
+    dq = dk.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)  # of other tokens 0
     constants, config = _tile(x, x.ranking)
     constants = constants._replace(KEYS=config.rows, ROWS=config.keys, BLOCKS=0, COUNT=0)
     batch, key_len, groups, _ = x.k_cmp.shape
@@ -387,7 +387,8 @@ def selector_loss_backward(
     rows = x.queries.shape[0] * constants.GROUP
     common = {
         "k_cmp": x.k_cmp.contiguous(), "q": x.ranking.contiguous(), "queries": x.queries,
-        "dp": dp, "by_head": by_head, "dloss": dloss, "cu": cu, "key_len": key_len,
+        "dp": dp, "by_head": by_head, "dloss": dloss, "cu": cu,
+        "seq_len": x.k_sel.shape[1], "key_len": key_len,
         "documents": documents, "rows": rows, "total_blocks": dp.shape[-1],
         "scale": x.scale * LOG2E, "C": constants,
     }  # fmt: skip

@@ -162,9 +162,7 @@ def recorded(case: Case, queries: int) -> list[Launch]:
         case, Inputs(*(torch.empty_like(y, device="meta") for y in inputs(case).tensors()))
     )
     cu = None if x.cu_seqlens is None else x.cu_seqlens.to("meta")
-    sampled_tokens = torch.empty(queries, dtype=torch.int64, device="meta")
-    q = x.q.new_empty(len(x.q), queries, *x.q.shape[2:])
-    x = x._replace(q=q, queries=sampled_tokens, cu_seqlens=cu)
+    x = x._replace(queries=torch.empty(queries, dtype=torch.int64, device="meta"), cu_seqlens=cu)
     with recording() as launches:
         loss, _, dp, by_head = selector_loss_forward(x)
         selector_loss_backward(loss, x, dp, by_head)
