@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
 from nsa.engine.config import RunConfig, TrainConfig, learning_rate
+from nsa.engine.plan_command import load_profile
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.model.models import build, tiny, tokens
 from tests.ranks import ROOT
@@ -121,3 +122,10 @@ def test_a_recipe_without_a_sparse_start_is_refused(start: Path, tmp_path: Path)
     assert run.returncode == 2
     assert "has dense attention; convert it: nsa import" in run.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("profile", ["production", "demo"])
+def test_a_converted_models_speed_is_not_judged_by_a_limit_of_the_recipes_own(profile: str) -> None:
+    """Its size is that of train.start_from: a real model on a CPU is slower than the demo."""
+    assert load_profile(ROOT / "recipes/m7c.py", profile).monitor.ladder.min_tokens_per_s > 0
+    assert load_profile(ROOT / "recipes/sparsify.py", profile).monitor.ladder.min_tokens_per_s == 0
