@@ -11,7 +11,6 @@ from torch import Tensor
 from nsa.ops import blockwise, nsa_attention, select_blocks, selected_attention, tiles
 from nsa.spec import NSASpec
 from tests.ops.cases import (
-    GROUPS,
     Case,
     Inputs,
     branches,
@@ -29,7 +28,6 @@ MORE_TILES_THAN_ONE = [
     Case(NSASpec(8, 4, 8, 2, 0, 1, 33), (7, 400, 0, 215), group=16, key_dim=2, value_dim=4),
 ]
 RANDOM = random_cases(60, longest=75)
-CASES = RANDOM + MORE_TILES_THAN_ONE
 
 
 @pytest.fixture(params=["usual tiles", "small tiles"])
@@ -72,26 +70,6 @@ def test_outputs_lse_indices_and_gradients_equal_the_reference(case: Case) -> No
 @pytest.mark.parametrize("case", default(1, MORE_TILES_THAN_ONE), ids=str)
 def test_several_tiles_of_the_default_size_equal_the_reference(case: Case) -> None:
     assert_equal_to_the_reference(case)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("tile_size")
-@pytest.mark.parametrize("case", MORE_TILES_THAN_ONE, ids=str)
-def test_many_tiles_of_any_size_equal_the_reference(case: Case) -> None:
-    assert_equal_to_the_reference(case)
-
-
-def test_the_cases_cover_every_size_and_tiling() -> None:
-    assert {case.group for case in RANDOM[:21]} == set(GROUPS)
-    assert any(case.seq_len < case.spec.block_len for case in CASES)
-    assert any(0 in case.lengths for case in CASES)
-    assert any(case.key_dim != case.value_dim for case in CASES)
-    free = [c.spec.select_top - c.spec.init_blocks - c.spec.local_blocks for c in CASES]
-    assert sum(blocks > 0 for blocks in free) > len(CASES) / 2
-    for cases, blocks, pairs in ((RANDOM[:21], 1, 0), (MORE_TILES_THAN_ONE, 2, tiles.EARLY_PAIRS)):
-        sizes = [(max(c.lengths), c.spec.select_top, c.spec.select_len) for c in cases]
-        later = [t > max(blocks * top * size, pairs // size) for t, top, size in sizes]
-        assert sum(later) >= 2
 
 
 @pytest.mark.parametrize("seq_len", range(1, 12))

@@ -8,8 +8,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 # Peaks are relative to that of a first call of this length, which makes all one-time allocations:
@@ -68,13 +66,6 @@ def test_peak_memory_grows_at_most_as_the_sequence_does() -> None:
     short, long = peaks_kb("blockwise", 1024, 8192)
     assert short > 1_000, "too little to measure"
     assert long <= (8192 - FIRST) / (1024 - FIRST) * short
-
-
-@pytest.mark.full
-def test_the_dense_reference_would_break_that_bound() -> None:
-    """From 1k to 4k already: it needs T × T."""
-    short, long = peaks_kb("reference", 1024, 4096)
-    assert long > 2 * (4096 - FIRST) / (1024 - FIRST) * short
 
 
 def test_a_long_sequence_needs_a_small_part_of_its_score_matrix() -> None:

@@ -32,13 +32,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@sides
-def test_the_gradient_is_that_of_finite_differences(rotates: bool) -> None:
-    documents = Documents((7, 2, 5), l=3, d=2, batch=2)
-    x = [tensor.requires_grad_() for tensor in inputs(documents, heads=2, size=4)]
-    assert torch.autograd.gradcheck(pooled(documents, rotates), x)
-
-
 def test_weights_of_zero_and_a_scale_of_one_give_the_mean() -> None:
     documents = Documents((37,), l=8, d=4)
     x, weight, position, scale = inputs(documents, heads=3, size=5)

@@ -31,6 +31,7 @@ from tests.ops.cases import (
     with_gradients,
 )
 from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.gpu_checks import seen_by
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [
@@ -55,25 +56,6 @@ def plain(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return attend
 
 
-def masks(case: Case, block_index: Tensor) -> dict[str, Tensor]:
-    """What each branch sees, from the naive definition."""
-    spec, seq_len, cu = case.spec, case.seq_len, case.offsets
-    blocks = sum(spec.compressed_len(length) for length in case.lengths)
-    seen = {
-        "compressed": torch.zeros(1, 1, seq_len, blocks, dtype=torch.bool),
-        "window": torch.zeros(1, 1, seq_len, seq_len, dtype=torch.bool),
-        "selected": torch.zeros(1, case.heads, seq_len, seq_len, dtype=torch.bool),
-    }
-    for t in range(seq_len):
-        seen["compressed"][0, 0, t, naive.compressed_seen(t, seq_len, spec, cu)] = True
-        seen["window"][0, 0, t, naive.window_seen(t, seq_len, spec.window, cu)] = True
-        for h in range(case.heads):
-            selected = block_index[0, t, h // case.group].tolist()
-            positions = naive.selected_seen(t, seq_len, selected, spec, cu)
-            seen["selected"][0, h, t, positions] = True
-    return seen
-
-
 def error(actual: Tensor, exact: Tensor) -> float:
     return float((actual.double() - exact).abs().max() / exact.abs().max())
 
@@ -89,8 +71,8 @@ def test_a_branch_loses_no_more_than_plain_attention_in_the_same_dtype(
     exact_branches = branches(wide, case, block_index, "reference")
     actual_branches = branches(x, case, block_index, "blockwise")
     floor = math.sqrt(case.seq_len * case.group) * torch.finfo(torch.float32).eps / 2
-    for name, seen in masks(case, block_index).items():
-        function, tensors = actual_branches[name]
+    for name, (function, tensors) in actual_branches.items():
+        seen = seen_by(case, name, block_index)
         # lse is compared on its own below: plain attention has none.
         exact, actual, usual = (
             with_gradients(f, given)

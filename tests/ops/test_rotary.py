@@ -36,15 +36,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(
     assert not actual[-1][..., sum(layout.columns) :].any(), "padding has no gradient"
 
 
-@layouts
-def test_the_gradient_is_that_of_finite_differences(layout: PackedLayout) -> None:
-    documents = Documents((4, 2), l=3, d=2)
-    x = documents.packed(layout).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: computed(x, layout, documents), x, fast_mode=layout.heads > 1
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_sums_are_float32_and_results_are_rounded_once(dtype: torch.dtype) -> None:
     documents = Documents((40,), l=16, d=8)
@@ -92,21 +83,6 @@ def test_the_op_matches_its_declaration(name: str) -> None:
     given = (*(y.detach() for y in outputs), x.detach(), *inputs[1:], outputs[1].detach())
     backward = torch.ops.nsa.rotary_pool_backward.default
     torch.library.opcheck(backward, given, test_utils=tests)
-
-
-def test_it_compiles_as_one_graph_with_the_same_results() -> None:
-    x = DOCUMENTS[1].packed(ALL)
-    eager = partial(computed, layout=ALL, documents=DOCUMENTS[1])
-    tables = (*DOCUMENTS[1].angles(ALL), *DOCUMENTS[1].tables())
-    compiled = torch.compile(
-        lambda x: tuple(y for y in rotary_pool(x, ALL, *tables)[:2]),
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    actual = with_gradients(compiled, [x])
-    expected = with_gradients(lambda x: eager(x)[:2], [x])
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_auto_on_a_cpu_counts_a_fallback_and_a_backend_by_name_none() -> None:

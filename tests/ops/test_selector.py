@@ -1,4 +1,4 @@
-"""The selector loss in PyTorch: equals its definition, passes gradcheck, refuses bad arguments."""
+"""The selector loss in PyTorch: equals its definition, refuses bad arguments."""
 
 from __future__ import annotations
 
@@ -41,25 +41,6 @@ def test_queries_of_their_own_rank_blocks_and_get_a_gradient(name: str, heads: i
     with_q = results(case, "blockwise", x)
     torch.testing.assert_close(actual[1], with_q[1])  # the target is attention's
     assert not torch.allclose(actual[0], with_q[0])
-
-
-def test_the_cases_have_ranked_blocks() -> None:
-    """Also with packed documents, or most would compare zeros."""
-    losses = {case: float(results(case, "blockwise", Inputs.of(case))[0]) for case in CASES}
-    assert sum(loss != 0 for loss in losses.values()) > len(CASES) / 2
-    assert sum(loss != 0 for case, loss in losses.items() if len(case.lengths) > 1) > 5
-
-
-@pytest.mark.parametrize("name", ["packed", "batch", "some queries without"])
-def test_the_gradient_passes_gradcheck(name: str) -> None:
-    case = PATTERNS[name]
-    x, queries = Inputs.of(case), sampled(case)
-    assert torch.autograd.gradcheck(
-        lambda k: selector_loss(x.q, k, x.k_sel, queries, case.spec, cu_seqlens=case.cu_seqlens)[0],
-        x.k_cmp.requires_grad_(),
-        fast_mode=True,
-        check_undefined_grad=False,  # there is one output with a gradient
-    )
 
 
 def test_only_compressed_keys_get_a_gradient() -> None:

@@ -55,7 +55,6 @@ SHORT = 4096  # tokens; shorter and longer sequences are tuned separately
 # those of up to 2,063 tokens.
 ONE_TILE = {2: (32, 128), 4: (16, 32)}
 ONE_TILE_HEAD = 64  # the largest head size that takes it
-KEY_SPACES = 3  # spaces in a tuning key; keys of earlier versions lacked the length and had two
 _override: Choice | None = None
 _too_large: dict[Key, set[Config]] = {}  # candidates that could not launch in this process
 _chip: str | None = None
@@ -352,16 +351,9 @@ def _tuned() -> dict[str, list[int | None] | str]:
 
 def _read(path: Path) -> dict[str, list[int | None] | str]:
     try:
-        stored = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except ValueError as error:
         warnings.warn(f"{path} is ignored: {error}; tune again or delete it", stacklevel=2)
         return {}
-    current = {key: option for key, option in stored.items() if key.count(" ") == KEY_SPACES}
-    if len(current) < len(stored):
-        older = len(stored) - len(current)
-        warnings.warn(
-            f"{path}: {older} choices of an earlier version are ignored; tune again", stacklevel=2
-        )
-    return current

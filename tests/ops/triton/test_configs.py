@@ -107,22 +107,6 @@ def test_a_truncated_file_is_ignored_with_a_warning(text: str) -> None:
         assert taken() == FIRST
 
 
-def test_choices_of_an_earlier_version_are_ignored_with_one_warning() -> None:
-    """They had no length in their keys, and four numbers."""
-    path = save_tuned({KEY: SECOND})
-    old = {"band_forward 64x64 bfloat16": [64, 64, 4, 3], "select 64x0 bfloat16": [32, 64, 4, 3]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | old))
-    forget_tuned()
-    with pytest.warns(UserWarning, match="2 choices of an earlier version are ignored") as caught:
-        taken()
-    select = choose_config("select", (64, 0), LIKE, 2048)
-    assert (taken(), select) == (SECOND, candidates("select", (64, 0), BF16)[0])
-    assert len(caught) == 1
-    with pytest.warns(UserWarning, match="earlier version"):
-        save_tuned({KEY: FIRST})
-    assert json.loads(path.read_text()) == {KEY: [*FIRST]}
-
-
 def test_short_and_long_sequences_have_separate_choices() -> None:
     save_tuned({KEY: SECOND})
     assert choose_config("window_forward", SIZES, LIKE, SHORT) == SECOND

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -16,14 +16,15 @@ from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import SUBSETS
 from nsa.model.decode import prefill, step
-from nsa.ops import nsa_attention, select_blocks, selected_attention
 from nsa.ops.decode import decode_attention
 from nsa.ops.triton import decode
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
+from tests.ops import decoding
 from tests.ops.cases import Case, Inputs
 from tests.ops.cases import one_thread as one_thread
-from tests.ops.triton.parity import DEVICE, FLOOR, assert_exact_enough, inputs
+from tests.ops.decoding import buffers, by_own_queries, defined, defined_by_own_queries
+from tests.ops.triton.parity import DEVICE, FLOOR, assert_exact_enough
 from tests.ops.triton.test_addresses import far_apart
 from tests.ops.triton.test_addresses import memory as memory
 
@@ -53,59 +54,12 @@ def small_parts() -> Iterator[None]:
         yield
 
 
+decoded = partial(decoding.decoded, backend="triton")
+
+
 @cache
 def sequences(case: Case, dtype: torch.dtype = torch.float32) -> list[Inputs]:
-    """All positions of one sequence of each length."""
-    cases = (replace(case, lengths=(n,), seed=n) for n in case.lengths)
-    return [inputs(one, torch.float64).to(dtype) for one in cases]
-
-
-def buffers(case: Case, full: Sequence[Inputs], spare: int = 5, ring: int | None = None) -> Inputs:
-    """A cache at each sequence's last token, NaN beyond its length and before its window."""
-    window, longest = case.spec.window, max(case.lengths) + spare
-    rows = {"cmp": case.spec.compressed_len(longest), "sel": longest, "win": ring or window}
-
-    def buffer(name: str) -> Tensor:
-        length, parts = rows[name[2:]], [getattr(x, name)[0] for x in full]
-        out = parts[0].new_full((len(parts), length, *parts[0].shape[1:]), torch.nan)
-        for i, part in enumerate(parts):
-            position = torch.arange(len(part), device=part.device)
-            if name[2:] == "win":
-                position = position[-window:]
-            out[i, position % length] = part[position]
-        return out
-
-    kept = {f"{kind}_{branch}": buffer(f"{kind}_{branch}") for branch in BRANCHES for kind in "kv"}
-    q, gates = (torch.stack([getattr(x, name)[0, -1] for x in full]) for name in ("q", "gates"))
-    return Inputs(q=q, gates=gates, **kept)
-
-
-def decoded(
-    case: Case, x: Inputs, names: Sequence[str] = BRANCHES, lengths: Sequence[int] | None = None
-) -> Tensor:
-    """The kernels' output; buffers that the branches `names` do not read are None."""
-    given = list(x.tensors())
-    for i, branch in enumerate(BRANCHES):
-        if branch not in names:
-            given[2 * i + 2] = None
-            if branch != "cmp" or "sel" not in names:
-                given[2 * i + 1] = None
-    given[7] = given[7][..., [BRANCHES.index(name) for name in names]]
-    counts = torch.tensor(lengths or case.lengths, device=x.q.device)
-    return decode_attention(*given, counts, case.spec, branches=names, backend="triton")
-
-
-def defined(
-    case: Case, full: Sequence[Inputs], dtype: torch.dtype, names: Sequence[str] = BRANCHES
-) -> Tensor:
-    """The last position by the definition; branches not in `names` have gate 0."""
-    used = torch.tensor([float(branch in names) for branch in BRANCHES], device=DEVICE)
-    tokens = []
-    for x in full:
-        *rest, gates = x.to(dtype).tensors()
-        o = nsa_attention(*rest, gates * used.to(dtype), case.spec, backend="reference")
-        tokens.append(o[0, -1])
-    return torch.stack(tokens)
+    return [x.to(DEVICE) for x in decoding.sequences(case, dtype)]
 
 
 @cache
@@ -117,7 +71,8 @@ def small_batch() -> Tensor:
 def assert_is_the_last_position(
     case: Case, x: Inputs, full: Sequence[Inputs], names: Sequence[str] = BRANCHES
 ) -> None:
-    usual, exact = (defined(case, full, dtype, names) for dtype in (torch.float32, torch.float64))
+    wide = [y.to(torch.float64) for y in full]
+    usual, exact = (defined(case, rows, names) for rows in (full, wide))
     assert_exact_enough([decoded(case, x, names)], [usual], [exact])
 
 
@@ -139,21 +94,12 @@ def test_a_subset_of_branches_gives_their_sum(branches: str) -> None:
 def test_queries_of_their_own_rank_the_blocks_of_a_decoded_token(name: str) -> None:
     case = PATTERNS[name]
     full = sequences(case)
-    x, lengths = buffers(case, full), torch.tensor(case.lengths, device=DEVICE)
-    q_cmp = x.q[:, : case.kv_heads]
-    given = x.q, x.k_cmp, None, x.k_sel, x.v_sel, None, None, None, lengths, case.spec
-    o = decode_attention(*given, q_cmp=q_cmp, branches=("sel",), backend="triton")
-
-    def by_definition(dtype: torch.dtype) -> Tensor:
-        rows = []
-        for one in full:
-            y, options = one.to(dtype), {"backend": "reference"}
-            blocks = select_blocks(y.q[:, :, : case.kv_heads], y.k_cmp, None, case.spec, **options)
-            selected = selected_attention(y.q, y.k_sel, y.v_sel, blocks, case.spec, **options)
-            rows.append(selected[0, -1])
-        return torch.stack(rows)
-
-    assert_exact_enough([o], [by_definition(torch.float32)], [by_definition(torch.float64)])
+    o = by_own_queries(case, buffers(case, full), backend="triton")
+    usual, exact = (
+        defined_by_own_queries(case, [x.to(dtype) for x in full])
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_exact_enough([o], [usual], [exact])
 
 
 def test_a_ring_may_be_larger_than_the_window() -> None:
@@ -184,7 +130,8 @@ def test_a_sequence_of_length_0_gives_zeros() -> None:
     x = buffers(case, sequences(case))
     expected = small_batch().clone()
     expected[1] = 0
-    assert torch.equal(decoded(case, x, lengths=(1, 0, 3, 26)), expected)
+    lengths = torch.tensor((1, 0, 3, 26), device=DEVICE)
+    assert torch.equal(decoded(case, x, lengths=lengths), expected)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's warnings of NaN
@@ -274,17 +221,6 @@ def test_the_op_matches_its_declaration_with_and_without_each_branch() -> None:
     ):
         arguments = (q, *given, used_gates, lengths, pattern, names, 0.5)
         torch.library.opcheck(decode.triton_decode, arguments, test_utils=tests)
-
-
-def test_it_compiles_as_one_graph() -> None:
-    case = replace(PATTERNS["small"], lengths=(30, 2), group=1, kv_heads=1)
-    x, lengths = buffers(case, sequences(case)), torch.tensor(case.lengths, device=DEVICE)
-
-    def attend(*inputs: Tensor) -> Tensor:
-        return decode_attention(*inputs, lengths, SPEC, backend="triton")
-
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(*x.tensors()), attend(*x.tensors()))
 
 
 @pytest.mark.parametrize("options", [{}, {"compressor": "mlp"}, {"branches": "sel+win"}], ids=str)

@@ -9,9 +9,8 @@ from torch.nn import functional as F
 from nsa.ops import nsa_attention
 from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton.band_op import band_backward, band_forward
-from nsa.ops.triton.selected_op import DENSE_BLOCKS
 from nsa.spec import NSASpec
-from tests.ops.cases import GROUPS, Case, branches, default, random_cases, with_gradients
+from tests.ops.cases import Case, branches, default, random_cases, with_gradients
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import (
     BRANCHES,
@@ -44,7 +43,6 @@ HEAD_SIZES = [
     Case(SMALL, (37,), **ONE_HEAD, key_dim=key, value_dim=value)
     for key, value in ((6, 24), (24, 6), (32, 96), (96, 16), (128, 256), (256, 64))
 ]
-CASES = RANDOM + DESIGNED + HEAD_SIZES
 DEFAULT = default(7, RANDOM) + default(8, DESIGNED) + default(2, HEAD_SIZES)
 branches_of_all = pytest.mark.parametrize("branch", BRANCHES)
 
@@ -76,19 +74,6 @@ def test_compressed_keys_beyond_the_last_document_get_zero_gradients(
     for exact, padded in zip(*results, strict=True):
         assert torch.equal(padded[:, : exact.shape[1]], exact)
         assert not padded[:, exact.shape[1] :].any()  # NaN is true
-
-
-def test_the_cases_cover_every_size_and_tiling() -> None:
-    assert {case.group for case in RANDOM[:7]} == set(GROUPS)
-    assert any(case.seq_len < case.spec.block_len for case in CASES)
-    assert any(0 in case.lengths and 1 in case.lengths for case in CASES)
-    assert any(case.batch > 1 for case in RANDOM)
-    assert {16, 32, 64, 128, 256} <= {x for case in CASES for x in (case.key_dim, case.value_dim)}
-    free = [c.spec.select_top - c.spec.init_blocks - c.spec.local_blocks for c in CASES]
-    assert sum(blocks > 0 for blocks in free) > len(CASES) / 2
-    long = [c.seq_len > DENSE_BLOCKS * c.spec.select_top * c.spec.select_len for c in CASES]
-    assert sum(long) >= 3
-    assert not all(long)
 
 
 def test_another_scale_and_64_bit_offsets() -> None:

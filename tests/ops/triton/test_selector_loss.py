@@ -139,23 +139,6 @@ def test_the_op_matches_its_declaration(name: str, own: bool) -> None:
     torch.library.opcheck(backward, given, test_utils=DECLARATIONS)
 
 
-def test_it_compiles_as_one_graph_with_the_same_results() -> None:
-    x, queries = inputs(PACKED), sampled(PACKED).to(DEVICE)
-    options = {"cu_seqlens": PACKED.offsets_on(DEVICE), "backend": "triton"}
-
-    def run(k_cmp: Tensor) -> Tensor:
-        return selector_loss(x.q, k_cmp, x.k_sel, queries, PACKED.spec, **options)[0]
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    losses, gradients = [], []
-    for function in (run, compiled):
-        k_cmp = x.k_cmp.detach().requires_grad_()
-        losses.append(function(k_cmp))
-        gradients += torch.autograd.grad(losses[-1], k_cmp)
-    assert torch.equal(*losses)
-    assert torch.equal(*gradients)
-
-
 def recorded(case: Case, queries: int) -> list[Launch]:
     """Launches of both passes on `meta`, whose tensors have no values to wait for."""
     x = declared(
