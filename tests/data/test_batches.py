@@ -117,25 +117,12 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
         assert sorted(consumed[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-def test_no_sample_repeats_within_an_epoch_across_ranks_and_micro_steps() -> None:
-    order, shape = counting(96), {"micro_batch": 2, "accumulation": 3, "world_size": 4}
-    seen = [set(batch) for step in range(4) for batch in step_of(order, step * 24, **shape)]
-    assert all(len(samples) == 2 for samples in seen)
-    assert len(set.union(*seen)) == 96
-
-
 def test_each_epoch_and_each_seed_has_a_different_order() -> None:
     order = counting(50)
     orders = [tuple(samples_of(order, epoch * 50, micro_batch=50)) for epoch in range(5)]
     orders += [tuple(samples_of(counting(50, seed=seed), micro_batch=50)) for seed in (4, 5)]
     assert len(set(orders)) == 7
     assert tuple(range(50)) not in orders
-
-
-def test_a_global_batch_holds_the_same_samples_however_it_is_divided() -> None:
-    order, shape = counting(41), {"micro_batch": 2, "accumulation": 2, "world_size": 3}
-    for consumed in range(0, 96, 12):
-        assert samples_of(order, consumed, **shape) == samples_of(order, consumed, micro_batch=12)
 
 
 @settings(deadline=None)

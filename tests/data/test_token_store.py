@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
-from nsa.data.source import DataError, is_validation
+from nsa.data.source import is_validation
 from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import ByteTokenizer
 from tests.data.texts import documents_of, open_store
@@ -52,11 +52,6 @@ def test_reads_cross_the_borders_of_pieces(lengths: list[int], data: st.DataObje
         start = data.draw(st.integers(0, len(tokens) - 1))
         stop = data.draw(st.integers(start + 1, len(tokens)))
         assert store.read(start, stop).tolist() == tokens[start:stop].tolist()
-
-
-def test_an_empty_split_is_refused_by_name() -> None:
-    with pytest.raises(DataError, match=r"'synthetic' has no document for split 'val'; raise data"):
-        open_store(DataConfig(source="synthetic", held_out=1e-9), "val")
 
 
 def test_coverage_reports_samples_epochs_and_left_over_tokens() -> None:

@@ -106,13 +106,6 @@ def test_dense_is_plain_causal_attention() -> None:
     torch.testing.assert_close(attention(x, metadata=metadata), expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", NSA)
-def test_keys_and_values_are_independent_by_branch(name: str) -> None:
-    attention, _ = first_layer(build(tiny(name)))
-    assert attention.k.weight.shape == (3 * 2 * 6, 24)
-    assert attention.v.weight.shape == (3 * 2 * 5, 24)
-
-
 def test_nothing_has_a_bias() -> None:
     for name in ATTENTIONS:
         assert not [n for n, _ in build(tiny(name)).named_parameters() if n.endswith("bias")]

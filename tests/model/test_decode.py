@@ -92,17 +92,6 @@ def test_extend_gives_the_logits_after_each_token(attention: str) -> None:
 
 
 @torch.no_grad()
-def test_m7cs_pattern_selects_as_the_parallel_pass_does() -> None:
-    """Beyond 1,024 tokens there are more blocks than are selected."""
-    config = tiny(sparse(NSASpec()), layers=1, heads=12, kv_heads=2)
-    model, ids = model_of(config), tokens(1_130, batch=1)
-    at_once = model(ids)[0]
-    _, cache = prefill(model, ids[:, :1_090])
-    logits = extend(model, ids[:, 1_090:], cache)[0]
-    torch.testing.assert_close(logits, at_once[1_090:], rtol=0, atol=1e-9)
-
-
-@torch.no_grad()
 def test_greedy_tokens_in_bf16_are_those_of_the_parallel_pass() -> None:
     """For a model that has memorized a text."""
     text = tokens(80, seed=5)[0]

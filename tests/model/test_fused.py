@@ -287,11 +287,3 @@ def test_a_plain_module_is_exactly_of_its_kind() -> None:
     assert is_plain(nn.RMSNorm(4), nn.RMSNorm)
     assert is_plain(linears()[0], nn.Linear)
     assert not is_plain(nn.RMSNorm(4), nn.Linear)
-
-
-def test_parallel_linear_compiles_as_one_graph() -> None:
-    modules = linears()
-    compiled = torch.compile(
-        lambda x: parallel_linear(x, modules), backend="aot_eager", fullgraph=True
-    )
-    torch.testing.assert_close(compiled(rows()), parallel_linear(rows(), modules))

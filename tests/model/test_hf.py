@@ -406,37 +406,6 @@ def test_reentrant_checkpointing_keeps_the_gradients_of_the_first_block_to_train
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_trainer_fine_tunes_a_model(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    model = wrapped(dtype=torch.float32, std=0.02)
-    data = [{"input_ids": row, "labels": row} for row in tokens(16, batch=2).repeat(8, 1)]
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            str(tmp_path),
-            max_steps=8,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            logging_steps=1,
-            gradient_checkpointing=True,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-        train_dataset=data,
-    )
-    trainer.train()
-    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
-    assert len(losses) == 8
-    assert losses[0] == pytest.approx(4.1, abs=0.3)  # ln 61, whatever the accumulation
-    assert losses[-1] < losses[0] - 0.5
-
-
 def test_trainer_gives_each_label_of_a_step_the_same_weight(tmp_path: Path) -> None:
     """However a step is divided into micro-batches with different numbers of labels."""
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -569,26 +538,6 @@ def test_accumulated_micro_batches_count_by_their_labels() -> None:
     fractions = [(labels[i, 1:] != -100).sum() / items for i in parts]
     expected = base + sum(f * x for f, x in zip(fractions, own, strict=True))
     torch.testing.assert_close(total, expected, check_dtype=False)
-
-
-def test_trainer_trains_the_selector(tmp_path: Path) -> None:
-    """After a step other weights are those of a training without the loss."""
-    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    data = [{"input_ids": row, "labels": row} for row in tokens(24, batch=4)]
-    given = {"max_steps": 1, "max_grad_norm": 0, "use_cpu": True, "report_to": []}
-    weights = []
-    for weight in (0.0, 1.0):
-        model = with_selector_loss(weight, torch.float32)
-        arguments = TrainingArguments(str(tmp_path), save_strategy="no", optim="sgd", **given)
-        Trainer(model=model, args=arguments, train_dataset=data).train()
-        weights.append(dict(model.model.core.named_parameters()))
-    rows = tiny().kv_heads * tiny().head_dim
-    for name, plain in weights[0].items():
-        first = rows if name.endswith("attention.k.weight") else 0
-        assert torch.equal(weights[1][name][first:], plain[first:]), name
-        assert not first or not torch.equal(weights[1][name][:first], plain[:first])
 
 
 def test_device_maps_keep_the_model_on_one_device() -> None:

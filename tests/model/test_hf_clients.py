@@ -32,18 +32,6 @@ from tests.ranks import ROOT
 
 OLD_EXPORT = Path(__file__).with_name("old_export.json")  # as exports were before NSAModel
 
-# Of transformers' TrainingArguments and TRL's SFTConfig: a few steps on the CPU, each logged.
-SHORT_TRAINING: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
-
 
 def trl() -> Any:
     return pytest.importorskip("trl", reason="needs TRL: pip install -e '.[eval]' on Python 3.11")
@@ -60,7 +48,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def sft_trainer(tokenizer: Any, folder: Path, peft_config: Any = None, **settings: Any) -> Any:
+def sft_trainer(tokenizer: Any, folder: Path, **settings: Any) -> Any:
     """TRL's trainer with its own defaults, on 40 short texts."""
     library = trl()
     from datasets import Dataset
@@ -74,12 +62,18 @@ def sft_trainer(tokenizer: Any, folder: Path, peft_config: Any = None, **setting
             str(folder),
             max_steps=10,
             max_length=96,
-            **SHORT_TRAINING,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
             **settings,
         ),
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=tokenizer,
-        peft_config=peft_config,
     )
 
 
@@ -109,16 +103,6 @@ def test_documents_that_trl_packs_do_not_see_each_other(tokenizer: Any, tmp_path
     for start, stop in pairwise(offsets):
         alone = model.base_model(ids[:, start:stop]).last_hidden_state[0]
         torch.testing.assert_close(packed[start:stop], alone)
-
-
-@pytest.mark.filterwarnings("ignore:.*(gradient|activation)_checkpointing:FutureWarning")
-def test_trl_trains_a_lora_adapter_and_nothing_else(tokenizer: Any, tmp_path: Path) -> None:
-    adapter = peft().LoraConfig(task_type="CAUSAL_LM")
-    trainer = sft_trainer(tokenizer, tmp_path, adapter)
-    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
-    trainer.train()
-    changed = {n for n, w in trainer.model.named_parameters() if not torch.equal(w, before[n])}
-    assert changed == {name for name in before if "lora_" in name}
 
 
 @pytest.mark.parametrize(
@@ -156,17 +140,6 @@ def test_peft_saves_an_embedding_that_an_adapter_changes(tmp_path: Path) -> None
         adapted.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "adapter_model.safetensors")
     assert any(name.endswith("embed.base_layer.weight") for name in stored)
-
-
-def test_peft_tunes_prompts_which_are_embeddings() -> None:
-    model, ids = wrapped(dtype=torch.float32), tokens(24, batch=3)
-    settings = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
-    adapted = peft().get_peft_model(model, peft().PromptTuningConfig(**settings))
-    loss = adapted(ids, attention_mask=MASK, labels=ids.masked_fill(MASK == 0, -100)).loss
-    loss.backward()
-    gradients = [p.grad for p in adapted.parameters() if p.requires_grad]
-    assert [g.shape for g in gradients] == [(5, 24)]
-    assert gradients[0].count_nonzero()
 
 
 def test_embeddings_give_what_their_ids_give() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,34 +39,12 @@ def test_a_later_token_changes_no_earlier_logit(attention: str, length: int) -> 
 
 
 @attentions
-def test_logits_of_a_prefix_are_the_prefix_of_the_logits(attention: str) -> None:
-    model, ids = build(tiny(attention)), tokens(50, batch=2)
-    logits = model(ids)
-    for length in (1, 3, 4, 5, 17, 32, 49):
-        prefix = model(ids[:, :length])
-        torch.testing.assert_close(prefix, logits[:, :length], rtol=0, atol=1e-12)
-
-
-@attentions
 def test_packed_documents_get_the_logits_that_they_get_alone(attention: str) -> None:
     model, ids, lengths = build(tiny(attention)), tokens(44), (3, 1, 20, 0, 13, 7)
     together = model(ids, cu_seqlens=packed(*lengths))
     documents = [part for part in ids.split(lengths, 1) if part.shape[1]]
     alone = torch.cat([model(document) for document in documents], 1)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
-
-
-@attentions
-def test_the_blockwise_model_is_the_reference_model(attention: str) -> None:
-    config, ids = tiny(attention), tokens(60, batch=2)
-    losses, gradients = [], []
-    for backend in ("blockwise", "reference"):
-        model = build(replace(config, attention=replace(config.attention, backend=backend)))
-        losses.append(model(ids, labels=ids.roll(-1, 1)))
-        gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=0)
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
 @attentions

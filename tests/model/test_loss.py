@@ -67,15 +67,6 @@ def test_loss_and_gradients_are_those_of_the_plain_loss(chunks: int, tokens: int
         torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunk_logits", [loss.CHUNK_LOGITS_CPU, 40])
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch, chunk_logits: int) -> None:
-    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", chunk_logits)
-    hidden, weight, labels = inputs(torch.float64, 9, 4, 11)
-    assert torch.autograd.gradcheck(
-        lambda hidden, weight: linear_cross_entropy(hidden, weight, labels), (hidden, weight)
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rounding_error_is_at_most_twice_the_plain_losss(chunks: int, dtype: torch.dtype) -> None:
     """Against float64, plus the noise of a float32 sum over the tokens in another order."""
@@ -189,15 +180,6 @@ def test_opcheck(chunks: int, dtype: torch.dtype) -> None:
     torch.library.opcheck(loss_and_gradients, (hidden, weight, labels, True), test_utils=kinds)
     fixed = (hidden.detach(), weight.detach(), labels, False)
     torch.library.opcheck(loss_and_gradients, fixed, test_utils=kinds)
-
-
-def test_the_loss_compiles_as_one_graph_with_the_same_results() -> None:
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        arguments = inputs(dtype)
-        actual, expected = (with_gradients(f, *arguments) for f in (compiled, linear_cross_entropy))
-        for a, e in zip(actual, expected, strict=True):
-            assert torch.equal(a, e)
 
 
 # VmHWM belongs to one process and only rises, so the smallest measurement comes first. A small

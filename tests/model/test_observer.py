@@ -111,20 +111,6 @@ def test_between_logged_steps_nothing_is_computed_or_kept() -> None:
     assert recorder.read() is None
 
 
-@pytest.mark.full
-@torch.no_grad()
-def test_an_observed_model_compiles_as_one_graph_and_is_not_recorded() -> None:
-    model = build(tiny("mean", layers=1), torch.float32)
-    recorder = recorder_of(model)
-    expected = forward(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for _ in range(2):
-        loss = compiled(IDS, labels=IDS.roll(-1, 1), cu_seqlens=DOCUMENTS)
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-        assert recorder.read() is None
-        recorder.arm()
-
-
 def test_the_dense_twin_has_no_health() -> None:
     model = build(tiny("dense"), torch.float32)
     recorder = recorder_of(model)

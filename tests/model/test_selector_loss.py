@@ -1,8 +1,7 @@
-"""The selector loss: equals its definition, trains compressed keys alone, changes no loss value."""
+"""The selector loss of a layer: trains compressed keys alone, changes no loss value."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -51,82 +50,6 @@ def gradients(model: LanguageModel, ids: Tensor, cu_seqlens: Tensor | None) -> d
     model.zero_grad()
     model(ids, labels=ids, cu_seqlens=cu_seqlens).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def loop_loss(q: Tensor, k_cmp: Tensor, k_sel: Tensor, queries: Tensor, starts: list[int]) -> float:
-    """The loss by loops over Python numbers, as nsa.ops.selector defines it."""
-    batch, seq_len, heads, size = q.shape
-    groups = k_sel.shape[2]
-    ends = [*starts[1:], seq_len]
-    blocks = [  # (first token, start of its document) of each compressed block
-        (first, start)
-        for start, end in zip(starts, ends, strict=True)
-        for first in range(start, end - SPEC.block_len + 1, SPEC.block_stride)
-    ]
-    total = 0.0
-    for b in range(batch):
-        for t in queries.tolist():
-            start = max(s for s in starts if s <= t)
-            own = (t - start) // SPEC.select_len
-            ranked_blocks = range(SPEC.init_blocks, own - SPEC.local_blocks + 1)
-            for g in range(groups):
-                target, p = [0.0] * (own + 1), [0.0] * (own + 1)
-                for h in range(g * heads // groups, (g + 1) * heads // groups):
-                    scores = q[b, t, h] @ k_sel[b, start : t + 1, g].T / size**0.5
-                    for s, weight in enumerate(scores.softmax(-1).tolist()):
-                        target[s // SPEC.select_len] += weight * groups / heads
-                    visible = [
-                        i
-                        for i, (first, of) in enumerate(blocks)
-                        if of == start and first + SPEC.block_len <= t + 1
-                    ]
-                    if not visible:
-                        continue
-                    scores = q[b, t, h] @ k_cmp[b, visible, g].T / size**0.5
-                    for i, weight in zip(visible, scores.softmax(-1).tolist(), strict=True):
-                        first = blocks[i][0] - start
-                        for s in range(first, first + SPEC.block_len):
-                            p[s // SPEC.select_len] += weight
-                target_sum = sum(target[j] for j in ranked_blocks)
-                p_sum = sum(p[j] for j in ranked_blocks)
-                total += sum(
-                    target[j] * math.log(target[j] / target_sum / (p[j] / p_sum))
-                    for j in ranked_blocks
-                )
-    return total / (batch * len(queries) * groups)
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_the_loss_is_the_divergence_of_the_two_distributions(name: str) -> None:
-    cu_seqlens = DOCUMENTS[name]
-    generator = torch.Generator().manual_seed(3)
-    q, k, k_sel = (
-        torch.randn(1, 128, heads, 8, generator=generator, dtype=torch.float64)
-        for heads in (4, 2, 2)
-    )
-    k_cmp = ops.compress_mean(k, SPEC, cu_seqlens).requires_grad_()
-    offset = torch.tensor(1_234_567)
-    metadata = AttentionMetadata.build(CONFIG, 128, cu_seqlens, q.device, loss_offset=offset)
-    queries = metadata.sampled
-    assert queries is not None
-    loss, _ = ops.selector_loss(q, k_cmp, k_sel, queries, SPEC, cu_seqlens=cu_seqlens)
-    starts = [0] if cu_seqlens is None else cu_seqlens[:-1].tolist()
-    expected = loop_loss(q, k_cmp, k_sel, queries, starts)
-    assert loss.item() == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_loss_falls_when_compressed_keys_follow_its_gradient() -> None:
-    generator = torch.Generator().manual_seed(3)
-    q, k_sel = (torch.randn(2, 128, heads, 8, generator=generator) for heads in (4, 2))
-    queries = sample_queries(128, torch.tensor(0))
-    k_cmp = torch.randn(2, SPEC.compressed_len(128), 2, 8, generator=generator).requires_grad_()
-    losses = []
-    for _ in range(30):
-        loss, _ = ops.selector_loss(q, k_cmp, k_sel, queries, SPEC)
-        (gradient,) = torch.autograd.grad(loss, k_cmp)
-        losses.append(loss.item())
-        k_cmp = (k_cmp - 30 * gradient).detach().requires_grad_()
-    assert losses[-1] < 0.7 * losses[0]
 
 
 @pytest.mark.parametrize("seq_len", [1, 31, 63, 64, 1_000])
