@@ -115,8 +115,10 @@ def compressed_attention(case: Case) -> Iterable[Tensor]:
 
 @_operation
 def select_blocks(case: Case) -> Iterable[Tensor]:
+    """By the attention's own queries, and by index queries, which need no lse."""
     lse = case.empty(1, case.seq_len, case.heads, dtype=torch.float32)
-    return [ops.select_blocks(case.q, case.blocks[0], lse, case.spec, **case.options)]
+    for q, normalizer in ((case.q, lse), (case.q[:, :, : case.kv_heads], None)):
+        yield ops.select_blocks(q, case.blocks[0], normalizer, case.spec, **case.options)
 
 
 @_operation
@@ -124,7 +126,7 @@ def selector_loss(case: Case) -> Iterable[Tensor]:
     """Blocks ranked by the attention's own queries, and by index queries."""
     queries = case.empty(32, dtype=torch.int64)
     keys = case.blocks[0], case.tokens[0]
-    for index in (None, case.empty(1, 32, case.kv_heads, case.key)):
+    for index in (None, case.q[:, :, : case.kv_heads]):
         options = case.options | {"q_cmp": index}
         yield ops.selector_loss(case.q, *keys, queries, case.spec, **options)[0]
 
@@ -151,13 +153,15 @@ def nsa_attention(case: Case) -> Iterable[Tensor]:
 @_operation
 @torch.no_grad()
 def decode_attention(case: Case) -> Iterable[Tensor]:
-    """One token, with caches of capacity `seq_len`; documents are not packed."""
+    """One token, with caches of capacity `seq_len`: three branches, and blocks by index queries."""
     k_win, v_win = (x[:, : case.spec.window] for x in case.tokens)
     gates, lengths = case.empty(1, case.heads, 3), case.empty(1, dtype=torch.int64)
     pairs = *case.blocks, *case.tokens, k_win, v_win
-    return [
-        decode.decode_attention(case.q[:, -1], *pairs, gates, lengths, case.spec, backend="triton")
-    ]
+    q, (k_cmp, _) = case.q[:, -1], case.blocks
+    yield decode.decode_attention(q, *pairs, gates, lengths, case.spec, backend="triton")
+    indexed = k_cmp, None, *case.tokens, None, None, None, lengths, case.spec
+    how: dict[str, Any] = {"q_cmp": q[:, : case.kv_heads], "branches": ("sel",)}
+    yield decode.decode_attention(q, *indexed, **how, backend="triton")
 
 
 @_operation
@@ -168,7 +172,7 @@ def swiglu(case: Case) -> Iterable[Tensor]:
 
 @_operation
 def rotary_pool(case: Case) -> Iterable[Tensor]:
-    """Three layouts: all branches; one set of keys, with an mlp φ; dense attention."""
+    """All branches; one set of keys, with an mlp φ; dense attention; an index."""
     sizes, length = (case.heads, case.kv_heads, case.key, case.value), case.spec.block_len
     tokens, covering = case.seq_len, -(-length // case.spec.block_stride)
     cos, sin = case.empty(2, tokens, 1, case.key // 2, dtype=torch.float32)
@@ -178,6 +182,7 @@ def rotary_pool(case: Case) -> Iterable[Tensor]:
         ops.PackedLayout(*sizes, kv_sets=3, gates=3, first_set=1, mean=True),
         ops.PackedLayout(*sizes, kv_sets=1, gates=3, pre_rope=True),
         ops.PackedLayout(*sizes, kv_sets=1),
+        ops.PackedLayout(*sizes[1:2] * 2, case.key, 0, 1, first_set=1, pre_rope=True),
     ):
         packed = case.empty(1, tokens, -(-sum(layout.columns) // 8) * 8)
         yield ops.rotary_pool(packed, layout, cos, sin, blocks, covers, backend="triton").q

@@ -395,8 +395,10 @@ def selector_loss_backward(
     grid = cdiv(key_len, constants.KEYS), groups, batch
     launch(keys_kernel, grid, config, dk=dk, **common)
     if x.q_cmp is not None:
-        grid = cdiv(rows, constants.ROWS), groups, batch
-        launch(queries_kernel, grid, config, dq=dq, **common)
+        # Few rows: with 64 sm_90's compiler serialises the product of the transposed gradient.
+        small = constants._replace(ROWS=constants.KEYS)
+        grid = cdiv(rows, small.ROWS), groups, batch
+        launch(queries_kernel, grid, config, dq=dq, **common | {"C": small})
     return dk, dq
 
 
