@@ -141,12 +141,13 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     config = read_config(folder) if has_run_config else RunConfig()
     saved = NSAConfig(**tree)
     model = saved.model_config()
-    model.attention.backend = config.model.attention.backend
-    model.attention.selector_loss = config.model.attention.selector_loss
-    model.activation_checkpointing = config.model.activation_checkpointing
-    config.model = model
-    if not has_run_config:
+    if has_run_config:
+        model.attention.backend = config.model.attention.backend
+        model.attention.selector_loss = config.model.attention.selector_loss
+        model.activation_checkpointing = config.model.activation_checkpointing
+    else:
         config.data.seq_len = saved.max_position_embeddings
+    config.model = model
     return _source_model(folder, config, model.attention.kind, None if has_run_config else tree)
 
 

@@ -1,6 +1,7 @@
 """Plain dense models: config and weight names of transformers' Llama, Qwen2, Qwen3 and SmolLM3.
 
-The inverse of what from_hf.py reads. A model with an index is written without it.
+The inverse of what from_hf.py reads. A model with an index is written without it. A Mistral is a
+Llama whose heads need not divide the width.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ MODULES = {ours: theirs for theirs, ours in LLAMA_NAMES.items()}
 OTHERS = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -49,13 +51,7 @@ def dense_family(model: ModelConfig) -> str:
             f"--attention dense: model.value_dim = {model.value_dim}: dense families have values "
             f"of head_dim = {model.head_dim}; omit the flag"
         )
-    family = next(iter(families.values()), "llama")
-    if family == "llama" and model.width % model.heads:
-        raise ValueError(
-            f"--attention dense: model.width = {model.width}: LlamaConfig requires a multiple of "
-            f"model.heads = {model.heads}; omit the flag, or train with --set model.heads=4"
-        )
-    return family
+    return next(iter(families.values()), "mistral" if model.width % model.heads else "llama")
 
 
 def dense_config(model: ModelConfig, **more: Any) -> PretrainedConfig:
@@ -70,6 +66,8 @@ def dense_config(model: ModelConfig, **more: Any) -> PretrainedConfig:
     sizes = {theirs: getattr(model, ours) for ours, theirs in (names | same).items()}
     if every := model.no_rope_every:
         sizes["no_rope_layers"] = [int(n % every != 0) for n in range(1, model.layers + 1)]
+    if family == "mistral":
+        sizes["sliding_window"] = None
     sizes |= {"architectures": [ARCHITECTURES[family]], "rope_parameters": rope}
     return CONFIG_MAPPING[family](**sizes, **more)
 

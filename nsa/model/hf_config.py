@@ -75,8 +75,13 @@ class NSAConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, config: ModelConfig, **more: Any) -> NSAConfig:
-        """Convert a `ModelConfig`; the backend is reset to "auto", the selector loss to 0."""
-        attention = replace(config.attention, backend="auto", selector_loss=0.0)
+        """Convert a `ModelConfig`; the backend is reset to "auto", the selector loss to 0.
+
+        An index keeps its selector loss: nothing else trains it.
+        """
+        attention = replace(config.attention, backend="auto")
+        if not attention.has_index:
+            attention.selector_loss = 0.0
         tree = asdict(replace(config, attention=attention))
         return cls(**{name: tree[name] for name in SHAPE}, **more)
 

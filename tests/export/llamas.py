@@ -79,11 +79,6 @@ def llama(folder: Path, shard: str = "1GB", **changes: Any) -> LlamaForCausalLM:
     return model
 
 
-def full(*values: object) -> Any:
-    """Parameters of a case that only the full test run has."""
-    return pytest.param(*values, marks=pytest.mark.full)
-
-
 def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         output = model(tokens)

@@ -9,16 +9,9 @@ import yaml
 
 from nsa.cli import main
 from nsa.engine.config import TrainConfig
-from tests.export.llamas import command, imported, llama, refused
+from tests.export.llamas import command, imported, refused
 
 SCRATCH = TrainConfig()
-
-
-@pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf") / "llama"
-    llama(folder)
-    return folder
 
 
 def test_an_import_continues_with_a_tenth_of_the_rate_and_of_the_steps(

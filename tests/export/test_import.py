@@ -81,17 +81,6 @@ def dense_logits(llama_folder: Path) -> torch.Tensor:
     return logits(LlamaForCausalLM.from_pretrained(llama_folder).eval(), tokens(100))
 
 
-@pytest.mark.parametrize("shard", ["1GB", "20KB"])
-def test_an_imported_llama_computes_the_same_logits(shard: str, tmp_path: Path) -> None:
-    original = llama(tmp_path / "llama", shard)
-    assert (tmp_path / "llama/model.safetensors").exists() == (shard == "1GB")
-    run = imported(tmp_path / "llama", tmp_path / "run", "--attention", "dense")
-    expected = logits(original, tokens(100))
-    assert (logits(run.model, tokens(100)) - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert run.config.model.attention.kind == "dense"
-    assert (run.config.data.seq_len, run.step) == (512, None)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_each_family_has_the_logits_that_transformers_computes(family: str, tmp_path: Path) -> None:
@@ -138,19 +127,6 @@ def test_a_family_in_bfloat16_has_the_error_of_bfloat16(family: str, tmp_path: P
 
 
 TRUE_SHAPES: dict[str, tuple[str, dict[str, Any], int]] = {  # and their parameters
-    "SmolLM2-135M": (
-        "llama",
-        {
-            "vocab_size": 49_152,
-            "hidden_size": 576,
-            "intermediate_size": 1_536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "tie_word_embeddings": True,
-        },
-        134_515_008,
-    ),
     "Qwen3-0.6B": (
         "qwen3",
         {
@@ -260,18 +236,12 @@ def test_a_converted_model_has_22_blocks_of_64_or_the_sizes_of_its_run(
 def test_an_untied_head_is_imported_exported_and_read_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original, ids = llama(tmp_path / "llama", tie_word_embeddings=False), tokens(100)
-    run = imported(tmp_path / "llama", tmp_path / "run", "--attention", "dense")
-    expected = logits(original, ids)
-    assert (logits(run.model, ids) - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert run.config.model.tied_head is False
+    original = llama(tmp_path / "llama", tie_word_embeddings=False)
+    run = imported(tmp_path / "llama", tmp_path / "run")
+    assert torch.equal(run.model.head.weight, original.lm_head.weight)
     export(tmp_path / "run", tmp_path / "exported")
-    model = NSAForCausalLM.from_pretrained(tmp_path / "exported")
-    assert torch.equal(logits(model, ids), logits(run.model, ids))
     again = imported(tmp_path / "exported", tmp_path / "again")
-    assert torch.equal(logits(again.model, ids), logits(run.model, ids))
-    sparse = imported(tmp_path / "llama", tmp_path / "sparse")
-    assert torch.equal(sparse.model.head.weight, original.lm_head.weight)
+    assert torch.equal(logits(again.model, tokens(100)), logits(run.model, tokens(100)))
     config = tmp_path / "llama/config.json"
     config.write_text(config.read_text().replace('embeddings": false', 'embeddings": true'))
     capsys.readouterr()
@@ -336,9 +306,8 @@ def test_import_and_export_round_trip_bit_for_bit(
 
 def test_an_export_saved_again_by_transformers_is_imported(dense_run: Path, tmp_path: Path) -> None:
     """It records the shape of the model, but not how it was trained."""
-    from transformers import AutoModelForCausalLM
-
-    first = export(dense_run, tmp_path / "a")
+    start = imported(dense_run, tmp_path / "start", "--attention=nsa")
+    first = export(tmp_path / "start", tmp_path / "a")
     model = AutoModelForCausalLM.from_pretrained(first)
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
@@ -346,6 +315,6 @@ def test_an_export_saved_again_by_transformers_is_imported(dense_run: Path, tmp_
     AutoTokenizer.from_pretrained(first).save_pretrained(tmp_path / "tuned")
     run = imported(tmp_path / "tuned", tmp_path / "run")
     assert torch.equal(run.model.norm.weight, model.model.norm.weight)
-    assert run.config.model.attention.kind == "dense"
+    assert run.config.model.attention == start.config.model.attention
     assert run.config.data.tokenizer == f"hf:{tmp_path / 'run'}"
     assert run.tokenizer.encode("héllo".encode()).tolist() == list("héllo".encode())

@@ -115,7 +115,6 @@ def test_folders_that_cannot_be_imported_are_refused_with_the_reason(
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     assert "config.json without model.safetensors; save the model with" in refused(capsys, folder)
     save_file({"wte.weight": torch.ones(2)}, folder / "model.safetensors")
-    assert "model_type = 'gpt2': has learned positions" in refused(capsys, folder)
     (folder / "config.json").write_text("[]")
     assert "not the JSON of a configuration" in refused(capsys, folder)
     assert main(["import", str(folder), "--to", str(folder)]) == 2

@@ -138,17 +138,6 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
     assert capsys.readouterr().out == continued + "\n"
 
 
-def test_the_card_names_the_models_origin_and_license(chat_llama: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "small-llama"
-    shutil.copytree(chat_llama, folder)
-    (folder / "README.md").write_text("---\nlicense: llama3.2\n---\n# A model\n")
-    imported(folder, tmp_path / "run")
-    card = (export(tmp_path / "run", tmp_path / "hf") / "README.md").read_text()
-    assert "license: llama3.2" in card
-    assert "Its weights come from small-llama, whose license is llama3.2." in card
-    assert str(tmp_path) not in card
-
-
 def test_a_tokenizer_larger_than_the_embedding_is_refused(
     chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

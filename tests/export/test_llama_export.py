@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from nsa.cli import main
 from nsa.engine.load_run import load_run
 from nsa.engine.plan_command import load_profile
-from nsa.export.to_dense import dense_family
+from nsa.export.to_dense import dense_config, dense_family
 from nsa.model import AttentionConfig, ModelConfig
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.export.llamas import FAMILIES, imported, llama, logits, tokens
@@ -95,8 +95,19 @@ def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
     assert "trust_remote_code" not in card
 
 
-def test_a_shape_that_llamas_config_refuses_is_named_first() -> None:
+def test_heads_that_do_not_divide_the_width_make_a_mistral(tmp_path: Path) -> None:
+    """LlamaConfig refuses such a shape, which the demo has."""
     demo = load_profile(ROOT / "recipes/m7c_dense.py", "demo").model
-    with pytest.raises(ValueError, match=r"model\.width = 256: LlamaConfig requires a multiple"):
-        dense_family(demo)
-    assert dense_family(replace(demo, heads=4)) == "llama"
+    config = dense_config(demo)
+    assert (config.model_type, config.sliding_window) == ("mistral", None)
+    assert dense_config(replace(demo, heads=4)).model_type == "llama"
+    config.save_pretrained(tmp_path / "saved")
+    assert AutoConfig.from_pretrained(tmp_path / "saved").sliding_window is None
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(config).eval()
+    original.save_pretrained(tmp_path / "original")
+    imported(tmp_path / "original", tmp_path / "run")
+    arguments = ["--to", str(tmp_path / "hf"), "--attention=dense"]
+    assert main(["export", str(tmp_path / "run"), *arguments]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert torch.equal(logits(model, tokens(100)), logits(original, tokens(100)))

@@ -143,6 +143,9 @@ def test_the_card_of_an_untrained_import_claims_no_training(original: Path, tmp_
         card = ModelCard.load(folder / "README.md")
         assert card.data.license == (license or "other")
         assert card.data.base_model == "someone/tiny"
+        recorded = license or "not recorded"
+        assert f"Its weights come from someone/tiny, whose license is {recorded}." in card.text
+        assert str(tmp_path) not in card.content
         assert (card.data.language, card.data.get("datasets")) == (None, None)
         assert f"Before you publish this folder: {sentence}." in card.text
         for claim in ("the code's", "trained on", "## Training", "embedded"):

@@ -489,6 +489,11 @@ def test_the_selector_loss_is_not_exported_and_can_be_given_at_load(tmp_path: Pa
     assert config.model_config().attention.selector_loss == 0.5
 
 
+def test_an_index_keeps_the_selector_loss_which_alone_trains_it() -> None:
+    indexed = replace(ATTENTIONS["index"], selector_loss=0.5)
+    assert NSAConfig.of(tiny(indexed)).model_config().attention == indexed
+
+
 def with_selector_loss(weight: float, dtype: torch.dtype = torch.float64) -> Any:
     """`wrapped`, in training, with blocks so small that there is something to rank."""
     spec = NSASpec(4, 2, 2, 3, 1, 1, 8)
