@@ -1,10 +1,17 @@
-"""Checks for known errors of public NSA implementations; each takes a backend's name."""
+"""Checks for known errors of public NSA implementations, one check per error.
+
+A check takes a backend's name and raises if the backend has the error. `test_known_errors.py` runs
+each check on the unchanged code, and again with the error planted.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from nsa.model import compressor
 from nsa.ops import (
     compressed_attention,
     select_blocks,
@@ -12,10 +19,66 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.spec import NSASpec
-from tests.ops import cases
+from tests.ops import cases, naive
 from tests.ops.cases import Case, Inputs, branches, selection, with_gradients
 
 SPEC = NSASpec(4, 2, 3, 3, 1, 1, 7)
+ONE = Case(SPEC, (50,), kv_heads=1, group=2)
+PACKED = Case(SPEC, (13, 2, 0, 21, 14), group=3, key_dim=4, value_dim=5)
+
+
+def identity(x: Tensor) -> Tensor:
+    """Values that turn an attention's output into its probabilities: key n's value is e_n."""
+    length, heads = x.shape[1:3]
+    return torch.eye(length, dtype=x.dtype)[None, :, None].expand(1, -1, heads, -1)
+
+
+def assert_sees_exactly(probability: Tensor, seen: list[list[int]]) -> None:
+    """Every head of query t gives weight to the keys seen[t], and to no other."""
+    for t, keys in enumerate(seen):
+        expected = torch.zeros(probability.shape[-1], dtype=torch.bool)
+        expected[keys] = True
+        assert bool(((probability[0, t] > 0) == expected).all()), f"query {t}"
+
+
+def compressed_blocks_are_seen_once_they_have_ended(backend: str) -> None:
+    for case in (ONE, PACKED):
+        x, cu, length = Inputs.of(case), case.cu_seqlens, case.seq_len
+        p, _ = compressed_attention(
+            x.q, x.k_cmp, identity(x.k_cmp), SPEC, cu_seqlens=cu, backend=backend
+        )
+        seen = [naive.compressed_seen(t, length, SPEC, case.offsets) for t in range(length)]
+        assert_sees_exactly(p, seen)
+
+
+def the_window_holds_exactly_w_positions(backend: str) -> None:
+    for case in (ONE, PACKED):
+        x, cu, length = Inputs.of(case), case.cu_seqlens, case.seq_len
+        p = window_attention(x.q, x.k_win, identity(x.k_win), 7, cu_seqlens=cu, backend=backend)
+        seen = [naive.window_seen(t, length, 7, case.offsets) for t in range(length)]
+        assert_sees_exactly(p, seen)
+
+
+def documents_do_not_see_each_other(backend: str) -> None:
+    """Packed, every output and every index is what the document gives alone."""
+    x, offsets, blocks = Inputs.of(PACKED), PACKED.offsets, 0
+    index = selection(x, PACKED, backend)
+    packed = {n: with_gradients(*b) for n, b in branches(x, PACKED, index, backend).items()}
+    assert offsets is not None
+    for start, length in zip(offsets, PACKED.lengths, strict=False):
+        if length == 0:
+            continue
+        token = slice(start, start + length)
+        block = slice(blocks, blocks := blocks + SPEC.compressed_len(length))
+        alone = replace(PACKED, lengths=(length,))
+        part = Inputs(
+            *(y[:, block if y is x.k_cmp or y is x.v_cmp else token] for y in x.tensors())
+        )
+        assert torch.equal(selection(part, alone, backend), index[:, token])
+        for name, (function, inputs) in branches(part, alone, index[:, token], backend).items():
+            output = function(*inputs)
+            o = output[0] if isinstance(output, tuple) else output
+            torch.testing.assert_close(packed[name][0][:, token], o, rtol=1e-9, atol=1e-9)
 
 
 def the_last_blocks_are_always_selected(backend: str) -> None:
@@ -96,3 +159,53 @@ def block_and_row_do_not_overflow_32_bits(backend: str) -> None:
     expected = [5 * 32 + 15.5, (last * 32 + seq_len - 2) / 2, (last * 32 + seq_len - 1) / 2]
     torch.testing.assert_close(o[0, -3:, 0, 0], torch.tensor(expected))
     assert int((o != 0).sum()) == 3
+
+
+def every_query_head_reads_its_groups_head(backend: str) -> None:
+    """Also packed and backward: each KV head written out once per query head gives the same."""
+    for group in (1, 3, 6):
+        case = replace(PACKED, group=group)
+        x = Inputs.of(case)
+        index = selection(x, case, backend)
+        grouped = branches(x, case, index, backend)
+        written_out = branches(x, case, index.repeat_interleave(group, 2), backend)
+        for name, (function, inputs) in grouped.items():
+            alone = written_out[name][0]
+            expected = with_gradients(
+                lambda q, k, v, alone=alone, g=group: alone(
+                    q, k.repeat_interleave(g, 2), v.repeat_interleave(g, 2)
+                ),
+                inputs,
+            )
+            for a, b in zip(with_gradients(function, inputs), expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def gradients_are_right_to_nine_digits(backend: str) -> None:
+    """No absolute tolerance that a wrong gradient would fit into."""
+    x = Inputs.of(ONE)
+    index = selection(x, ONE, "reference")
+    actual, exact = (cases.all_branches(x, ONE, index, b) for b in (backend, "reference"))
+    for a, e in zip(actual, exact, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
+
+
+def near_ties_are_judged_by_score(backend: str) -> None:
+    """Of two blocks whose scores differ by rounding either is right; a worse one is wrong."""
+    score = torch.tensor([[torch.inf, 0.5, 0.5 + 1e-9, 0.3, torch.inf]])
+    best = torch.tensor([[0, 1, 4]])
+    assert cases.same_selection(score, best, torch.tensor([[0, 2, 4]]))
+    wrong = ([0, 3, 4], [1, 2, 4], [0, 4, -1], [0, 4, 4], [0, 4, 1], [-1, 0, 4])
+    for index in wrong:
+        assert not cases.same_selection(score, best, torch.tensor([index])), index
+
+
+def positions_inside_a_block_matter_to_the_compressor(backend: str) -> None:
+    """The effect of φ's position embeddings depends on the tokens: it is not one constant."""
+    torch.manual_seed(0)
+    phi = compressor.BlockMLP(block_len=4, size=3, hidden=5).double()
+    blocks = torch.randn(1, 6, 4, 1, 3, dtype=torch.float64)
+    without = phi(blocks)
+    torch.nn.init.normal_(phi.position)
+    effect = (phi(blocks) - without).detach().flatten(0, 2)
+    assert float((effect - effect[0]).abs().max()) > 1e-2
