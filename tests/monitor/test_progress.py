@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TextIO
 
-import pytest
-
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.progress import Progress
-from nsa.monitor.writer import BackgroundWriter, Observers
 from tests.monitor.records import make_info, make_record
 
 
@@ -16,15 +12,13 @@ def show(
     stream: TextIO,
     records: list[StepRecord],
     run_dir: Path,
-    writer: BackgroundWriter | None = None,
 ) -> None:
-    progress = Observers([(Progress(stream, min_seconds=float("inf")), writer)])
+    progress = Progress(stream, min_seconds=float("inf"))
     progress.on_start(make_info(run_dir, notes=["no accelerator: the demo"], parameters=3_000_000))
     for record in records:
         progress.on_step(record)
     progress.on_checkpoint(records[-1].step, run_dir / "checkpoints", 0.25)
     progress.on_end("done")
-    progress.close()
 
 
 def test_a_short_run_that_logs_every_step_prints_few_lines(
@@ -58,18 +52,6 @@ def test_the_last_step_of_a_run_that_ends_early_is_printed(tmp_path: Path) -> No
         line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if "/300" in line
     ]
     assert steps == ["1/300", "7/300"]
-
-
-def test_a_full_console_does_not_stop_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open("/dev/full", "w") as stream:
-        writer = BackgroundWriter("progress")
-        show(stream, [make_record(1), make_record(300)], tmp_path, writer)
-        assert writer.failed > 0
-        assert writer.dropped == 0
-        with contextlib.suppress(OSError):
-            stream.close()
 
 
 def printed(tmp_path: Path, times: dict[int, float]) -> list[list[str]]:
