@@ -75,7 +75,11 @@ def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterat
     """Yield windows of `seq_len` tokens, `rows` at a time, with `stride` new labels each."""
     windows = _windows(data, seq_len, stride)
     while group := list(islice(windows, rows)):
-        yield _to_eval_batch(data, group)
+        samples, tokens, evaluated = zip(*group, strict=True)
+        batch = to_batch(np.stack(tokens), data.samples.stores[0].eos_id, data.samples.packing)
+        for row, kept in zip(batch.labels.view(-1, seq_len), evaluated, strict=True):
+            row[: kept.start] = row[kept.stop :] = IGNORE_INDEX
+        yield batch, torch.tensor(samples).repeat_interleave(seq_len), batch.positions()
 
 
 def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[Window]:
@@ -85,17 +89,6 @@ def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[Window]:
             begin = max(0, first + stride - seq_len)
             evaluated = slice(first - begin, first - begin + stride)
             yield sample, store.read(begin, begin + seq_len + 1), evaluated
-
-
-def _to_eval_batch(data: EvalData, windows: list[Window]) -> EvalBatch:
-    samples, tokens, evaluated = zip(*windows, strict=True)
-    rows = np.stack(tokens)
-    batch = to_batch(rows, data.samples.stores[0].eos_id, data.samples.packing)
-    labels = batch.labels.view(len(windows), -1)
-    for row, kept in zip(labels, evaluated, strict=True):
-        row[: kept.start] = row[kept.stop :] = IGNORE_INDEX
-    sample = torch.tensor(samples).repeat_interleave(labels.shape[1])
-    return batch, sample, batch.positions()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from nsa.gates.criteria import judge
 from nsa.gates.results import Criterion, read_results, record_result
 from nsa.gates.schedule import Gate
-from nsa.monitor.artifacts import Table, read_table
+from nsa.monitor.artifacts import Table
 from nsa.monitor.config import LadderConfig
 from tests.gates.files import judge_files, load_inputs
 from tests.monitor.run_folders import (
@@ -383,16 +383,6 @@ def test_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
         path.write_text("".join([*lines[:middle], *torn, *lines[middle + 2 :], lines[-1][:9]]))
     assert judge_files(tmp_path, SMOKE, CONFIG).go
     assert "2 lines could not be read" in criterion(tmp_path, "non-finite losses").evidence
-
-
-def test_a_torn_last_row_is_ignored(tmp_path: Path) -> None:
-    write_metrics(tmp_path, 20)
-    path = tmp_path / "metrics.csv"
-    row = path.read_text().splitlines()[-1]
-    with path.open("a") as file:
-        file.write(row.replace("20,", "30,", 1)[:-3])
-    table = read_table(path)
-    assert ([row["step"] for row in table.rows], table.problem) == ([1, 10, 20], "")
 
 
 def test_a_run_without_metrics_is_judged_by_its_heartbeats(tmp_path: Path) -> None:
