@@ -8,9 +8,9 @@
 #       [--wheels DIR] [--peers DIR] [--rehearse] [--dry-run]
 #   bash launch/gpu.sh --build-wheels DIR
 # Each stage has a time limit, and the next one runs even if it fails or hangs. Results are saved
-# case by case, as JSON, in --out (docs/benchmarks/gpu, or runs/gpu-rehearsal with --rehearse). A
-# group ends with one archive of them, --out/group-N.tar.gz, which also holds the tuned tile sizes
-# (cache/). Copy that cache/ into a new --out and later groups use them.
+# case by case, as JSON, in --out (docs/benchmarks/gpu, or runs/gpu-rehearsal with --rehearse), the
+# recipe's runs in --out/runs. A group ends with one archive of them, --out/group-N.tar.gz, which also
+# holds the tuned tile sizes (cache/). Copy that cache/ into a new --out and later groups use them.
 #   --stage NAME         run one stage; repeatable. Some run only by name:
 #                          profile traces two steps of M7C;
 #                          step-nsa, step-dense and each with -reentrant: a step in its own process;
@@ -153,15 +153,58 @@ bench() {
     command=("$python" -m tests.bench "$1" --limit "$(($2 * 8 / 10))" --out "$out/$3.json" "${@:4}")
     [ -z "$rehearse" ] || command+=(--device cpu --seconds 0.01)
 }
-recipe() {
-    local size=(--steps 100) zero=$3
-    [ "$zero" != zero1 ] || size=(--steps 200 --kill-at 75)
-    if [ -n "$rehearse" ]; then
-        size=(--profile demo --steps 4 --save-every 2 "${tiny[@]}")
-        [ "$zero" != zero1 ] || size+=(--kill-at 2)
+
+# Train the recipe under DeepSpeed's launcher: PYTHON RUN-DIR KILL-AT FLAGS... If KILL-AT is not 0,
+# `kill -9` its rank after that step, resume, and compare the losses of steps that ran twice.
+# shellcheck disable=SC2329 # a stage's command calls it
+run_recipe() {
+    local python=$1 run_dir=$2 kill_at=$3 saved
+    shift 3
+    trap : TERM # outlive the launcher: at the limit `timeout` then also ends a rank that does
+    launch() {
+        "$python" -m deepspeed.launcher.runner --num_gpus 1 --master_port "$port" recipes/m7c.py \
+            --run-dir "$run_dir" "$@"
+    }
+    ready() {
+        [ -e "$run_dir/checkpoints/latest" ] &&
+            [ "$(tail -n 1 "$run_dir/metrics.csv" | cut -d, -f1)" -ge "$kill_at" ]
+    } 2> /dev/null
+    port=$("$python" -c 'from nsa.system import free_port; print(free_port())')
+    if [ "$kill_at" = 0 ]; then
+        launch "$@"
+        return
     fi
-    command=("$python" -m tests.bench recipe --zero "${zero}_pcie" --limit "$(($2 * 8 / 10))"
-        --run-dir "$out/runs/$zero-$(date +%H%M%S)" --out "$out/$1.json" "${size[@]}")
+    launch "$@" &
+    while ! ready && kill -0 $! 2> /dev/null; do sleep 0.2; done
+    ready || return 1
+    kill -9 "$(tail -n 1 "$run_dir/heartbeat_rank0.jsonl" | sed 's/.*"pid": *\([0-9]*\).*/\1/')"
+    wait $!
+    saved=$(cat "$run_dir/checkpoints/latest")
+    cp "$run_dir/metrics.csv" "$run_dir/killed.csv"
+    launch --resume || return
+    awk -F, -v saved="$((10#${saved#step}))" '
+        NR == FNR { loss[$1] = $3; next }
+        $1 in loss && $1 + 0 > saved {
+            difference = $3 - loss[$1]; if (difference < 0) difference = -difference
+            if (difference > most) most = difference
+            count++
+        }
+        END { printf "%d steps ran twice; their losses differ by at most %g\n", count, most }
+    ' "$run_dir/killed.csv" "$run_dir/metrics.csv"
+}
+export -f run_recipe
+
+recipe() {
+    local zero=$1 kill_at=0 every=50 size=(--profile production --steps 100)
+    [ "$zero" != zero1 ] || { kill_at=75 && size=(--profile production --steps 200); }
+    if [ -n "$rehearse" ]; then
+        every=2 size=(--profile demo --steps 4 "${tiny[@]}")
+        [ "$zero" != zero1 ] || kill_at=2
+    fi
+    command=(bash -c 'run_recipe "$@"' run_recipe
+        "$python" "$out/runs/$zero-$(date +%H%M%S)" "$kill_at" "${size[@]}"
+        --deepspeed_config "ds_configs/${zero}_pcie.json" --set data.source=embedded
+        --set data.tokenizer=byte --set checkpoint.keep=2 --set "checkpoint.every=$every")
 }
 command_of() {
     local size=() shapes=(--shapes "m7c,64x4x128" --lengths "2k,8k,32k,64k") layers=()
@@ -223,7 +266,7 @@ command_of() {
         [ -z "$rehearse" ] || size=(--lengths 128 --batches 1)
         bench decode "$2" decode "${size[@]}" "${layers[@]}"
         ;;
-    recipe-*) recipe "$1" "$2" "${1#recipe-}" ;;
+    recipe-*) recipe "${1#recipe-}" ;;
     esac
 }
 

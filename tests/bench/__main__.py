@@ -24,8 +24,7 @@ BENCHMARKS = {  # name: one line of help
     "module": "attention: NSA against dense attention and other NSA implementations",
     "train": "a training step of M7C, NSA against dense attention",
     "profile": "the kernels of a training step, their time, and how busy the GPU is",
-    "decode": "a decoding step at growing context length, NSA against dense attention",
-    "recipe": "the recipe under DeepSpeed's launcher on one GPU, killed and resumed",
+    "decode": "attention of a decoded token at growing context length, NSA against dense",
 }
 
 

@@ -1,19 +1,15 @@
-"""`python -m tests.bench decode`: decoding at growing context length, M7C and its dense twin.
+"""`python -m tests.bench decode`: a layer's attention for one decoded token, NSA and dense.
 
-Caches hold random numbers: the time of a token does not depend on them. Two figures:
-
-    step        one token of each sequence through the model; a mean over as many tokens as a
-                compressed block's stride, so that one block is appended
-    attention   one layer's attention for such a token; on a GPU replayed as a CUDA graph
-
-Dense attention alone is PyTorch's without a mask, with a group's heads as rows of one query: its
-fastest form.
+At growing context length, with M7C's heads; on a GPU replayed as a CUDA graph. Caches hold random
+numbers: the time of a token does not depend on them. Dense attention is PyTorch's without a mask,
+with a group's heads as rows of one query: its fastest form.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,10 +18,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.constants import BRANCHES
-from nsa.model import LanguageModel
+from nsa.model import ModelConfig
 from nsa.model.cache import KVCache
 from nsa.model.config import ATTENTION_KINDS as KINDS
-from nsa.model.decode import step
 from nsa.ops.decode import decode_attention
 from tests.bench.harness import (
     Report,
@@ -40,7 +35,7 @@ from tests.bench.harness import (
 )
 from tests.bench.train import model_config
 
-FIGURES = {"step_ms": 1.0, "attention_ms": 1.0, "read_bytes_per_token": 1e-3}  # and their units
+FIGURES = {"attention_ms": 1.0, "read_bytes_per_token": 1e-3}  # and their units
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,78 +47,52 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(report: Report) -> None:
     """Measure every length and batch within the time limit; print a table per batch."""
     flags = report.flags
-    models = {kind: _model(kind, report) for kind in KINDS}
     for batch in flags.batches:
         for length in flags.lengths:
             if batch * length <= flags.tokens:
-                case = partial(_case, models, length, batch, report)
-                report.attempt(f"T={length} batch {batch}", case)
+                report.attempt(f"T={length} batch {batch}", partial(_case, length, batch, report))
         _print(batch, [row for row in report.data["rows"] if row["batch"] == batch])
 
 
-def _model(kind: str, report: Report) -> LanguageModel:
-    torch.manual_seed(0)
-    config = model_config(report, kind)
-    return LanguageModel(config).to(device=report.device, dtype=report.dtype).eval()
-
-
 @torch.no_grad()
-def _case(models: Mapping[str, LanguageModel], length: int, batch: int, report: Report) -> None:
-    count = models["nsa"].config.attention.spec.block_stride
-    caches = {
-        kind: KVCache(
-            model.config,
-            batch,
-            dtype=report.dtype,
-            device=report.device,
-            capacity=length + count,
-        )
-        for kind, model in models.items()
-    }
-    for cache in caches.values():
-        for layer in cache.layers:
-            for buffer in layer.buffers.values():
-                buffer.normal_()
-    steps, results = report.build(
-        {kind: partial(_step, models[kind], caches[kind], length, count) for kind in KINDS},
-        ("step_timing", "attention_timing"),
-    )
-    report.time(steps, results, "step_timing")
+def _case(length: int, batch: int, report: Report) -> None:
     attention = {"nsa": sparse_attention, "dense": dense_attention}
-    calls = {kind: attention[kind](caches[kind], length) for kind in KINDS}
+    configs = {kind: model_config(report, kind) for kind in KINDS}
+    calls, results = report.build(
+        {
+            kind: partial(attention[kind], random_cache(config, length, batch, report), length)
+            for kind, config in configs.items()
+        },
+        ("attention_timing",),
+    )
     report.time(calls, results, "attention_timing", graph=True)
     for kind, result in results.items():
-        result["step_ms"] = ratio(figure(result, "step_timing"), count)
         result["attention_ms"] = figure(result, "attention_timing")
-        result["tokens_per_s"] = ratio(1e3 * batch, result["step_ms"])
-        result["read_bytes_per_token"] = read_bytes(caches[kind], length)
+        result["read_bytes_per_token"] = read_bytes(configs[kind], length, report.dtype)
     over = {what: ratio(results["dense"][what], results["nsa"][what]) for what in FIGURES}
     row = {"length": length, "batch": batch, "layers": report.flags.layers}
     report.add(row | {"implementations": results, "dense_over_nsa": over})
 
 
-def _step(model: LanguageModel, cache: KVCache, length: int, count: int) -> Step:
-    """Return a call that decodes `count` tokens, starting at `length` each time."""
-
-    def decode() -> Tensor:
-        cache.start([length] * cache.batch)
-        token = torch.zeros(cache.batch, dtype=torch.int64, device=cache.device)
-        for _ in range(count):
-            token = step(model, token, cache).argmax(-1)
-        return token
-
-    return decode
+def random_cache(config: ModelConfig, length: int, batch: int, report: Report) -> KVCache:
+    """Return the cache of one layer, filled with random numbers."""
+    cache = KVCache(
+        replace(config, layers=1), batch, dtype=report.dtype, device=report.device, capacity=length
+    )
+    for buffer in cache.layers[0].buffers.values():
+        buffer.normal_()
+    return cache
 
 
-def read_bytes(cache: KVCache, length: int) -> int:
+def read_bytes(config: ModelConfig, length: int, dtype: torch.dtype) -> int:
     """Count the bytes that attention reads for the last of `length` tokens, in all layers."""
-    config, spec, last = cache.config, cache.config.attention.spec, length - 1
+    spec, last = config.attention.spec, length - 1
     positions = length
     if config.attention.kind == "nsa":
         positions = spec.visible_compressed(last) + spec.visible_window(last)
         positions += spec.visible_selected(last)
     sizes = config.head_dim + (config.value_dim or config.head_dim)
-    return positions * config.layers * config.kv_heads * sizes * cache.dtype.itemsize
+    return positions * config.layers * config.kv_heads * sizes * dtype.itemsize
 
 
 def _queries(cache: KVCache) -> Tensor:
@@ -153,7 +122,7 @@ def dense_attention(cache: KVCache, length: int) -> Step:
 
 def _print(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:
     heads = [f"batch {batch}, context length"]
-    for what in ("ms", "attention ms", "KB read"):
+    for what in ("attention ms", "KB read"):
         heads += [f"nsa {what}", f"dense {what}", "dense/nsa"]
     lines, errors = [heads], dict[str, Result]()
     for row in rows:

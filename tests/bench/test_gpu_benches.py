@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.model import LanguageModel, ModelConfig
+from nsa.model import ModelConfig
 from nsa.model.cache import KVCache
 from nsa.ops import NSASpec
 from tests.bench import decode, module, peers, profile, train
@@ -132,8 +132,7 @@ def test_decoding_is_measured_and_the_bytes_it_reads_are_counted(bench: Bench) -
         nsa, dense = (row["implementations"][kind] for kind in ("nsa", "dense"))
         for result in (nsa, dense):
             assert result["errors"] == {}
-            assert result["step_ms"] == pytest.approx(result["step_timing"]["median"] / 16)
-            assert result["tokens_per_s"] == pytest.approx(row["batch"] / result["step_ms"] * 1e3)
+            assert result["attention_ms"] == result["attention_timing"]["median"]
         for what, over in row["dense_over_nsa"].items():
             assert over == pytest.approx(dense[what] / nsa[what])
     nsa, dense = (rows[1]["implementations"][kind] for kind in ("nsa", "dense"))
@@ -159,9 +158,6 @@ def test_dense_attention_alone_equals_softmax_over_the_context() -> None:
     )
     p = (torch.einsum("bhd,bnhd->bhn", q, k) / 2).softmax(-1)
     torch.testing.assert_close(o.flatten(1, 2), torch.einsum("bhn,bnhd->bhd", p, v))
-    step = decode._step(LanguageModel(config).eval(), cache, 20, 16)
-    with torch.no_grad():
-        assert torch.equal(step(), step()), "a round changes the next one"
 
 
 # Two steps: "a" twice per step, of which one overlaps "b"; then a gap of 4 ms.

@@ -13,10 +13,11 @@ import argparse
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,17 +30,19 @@ from torch import Tensor
 
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
+from nsa.engine.config import RunConfig
 from nsa.engine.load_run import load_run
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.model.loss import token_losses
+from nsa.monitor.csv_files import read_metrics
 from nsa.report.markdown import table
+from nsa.resources import resource_path
 from nsa.validation import whole_number_list, words_of
-from tests.bench import recipe
 from tests.bench.harness import Report
 from tests.bench.intervals import margin, mean_and_range
-from tests.bench.recipe import log_file, logged_rows, recipe_config
 
+RECIPE = resource_path("recipes/m7c.py")
 LENGTH = 2_048
 BRANCHES = (  # the paper's three
     "attention.branches=cmp+sel+win",
@@ -103,12 +106,13 @@ class Training:
 
     def finished(self) -> bool:
         """Return whether the last step is logged, with its evaluation."""
-        rows = logged_rows(self.folder)
+        file = self.folder / "metrics.csv"
+        rows = read_metrics(file) if file.exists() else []
         return bool(rows) and rows[-1]["step"] == self.steps and rows[-1]["val_loss"] is not None
 
     def check(self) -> None:
         """Raise if the folder has a run with other settings."""
-        file, config = self.folder / "config.yaml", recipe_config("demo", self.settings)
+        file, config = self.folder / "config.yaml", demo_config(self.settings)
         if file.exists() and resolve_config(config, file) != config:
             raise ValueError(
                 f"--runs {self.folder.parent}: {file} has different settings from this command; "
@@ -122,12 +126,13 @@ class Training:
             return None
         if left < MIN_SECONDS_LEFT:
             return f"{name} was not started: --limit reached; the same command continues"
-        command = [sys.executable, str(recipe.RECIPE), "--profile", "demo"]
+        command = [sys.executable, str(RECIPE), "--profile", "demo"]
         command += ["--resume"] if (self.folder / "config.yaml").exists() else []
         if left < math.inf:
             command += ["--time-limit", str(int(left))]  # saves a checkpoint
         command += ["--run-dir", str(self.folder), *(f"--set={x}" for x in self.settings)]
-        log = log_file(self.folder)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        log = self.folder.with_name(f"{self.folder.name}.log")
         with log.open("ab") as output:
             done = subprocess.run(
                 command,
@@ -171,7 +176,7 @@ def run(report: Report) -> dict[str, Any]:
         *flags.set, f"train.steps={flags.steps}",
     )  # fmt: skip
     if not tokenizer.exists():
-        config = recipe_config("demo", common)
+        config = demo_config(common)
         source = open_source(config.data, flags.source)
         train_tokenizer(source, config.model.vocab_size, tokenizer)
     half = f"train.dense_steps={flags.steps // 2}"
@@ -201,7 +206,7 @@ def run(report: Report) -> dict[str, Any]:
     result: dict[str, Any] = {
         "documents": len(documents),
         "parameters": {
-            name: parameter_count(recipe_config("demo", (*common, *changes)).model)
+            name: parameter_count(demo_config((*common, *changes)).model)
             for name, changes in models.items()
         },
         "losses": {
@@ -214,9 +219,14 @@ def run(report: Report) -> dict[str, Any]:
     return result
 
 
+def demo_config(settings: Sequence[str]) -> RunConfig:
+    """Return the recipe's demo with these settings."""
+    return resolve_config(runpy.run_path(str(RECIPE))["demo"](), assignments=list(settings))
+
+
 def evaluated_documents(training: Training) -> Tensor:
     """Return the first LENGTH + 1 tokens of held-out files, longer ones only: [documents, ..]."""
-    data = recipe_config("demo", training.settings).data
+    data = demo_config(training.settings).data
     tokenizer, (source,), rows = build_tokenizer(data), open_dataset(data).sources, list[Tensor]()
     for document in source.documents.read():
         ids = tokenizer.encode(source.division.text_for(document.text, "val"))
