@@ -158,16 +158,17 @@ bench() {
 # `kill -9` its rank after that step, resume, and compare the losses of steps that ran twice.
 # shellcheck disable=SC2329 # a stage's command calls it
 run_recipe() {
-    local python=$1 run_dir=$2 kill_at=$3 saved
+    local python=$1 run_dir=$2 kill_at=$3 port step saved
     shift 3
     trap : TERM # outlive the launcher: at the limit `timeout` then also ends a rank that does
     launch() {
         "$python" -m deepspeed.launcher.runner --num_gpus 1 --master_port "$port" recipes/m7c.py \
-            --run-dir "$run_dir" "$@"
+            --run-dir "$run_dir" "$@" || [ $? -eq 3 ] # No-Go: a verdict on a run that ended
     }
-    ready() {
-        [ -e "$run_dir/checkpoints/latest" ] &&
-            [ "$(tail -n 1 "$run_dir/metrics.csv" | cut -d, -f1)" -ge "$kill_at" ]
+    ready() { # a step after KILL-AT and after a checkpoint is logged
+        saved=$(sed 's/^step0*//' "$run_dir/checkpoints/latest")
+        step=$(tail -n 1 "$run_dir/metrics.csv" | cut -d, -f1)
+        [ "$step" -ge "$kill_at" ] && [ "$step" -gt "$saved" ]
     } 2> /dev/null
     port=$("$python" -c 'from nsa.system import free_port; print(free_port())')
     if [ "$kill_at" = 0 ]; then
@@ -179,10 +180,9 @@ run_recipe() {
     ready || return 1
     kill -9 "$(tail -n 1 "$run_dir/heartbeat_rank0.jsonl" | sed 's/.*"pid": *\([0-9]*\).*/\1/')"
     wait $!
-    saved=$(cat "$run_dir/checkpoints/latest")
     cp "$run_dir/metrics.csv" "$run_dir/killed.csv"
     launch --resume || return
-    awk -F, -v saved="$((10#${saved#step}))" '
+    awk -F, -v saved="$saved" '
         NR == FNR { loss[$1] = $3; next }
         $1 in loss && $1 + 0 > saved {
             difference = $3 - loss[$1]; if (difference < 0) difference = -difference
@@ -198,8 +198,8 @@ recipe() {
     local zero=$1 kill_at=0 every=50 size=(--profile production --steps 100)
     [ "$zero" != zero1 ] || { kill_at=75 && size=(--profile production --steps 200); }
     if [ -n "$rehearse" ]; then
-        every=2 size=(--profile demo --steps 4 "${tiny[@]}")
-        [ "$zero" != zero1 ] || kill_at=2
+        every=4 size=(--profile demo --steps 12 "${tiny[@]}")
+        [ "$zero" != zero1 ] || kill_at=5
     fi
     command=(bash -c 'run_recipe "$@"' run_recipe
         "$python" "$out/runs/$zero-$(date +%H%M%S)" "$kill_at" "${size[@]}"
