@@ -1,16 +1,12 @@
-"""Atomic file writes: a reader finds the old file or the new one, even after a crash.
-
-`row_json` formats what is saved again after each row.
-"""
+"""Atomic file writes: a reader finds the old file or the new one, even after a crash."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import io
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +77,3 @@ def check_new_folder(to: Path) -> None:
     """Refuse a folder that holds something: before slow imports, and before it is written."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"--to {to}: already exists; name a new folder")
-
-
-def row_json(result: Mapping[str, Any]) -> str:
-    """Return JSON with one line per entry, and one per row of an entry that is a list of rows."""
-    entries = []
-    for key, value in result.items():
-        text = json.dumps(value, ensure_ascii=False, default=str)
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value)
-            text = f"[\n  {rows}\n ]"
-        entries.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(entries) + "\n}\n"

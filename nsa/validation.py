@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -102,27 +102,3 @@ def reject_unknown_flags(parser: Parser, words: Sequence[str]) -> NoReturn:
         if advice := FLAGS.get(f"{parser.prog} {word.partition('=')[0]}"):
             parser.error(f"{word}: withdrawn in this version; {advice}")
     parser.error(f"unrecognized arguments: {', '.join(map(parser.hint, words))}")
-
-
-def whole_number_list(text: str) -> list[int]:
-    """Parse one whole number, or several separated by commas, for a flag that takes a list."""
-    return [int(word) for word in text.split(",")]
-
-
-def words(text: str) -> list[str]:
-    """Parse words separated by commas, without duplicates."""
-    return list(dict.fromkeys(word for word in text.split(",") if word))
-
-
-def words_of(*known: str) -> Callable[[str], list[str]]:
-    """Return a parser of words separated by commas, for a flag that takes some of `known`."""
-
-    def parse(text: str) -> list[str]:
-        for word in words(text):
-            if word not in known:
-                raise argparse.ArgumentTypeError(
-                    f"{word!r}: choose from {', '.join(known)}, separated by commas"
-                )
-        return words(text)
-
-    return parse

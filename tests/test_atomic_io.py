@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from nsa.atomic_io import atomic_write_text, fsync_dir, no_symlink, row_json
+from nsa.atomic_io import atomic_write_text, fsync_dir, no_symlink
 from tests.monitor.records import files_no_longer_than
 
 
@@ -70,10 +69,3 @@ def test_no_file_is_written_through_a_symbolic_link(tmp_path: Path) -> None:
         file.write("text")
     assert (tmp_path / "new").read_text() == "text"
     assert not (tmp_path / "new").stat().st_mode & 0o111
-
-
-def test_json_has_one_line_per_row() -> None:
-    result = {"a": 1, "rows": [{"b": [1, 2]}, {"b": None}], "none": []}
-    text = row_json(result)
-    assert json.loads(text) == result
-    assert text.splitlines()[2:5] == [' "rows": [', '  {"b": [1, 2]},', '  {"b": null}']

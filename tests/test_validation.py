@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from types import SimpleNamespace
 
@@ -16,10 +15,7 @@ from nsa.validation import (
     one_of,
     positive_flags,
     reject_unknown_flags,
-    whole_number_list,
     whole_numbers,
-    words,
-    words_of,
 )
 
 
@@ -65,14 +61,6 @@ def test_flags_that_count_are_1_or_more() -> None:
     for value in (0, [3, 0]):
         with pytest.raises(ValueError, match=r"--seq-len 0: must be 1 or more"):
             positive_flags(SimpleNamespace(seq_len=value), "seq_len")
-
-
-def test_lists_are_separated_by_commas_without_duplicates() -> None:
-    assert whole_number_list("128,512") == [128, 512]
-    assert words("b,a,,b") == ["b", "a"]
-    assert words_of("a", "b")("b,b,a") == ["b", "a"]
-    with pytest.raises(argparse.ArgumentTypeError, match=r"'c': choose from a, b, separated by"):
-        words_of("a", "b")("a,c")
 
 
 @pytest.mark.parametrize(

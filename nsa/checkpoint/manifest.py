@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,6 @@ MANIFEST_SHAPE = {
 
 def checkpoint_name(step: int) -> str:
     return f"step{step:08d}"
-
-
-def rng_file(rank: int) -> str:
-    return f"rng_rank{rank}.pt"
 
 
 def sync_and_hash(path: Path) -> dict[str, Any]:
@@ -63,9 +58,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if match and int(match[1]) != content["step"]:
         raise ValueError(f"{MANIFEST} is that of step {content['step']}")
     names = set(content["files"])
-    missing = {STATE, *map(rng_file, range(content["ranks"]))} - names
-    if missing:
-        raise ValueError(f"{MANIFEST} does not name {min(missing)}")
+    if STATE not in names:
+        raise ValueError(f"{MANIFEST} does not name {STATE}")
     for name in sorted(names):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{MANIFEST} names {name}, outside its folder")
@@ -90,15 +84,6 @@ def find_problem(checkpoint: Path, *, hashes: bool = True) -> str | None:
         except (OSError, ValueError) as error:  # ValueError: no file can have this name
             return f"{name!r} cannot be read: {error}"
     return None
-
-
-def holds_intact(checkpoint: Path, names: Iterable[str]) -> bool:
-    """Return whether a checkpoint holds these files as they were saved."""
-    try:
-        files = read_manifest(checkpoint)["files"]
-        return all(_sha256(checkpoint / name) == files[name]["sha256"] for name in names)
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

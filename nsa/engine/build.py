@@ -17,7 +17,7 @@ from nsa.checkpoint.weights import read_weights, set_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.gradient_check import check_gradients
 from nsa.engine.loss_guard import skip_nonfinite_steps
-from nsa.engine.zero_mode import has_muon, zero_mode
+from nsa.engine.zero_mode import has_muon
 from nsa.model import LanguageModel
 from nsa.model.compile import compile_blocks
 from nsa.model.sequence_parallel import SequenceParallel
@@ -107,14 +107,14 @@ def build_engine(
     ds_config: dict[str, Any],
     device: torch.device,
     weights: Path | None = None,
-) -> tuple[Any, list[str]]:
-    """Return DeepSpeed's engine and notes; raise ValueError if the gradient check fails."""
+) -> Any:
+    """Return DeepSpeed's engine; raise ValueError if the gradient check fails."""
     model = build_model(config, device, weights)
     tokens = torch.randint(config.model.vocab_size, (1, check_length(config)), device=device)
-    notes = check_gradients(model, tokens, zero_mode(ds_config))
+    check_gradients(model, tokens)
     if config.train.compile:
         compile_blocks(model)
-    return initialise(model, config, ds_config), notes
+    return initialise(model, config, ds_config)
 
 
 def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from nsa.engine.load_run import dataset_vocabulary, read_config
 from nsa.engine.planner_inputs import resolve_auto, resolved_zero
 from nsa.engine.resolve import read_saved_config, resolve_config, scaled_warmup, walk
 from nsa.engine.resume import find_initial_weights
-from nsa.engine.run_dir import choose_run_dir, find_saved_settings
+from nsa.engine.run_dir import choose_run_dir, find_saved
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
 from nsa.engine.zero_mode import has_muon
@@ -77,7 +77,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     """Resolve and validate the flags, without a process group; raise ValueError on a mistake."""
     profile, notes = _choose_profile(flags.profile)
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
-    saved = find_saved_settings(run_dir) if flags.resume else None
+    checkpoint, saved, more = find_saved(run_dir) if flags.resume else (None, None, [])
     if saved is not None:
         base, withdrawn = read_saved_config(saved / "config.yaml")
         profile, notes = _saved_profile(run_dir, profile, flags.profile)
@@ -86,6 +86,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         base = recipe.profiles[profile]()
         if recipe.model_of_start:
             base = with_model_of_start(base, resolve_config(base, flags.config, flags.set))
+    notes += more
     overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
     config = resolve_config(base, flags.config, overrides)
     vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
@@ -141,6 +142,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         ds_config=ds_config,
         run_dir=run_dir,
         resume=flags.resume,
+        checkpoint=checkpoint,
         resumed_config=None if saved is None else base,
         data_changed=any(map(_determines_data, changes)),
         stop_step=stop_step,

@@ -123,7 +123,7 @@ class RunConfig:
                 f"{self.train.steps}, so no weight but the selector's is trained; lower it"
             )
         if self.train.switch_step:
-            if not self._can_start_dense():
+            if not attention.can_rank:
                 raise ValueError(
                     f"train.dense_steps = {self.train.dense_steps}: needs an index, or the keys "
                     "and values of three branches; set model.attention.kind=nsa, branches=sel or "
@@ -167,7 +167,8 @@ class RunConfig:
         train = self.train
         if train.dense_steps != AUTO:
             return self
-        usable = self._can_start_dense() and self.model.attention.selector_loss > 0
+        attention = self.model.attention
+        usable = attention.can_rank and attention.selector_loss > 0
         fresh = train.start_from is None and not train.selector_steps
         steps = train.steps // 2 if usable and fresh and train.steps >= SHORT_RUN else 0
         return replace(self, train=replace(train, dense_steps=steps))
@@ -183,7 +184,3 @@ class RunConfig:
             f"model.attention.spec.select_top = {top}, so every query selects all of its blocks; "
             f"set data.seq_len above {top * attention.spec.select_len}, or lower select_top"
         )
-
-    def _can_start_dense(self) -> bool:
-        attention = self.model.attention
-        return attention.can_rank

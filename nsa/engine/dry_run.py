@@ -32,12 +32,12 @@ def dry_run(request: RunRequest) -> None:
     weights = find_initial_weights(config)
     # A tracker would begin a run, or write into the working directory.
     ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
-    engine, notes = build_engine(config, ds_config, device, weights)
+    engine = build_engine(config, ds_config, device, weights)
     teacher = None if stored is None else load_teacher(stored, config, engine.module, device)
     shape = (config.train.rows, config.data.seq_len // config.train.sequence_parallel)
     tokens_per_step = config.tokens_per_step(ranks.world_size)
     if ranks.rank == 0:
-        for note in [*request.notes, *notes, *data_notes]:
+        for note in [*request.notes, *data_notes]:
             print(note)
         print(f"# configuration ({request.profile})\n{to_yaml(config)}")
         print(f"# DeepSpeed\n{json.dumps(request.ds_config, indent=2)}\n")

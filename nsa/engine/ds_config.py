@@ -10,24 +10,22 @@ import json
 from collections.abc import Iterator
 from copy import deepcopy
 from importlib.util import find_spec
-from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from pydantic import ValidationError
 
-from nsa.engine.config import AUTO, RunConfig
-from nsa.engine.ds_keys import MODELS, OF_MUON, key_error
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_keys import MODELS, key_problems, known_keys
 from nsa.engine.resolve import walk
-from nsa.engine.zero_mode import ZeroMode, block_of, has_muon, zero_mode
+from nsa.engine.zero_mode import block_of, zero_mode
 from nsa.untrusted import matches, parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
-# With train.micro_batch = auto no number in the JSON is right.
-MEASURED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OWNED_FIELDS = {  # DeepSpeed key: the field of `train` that sets it
     "train_micro_batch_size_per_gpu": "micro_batch",
     "gradient_accumulation_steps": "accumulation",
@@ -37,7 +35,7 @@ OWNED_FIELDS = {  # DeepSpeed key: the field of `train` that sets it
 }
 DEFAULTS = {"optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8}
 
-Owned = dict[str, tuple[Any, str]]  # DeepSpeed key: the recipe's value; what sets it, and the fix
+Owned = dict[str, tuple[Any, str]]  # DeepSpeed key: the recipe's value, and what sets it
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
@@ -48,6 +46,9 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
             object_pairs_hook=_refuse_duplicates,
             parse_constant=_refuse_constant,
         )
+        if not isinstance(raw, dict):
+            raise ValueError(f"holds {_as_json(raw)}; write an object: {{…}}")
+        return raw
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}; "
@@ -58,9 +59,6 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {reason}; name a JSON file") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: holds {_as_json(raw)}; write an object: {{…}}")
-    return raw
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,32 +87,26 @@ def resolve_ds_config(
     """Check `raw` and return the dictionary for `deepspeed.initialize`.
 
     Raises a ValueError with a line for every key that DeepSpeed would ignore or refuse, or that
-    contradicts the recipe: key, value and fix. DeepSpeed's own refusals follow once these are
-    fixed.
+    contradicts the recipe: key, value and fix. What depends on the other keys is checked once these
+    are fixed, and DeepSpeed's own refusals follow.
     """
     owned = owned_values(config, world_size)
+    problems: dict[str, str] = {}
+    for path, problem in _key_and_value_problems(raw, owned):
+        if not any(path.startswith(f"{parent}.") for parent in problems):
+            problems.setdefault(path, problem)
     resolved = _fill(raw, owned)
-    present, problems = dict(walk(raw)), dict[str, str]()
-    for path, problem in _problems(raw, resolved, config, owned):
-        parents = accumulate(path.split("."), "{}.{}".format)
-        covered = any(parent in problems for parent in parents)  # one line for a block
-        if path not in present:  # one line for a missing key and its misspelling
-            suggestion = f'{path.rpartition(".")[2]}"?'
-            covered |= any(suggestion in problem for problem in problems.values())
-        if not covered:
-            problems[path] = problem
+    problems = problems or dict(_mode_problems(resolved))
     if not problems:
-        mode = zero_mode(resolved)
-        if mode.buckets:
+        if zero_mode(resolved).buckets:
             resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
         resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
         problems = dict(_refused_values(resolved, source))
-    if len(problems) == 1:
-        [(path, problem)] = problems.items()
-        raise ValueError(f"{_at(raw, path)} in {source}{problem}")
-    if problems:
-        lines = [f"\n  {_at(raw, path)}{problem}" for path, problem in problems.items()]
-        raise ValueError(f"{source}: {len(lines)} keys to change:{''.join(lines)}")
+    lines = [f"{_at(raw, path)}{problem}" for path, problem in problems.items()]
+    if len(lines) == 1:
+        raise ValueError(f"{source}: {lines[0]}")
+    if lines:
+        raise ValueError("\n  ".join([f"{source}: {len(lines)} keys to change:", *lines]))
     return resolved
 
 
@@ -126,36 +118,25 @@ def summary_line(resolved: dict[str, Any], world_size: int) -> str:
         overlap = "overlapped" if mode.overlap else "not overlapped"
         parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
     parts += ["Muon"] * mode.muon
-    parts += [f"offload to {device}" for device in sorted(mode.devices - {"none"})]
+    parts += ["offloaded"] * mode.offload
     batch, ranks = resolved["train_batch_size"], "rank" if world_size == 1 else "ranks"
     return f"ok: {', '.join(parts)}, {batch} sequences per step on {world_size} {ranks}"
 
 
 def owned_values(config: RunConfig, world_size: int) -> Owned:
     """Return the keys that the recipe sets; in the JSON they are "auto", equal or absent."""
-    train, measured = config.train, config.train.micro_batch == AUTO
-    batch = train.rows * train.accumulation * world_size
-    names, factors = "train.micro_batch × train.accumulation", f"{train.micro_batch} × "
-    if measured:
-        names, factors = "train.accumulation", ""
-    product = f"{names} × ranks = {factors}{train.accumulation} × {world_size} = {batch}"
-    owned: Owned = {"train_batch_size": (batch, _conflict(product, "one of them"))}
+    train = config.train
+    factors = (train.rows, train.accumulation, world_size)
+    product = f"{' × '.join(map(str, factors))} = {prod(factors)}"
+    names = "train.micro_batch × train.accumulation × ranks"
+    owned: Owned = {"train_batch_size": (prod(factors), f"{names} = {product}")}
     for key, name in OWNED_FIELDS.items():
         value = train.rows if name == "micro_batch" else getattr(train, name)
-        conflict = _conflict(f"train.{name} = {value}", f"train.{name}")
-        if measured and key in MEASURED:
-            settings = "train.micro_batch and train.accumulation"
-            conflict = _conflict(f"train.micro_batch = {AUTO} sets it", settings)
-        owned[key] = value, conflict
+        owned[key] = value, f"train.{name} = {getattr(train, name)}"
     for precision in ("bf16", "fp16"):
         enabled = train.precision == precision
-        origin = f"train.precision = {train.precision!r} sets it to {_as_json(enabled)}"
-        owned[f"{precision}.enabled"] = enabled, _conflict(origin, "train.precision")
+        owned[f"{precision}.enabled"] = enabled, f"train.precision = {train.precision!r}"
     return owned
-
-
-def _conflict(origin: str, settings: str) -> str:
-    return f', but {origin}; write "auto" in the JSON or set {settings} to match'
 
 
 def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
@@ -167,19 +148,16 @@ def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _problems(
-    raw: dict[str, Any], resolved: dict[str, Any], config: RunConfig, owned: Owned
-) -> Iterator[tuple[str, str]]:
+def _key_and_value_problems(raw: dict[str, Any], owned: Owned) -> Iterator[tuple[str, str]]:
     """Yield the path of each key to change, and why and how; a path may come more than once."""
+    for path, problem in key_problems(raw, known_keys()):
+        yield path, f": {problem}"
     for path, value in walk(raw):
-        if error := key_error(path, value):
-            yield path, f": {error}"
         if path in owned:
-            expected, conflict = owned[path]
+            expected, origin = owned[path]
             same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
-            measured = config.train.micro_batch == AUTO and path in MEASURED
-            if value != "auto" and (measured or not same):
-                yield path, conflict
+            if value != "auto" and not same:
+                yield path, f', but {origin}; write "auto", or set the recipe\'s to match'
         elif value == "auto" and path not in DEFAULTS:
             yield path, ': only what the recipe sets may be "auto"; write a value or remove it'
     every = raw.get("steps_per_print")
@@ -194,13 +172,6 @@ def _problems(
                 f": needs the package {package}, which is not installed; pip install "
                 f"'nsa-m7c[{name}]', or remove the block",
             )
-    stage = block_of(raw, "zero_optimization").get("stage")
-    if "zero_optimization" not in raw:
-        yield "zero_optimization", '; write a block: "zero_optimization": {…}'
-    elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        yield "zero_optimization.stage", ": write 0, 1, 2 or 3"
-    else:
-        yield from _mode_problems(zero_mode(resolved))
 
 
 def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -218,16 +189,17 @@ def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if params.get("torch_adam") is not True:
         yield (
             "optimizer.params.torch_adam",
-            ': DeepSpeed would compile its Adam at the first start; write "torch_adam": true'
-            + ("" if has_muon({"optimizer": block}) else ', and "fused": true for speed'),
+            ': DeepSpeed would compile its Adam at the first start; write "torch_adam": true',
         )
-    for name in OF_MUON:
-        if name in params and not has_muon({"optimizer": block}):
-            yield f"optimizer.params.{name}", ": only Muon reads it; remove it"
 
 
-def _mode_problems(mode: ZeroMode) -> Iterator[tuple[str, str]]:
+def _mode_problems(resolved: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what this stage and precision would train otherwise than the config says."""
+    stage = block_of(resolved, "zero_optimization").get("stage")
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        yield "zero_optimization.stage", ": write 0, 1, 2 or 3"
+        return
+    mode = zero_mode(resolved)
     allowed = {mode.precision} if mode.stage == 0 else {mode.precision, "fp32"}
     if mode.accumulation not in allowed:
         yield (

@@ -7,6 +7,7 @@ recording the keys that its parser looks up.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args
@@ -21,8 +22,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 
-from nsa.engine.resolve import walk
-
 MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,
     "bf16": DeepSpeedBF16Config,
@@ -35,9 +34,14 @@ MODELS: dict[str, type[BaseModel]] = {
 }
 WITHOUT_MODEL = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
 OF_MUON = ("muon_lr", "momentum", "ns_method")
+OTHER_WAYS = (
+    *("autotuning", "compile", "data_efficiency", "expert_parallel", "hybrid_engine"),
+    *("pipeline", "tensor_parallel", "weight_quantization", "zero_optimization.zenflow"),
+)
 
-# Keys that would change the numbers or lose data why, and what to do.
+# Keys that would change the numbers or lose data: why, and what to do.
 REFUSED = {
+    "bfloat16": 'write "bf16"',
     "scheduler": "the recipe sets the learning rate; remove it and set train.learning_rate, "
     "train.min_learning_rate and train.warmup_steps",
     "torch_autocast": "the recipe sets the precision; remove it and set train.precision",
@@ -48,42 +52,34 @@ REFUSED = {
     "checkpoint.load_universal": "remove it; use --resume --universal",
     "zero_optimization.elastic_checkpoint": "remove it; use --resume --universal",
     "tensorboard": "remove it and set monitor.tensorboard",
+    **dict.fromkeys(
+        OTHER_WAYS,
+        "it starts another way of training, which the recipe does not support; remove it",
+    ),
 }
-OTHER_WAYS = (
-    *("autotuning", "compile", "data_efficiency", "expert_parallel", "hybrid_engine"),
-    *("pipeline", "tensor_parallel", "weight_quantization", "zero_optimization.zenflow"),
-)
-REFUSED |= dict.fromkeys(
-    OTHER_WAYS, "it starts another way of training, which the recipe does not support; remove it"
-)
 
 
-def key_error(path: str, value: Any) -> str | None:
-    """Return the problem with a key or its value's type, and the fix; None if valid."""
-    if path in REFUSED:
-        return REFUSED[path]
-    if path in renamed_keys():
-        return f'this is an old name; write "{renamed_keys()[path]}"'
-    *parents, name = path.split(".")
-    siblings = known_keys()
-    for parent in parents:
-        nested = siblings.get(parent) or {}
-        if not isinstance(nested, dict):
-            return f"{parent} is a single value, not a block; write a value"
-        siblings = nested
-    if name in siblings:
-        if isinstance(siblings[name], dict) and not isinstance(value, dict):
-            return "this is a block; write an object: {…}"
-        if isinstance(siblings[name], bool) and not isinstance(value, bool) and value != "auto":
-            return "this is a switch; write true or false"
-        return None
-    if not siblings:  # inside a block that is refused as a whole
-        return None
-    paths = [known for known, _ in walk(known_keys())]
-    near = [known for known in paths if known.split(".")[-1] == name]
-    near = near if len(near) == 1 else get_close_matches(name.lower(), siblings, 1, 0.6)
-    fix = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
-    return f"DeepSpeed {deepspeed.__version__} has no such key; {fix}"
+def key_problems(
+    block: dict[str, Any], known: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield the path of each key that is refused or unknown or no block, and why and the fix."""
+    for key, value in block.items():
+        path = f"{prefix}{key}"
+        if path in REFUSED:
+            yield path, REFUSED[path]
+        elif key not in known:
+            near = get_close_matches(key.lower(), known, 1)
+            fix = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
+            yield path, f"DeepSpeed {deepspeed.__version__} has no such key; {fix}"
+        elif isinstance(known[key], dict):
+            if isinstance(value, dict):
+                yield from key_problems(value, known[key], f"{path}.")
+            else:
+                yield path, "this is a block; write an object: {…}"
+        elif isinstance(value, dict):
+            yield path, "this is a single value, not a block; write a value"
+        elif isinstance(known[key], bool) and not isinstance(value, bool) and value != "auto":
+            yield path, "this is a switch; write true or false"
 
 
 class _Recorder(dict[str, Any]):
@@ -129,30 +125,13 @@ def known_keys() -> dict[str, Any]:
     return {name: nested for name, nested in known.items() if name not in removed}
 
 
-@cache
-def renamed_keys() -> dict[str, str]:
-    """Return deprecated keys and their replacements."""
-    renamed = {"bfloat16": "bf16"}
-    for path, model in MODELS.items():
-        for name, field in model.model_fields.items():
-            new = _replacement(field) or field.alias
-            if new:
-                alias = getattr(model.model_fields.get(new), "alias", None)
-                renamed[f"{path}.{name}"] = alias or new
-    return renamed
-
-
 def _fields(model: type[BaseModel]) -> dict[str, Any]:
     """Return the fields of a pydantic model, nested models included, without deprecated ones."""
     names: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        if not _replacement(field):
+        extra: Any = field.json_schema_extra or {}
+        if not extra.get("deprecated"):
             types = [field.annotation, *get_args(field.annotation)]
             nested = [t for t in types if isinstance(t, type) and issubclass(t, BaseModel)]
             names[field.alias or name] = _fields(nested[0]) if nested else None
     return names
-
-
-def _replacement(field: Any) -> str:
-    extra = field.json_schema_extra or {}
-    return str(extra["new_param"]) if extra.get("deprecated") else ""

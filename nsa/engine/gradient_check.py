@@ -12,18 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nsa.engine.zero_mode import ZeroMode
-
 TWICE = "gets its gradient more than once in one backward pass"
 FIX_TWICE = (
-    "use model.activation_checkpointing=non_reentrant (or none, selective), move the parameter out "
-    "of the checkpointed segments, or use ds_configs/zero1_pcie.json, which tolerates it"
+    "use model.activation_checkpointing=non_reentrant (or none, selective), or move the parameter "
+    "out of the checkpointed segments"
 )
 MISSING = "gets no gradient on some rank"
-FIX_MISSING = (
-    "make the loss depend on every parameter for any input, or use ds_configs/zero0_debug.json, "
-    "which tolerates it"
-)
+FIX_MISSING = "make the loss depend on every parameter for any input"
 
 
 def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> tuple[list[str], list[str]]:
@@ -54,18 +49,10 @@ def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> tuple[list[s
     )
 
 
-def check_gradients(model: nn.Module, input_ids: torch.Tensor, mode: ZeroMode) -> list[str]:
-    """Raise a ValueError for irregular gradients that are not tolerated; return notes on others."""
+def check_gradients(model: nn.Module, input_ids: torch.Tensor) -> None:
+    """Raise a ValueError that names a parameter with several gradients, or none on some rank."""
     twice, missing = inspect_gradients(model, input_ids)
-    notes = []
-    for names, tolerated, problem, fix in (
-        (twice, mode.tolerates_twice, TWICE, FIX_TWICE),
-        (missing, mode.tolerates_missing, MISSING, FIX_MISSING),
-    ):
+    for names, problem, fix in ((twice, TWICE, FIX_TWICE), (missing, MISSING, FIX_MISSING)):
         if names:
             others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            message = f"parameter {names[0]}{others} {problem}"
-            if not tolerated:
-                raise ValueError(f"{message}; {fix}")
-            notes.append(f"{message}; the DeepSpeed config tolerates it")
-    return notes
+            raise ValueError(f"parameter {names[0]}{others} {problem}; {fix}")

@@ -321,8 +321,7 @@ def _save(run: Run, required: bool = True) -> None:
         run.telemetry.enter("save")
         try:
             with run.throughput.paused():
-                rank_state = {"feed": run.loader_state, "guard": run.guard.state()}
-                run.saver.save(run.state.step, asdict(run.state), rank_state)
+                run.saver.save(run.state.step, asdict(run.state), {"feed": run.loader_state})
             run.saved_step = run.state.step
         except SaveFailed as error:
             if required:

@@ -66,16 +66,6 @@ class LossGuard:
         self._counts.zero_()
         return counts
 
-    def state(self) -> dict[str, Any]:
-        recent = [None if math.isnan(loss) else loss for loss in self._recent.tolist()]
-        return {"recent": recent, "seen": self._seen}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        recent = [math.nan if loss is None else loss for loss in state["recent"]]
-        self._recent.copy_(torch.tensor((recent + [math.nan] * WINDOW)[:WINDOW]))
-        self._seen = state["seen"]
-        self._counts.zero_()
-
 
 def skip_nonfinite_steps(optimizer: torch.optim.Optimizer) -> None:
     """Make a torch optimizer skip steps with NaN or inf gradients, as DeepSpeed's optimizers do.

@@ -30,7 +30,9 @@ def resolve_auto(
         if mode == "auto":
             mode, mode_notes = "none", ["activation checkpointing: none (there is no GPU)"]
     else:
-        model, modes = model_of(config), modes_of(config)
+        model = model_of(config)
+        # The fastest first. Compiling fuses the operators that `selective` saves.
+        modes = [mode for mode in MODES if not (config.train.compile and mode == "selective")]
         if measures:
             batch, notes = select_micro_batch(model, zero, batch, gpu_memory, ranks, modes)
         mode, mode_notes = select_checkpointing(model, zero, batch, gpu_memory, ranks, modes)
@@ -39,12 +41,6 @@ def resolve_auto(
         train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     model_config = replace(config.model, activation_checkpointing=mode)
     return replace(config, train=train, model=model_config), notes, mode_notes
-
-
-def modes_of(config: RunConfig) -> list[str]:
-    """Return the checkpointing modes that `auto` may take, the fastest first."""
-    # Compiling fuses the operators that `selective` saves.
-    return [mode for mode in MODES if not (config.train.compile and mode == "selective")]
 
 
 def model_of(config: RunConfig) -> Model:
@@ -98,6 +94,6 @@ def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
         bucket=int(zero.get("reduce_bucket_size", 0)) if mode.stage else 0,
         overlap=mode.overlap,
         muon=mode.muon,
-        offload=bool(mode.devices - {"none"}),
+        offload=mode.offload,
         **stage_3,
     )

@@ -178,9 +178,7 @@ def _merge(
             continue
         check_setting(name, value, source)
         if key not in tree:
-            raise ValueError(
-                f"{source}: there is no setting {name!r}; {_hint(tree, key, value, path)}"
-            )
+            raise ValueError(f"{source}: there is no setting {name!r}; {_hint(tree, key, path)}")
         elif isinstance(tree[key], dict) and name not in MAPPINGS:
             _merge(tree[key], value, source, given, name)
         else:
@@ -188,35 +186,19 @@ def _merge(
             given.add(name)
 
 
-def _hint(tree: dict[str, Any], key: Any, value: Any, path: str) -> str:
-    """Return what to write instead of an unknown key of this section.
-
-    `value` continues the path in `atention.spec.window=64`: {spec: {window: 64}}.
-    """
-    parts = [str(key)]
-    while isinstance(value, dict) and len(value) == 1:
-        [(part, value)] = value.items()
-        parts.append(str(part))
-    for part in reversed(parts):
-        if near := _near(part, path):
-            return f"did you mean {' or '.join(near)}?"
-    names = [*tree, "attention"] if not path else tree
-    return f"choose one of {', '.join(f'{path}.{known}'.strip('.') for known in names)}"
-
-
-def _near(key: str, path: str) -> list[str]:
-    """Return the settings whose last name is `key` or like it, those in section `path` if any."""
+def _hint(tree: dict[str, Any], key: Any, path: str) -> str:
+    """Return what to write instead of an unknown key of section `path`."""
 
     def plain(name: str) -> str:
         return name.rpartition(".")[2].replace("_", "").lower()
 
     settings = ["attention", *(name for name, _ in walk(asdict(RunConfig())))]
-    near = [name for name in settings if plain(name) == plain(key)]
-    if not near:
-        close = get_close_matches(plain(key), {plain(name): None for name in settings}, n=1)
-        near = [name for name in settings if plain(name) in close]
-    direct = [name for name in near if name.rpartition(".")[0] == path]
-    return direct or [name for name in near if name.startswith(f"{path}.")] or near
+    close = get_close_matches(plain(str(key)), {plain(name): None for name in settings}, n=1)
+    near = [name for name in settings if plain(name) in close]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    names = [*tree, "attention"] if not path else tree
+    return f"choose one of {', '.join(f'{path}.{known}'.strip('.') for known in names)}"
 
 
 def _build(cls: type, tree: dict[str, Any], path: str) -> Any:

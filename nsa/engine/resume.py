@@ -14,7 +14,6 @@ from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.ds_config import load_ds_config
 from nsa.engine.process_group import Ranks
-from nsa.engine.run_dir import refuse_other_run
 from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import RankProcess
 from nsa.engine.train_state import TrainState
@@ -29,22 +28,14 @@ READER = (  # cursors of Files, ListSource and Hub
 )
 CURSOR = {"pass": int, "block": int, "reader": (*READER, NONE), "document": int, "token": int}
 WORKER = {"rows": int, "sources": {str: CURSOR}}
-RANK_STATE = {  # shape of rank<k>.json: the loader's state and the loss guard's
-    "feed": ({"under": dict, "workers": [(WORKER, NONE)]}, NONE),
-    "guard": {"recent": [(float, NONE)], "seen": int},
-}
+LOADER_STATE = ({"under": dict, "workers": [(WORKER, NONE)]}, NONE)
 
 
-def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | None, list[str]]:
-    """Return the newest valid checkpoint and notes; raise if this run cannot load it."""
-    if not request.resume:
-        return None, []
-    path, notes = checkpoint.newest_valid(request.run_dir / "checkpoints")
-    notes = [f"skipped: {note}" for note in notes]  # damaged checkpoints
+def read_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | None, list[str]]:
+    """Return the state of the checkpoint to resume from and notes; raise if it cannot be loaded."""
+    path, notes = request.checkpoint, list[str]()
     if path is None:
-        none = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
-        return None, [*notes, f"--resume: {none}; starting at step 0"]
-    refuse_other_run(request.run_dir, path)
+        return None, notes
     saved = checkpoint.read_state_file(path)
     ranks = saved.topology.ranks
     required = Topology(
@@ -53,8 +44,6 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | 
         ranks=ranks if request.universal else world_size,
     )
     check_loadable(path, saved.topology, required)
-    if notes:
-        notes.append(f"resuming from {path.name}")
     if (path / "ds_config.json").exists():  # a universal checkpoint has none
         before = zero_mode(load_ds_config(path / "ds_config.json")).stage
         after = request.zero_stage
@@ -94,10 +83,9 @@ def read_state(saved: SavedState, ranks: Ranks) -> tuple[TrainState, dict[str, A
     rank_state: dict[str, Any] = {}
     if saved.topology.ranks == ranks.world_size:
         rank_state = checkpoint.read_rank_state(saved.checkpoint, ranks.rank) or {}
-    for name, shape in RANK_STATE.items():
-        if name in rank_state and not matches(rank_state[name], shape):
-            file = saved.checkpoint / f"rank{ranks.rank}.json"
-            raise ValueError(f"{file}: {name} is not valid; use another checkpoint")
+    if not matches(rank_state.get("feed"), LOADER_STATE):
+        file = saved.checkpoint / f"rank{ranks.rank}.json"
+        raise ValueError(f"{file}: feed is not valid; use another checkpoint")
     return _train_state(saved), rank_state
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nsa.atomic_io import atomic_write_text, no_symlink
-from nsa.checkpoint.manifest import holds_intact, list_checkpoints, read_manifest
+from nsa.checkpoint.manifest import newest_valid, read_manifest
 from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest
@@ -90,19 +90,25 @@ def _refused_if_unusable(run_dir: Path) -> Iterator[None]:
         ) from None
 
 
-def find_saved_settings(run_dir: Path) -> Path | None:
-    """Return the folder with the config.yaml and ds_config.json that a resumed run continues with.
+def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
+    """Return what a resumed run continues with: checkpoint, folder of its settings, and notes.
 
-    That is the newest checkpoint with both intact. Before the first one, and for checkpoints of
-    earlier versions, it is the run's folder, or None without a config.yaml.
+    The checkpoint is the newest valid one, None before the first. It holds the settings. Without
+    them, as in checkpoints of earlier versions, they are those in the run's folder, if any.
     """
-    for path in list_checkpoints(run_dir / "checkpoints"):
-        if holds_intact(path, CONFIG_FILES):
-            refuse_other_run(run_dir, path)
-            return path
+    path, damaged = newest_valid(run_dir / "checkpoints")
+    notes = [f"skipped: {note}" for note in damaged]
+    if path is None:
+        none = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
+        notes.append(f"--resume: {none}; starting at step 0")
+    else:
+        _refuse_other_run(run_dir, path)
+        notes += [f"resuming from {path.name}"] * bool(notes)
+        if all((path / name).exists() for name in CONFIG_FILES):
+            return path, path, notes
     file = run_dir / CONFIG_FILES[0]
     if not file.exists():
-        return None
+        return path, None, notes
     try:
         sections = parse_yaml(read_text(file))
     except (OSError, ValueError):
@@ -113,7 +119,7 @@ def find_saved_settings(run_dir: Path) -> Path | None:
                 f"--resume: {file} is incomplete: it lacks the section {field.name}; restore it, "
                 "or start a fresh run in another folder"
             )
-    return run_dir
+    return path, run_dir, notes
 
 
 def read_run_id(run_dir: Path) -> str | None:
@@ -122,7 +128,7 @@ def read_run_id(run_dir: Path) -> str | None:
     return run_id if isinstance(run_id, str) else None
 
 
-def refuse_other_run(run_dir: Path, checkpoint: Path) -> None:
+def _refuse_other_run(run_dir: Path, checkpoint: Path) -> None:
     """Raise a ValueError if another run saved this checkpoint: it would replace the run's settings.
 
     Checkpoints of earlier versions do not name their run.
@@ -136,22 +142,15 @@ def refuse_other_run(run_dir: Path, checkpoint: Path) -> None:
         )
 
 
-def record_run(
-    request: RunRequest,
-    hosts: list[str],
-    kernel_check: list[dict[str, Any]],
-    checkpoint: Path | None,
-) -> str:
+def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[str, Any]]) -> str:
     """Write config.yaml, ds_config.json and env.json; return the run's id.
 
-    `hosts` are in the order of the ranks, `kernel_check` has a row per operation of rank 0. A run
-    resumed from `checkpoint` keeps its id.
+    `hosts` are in the order of the ranks, `kernel_check` has a row per operation of rank 0. A
+    resumed run keeps its id.
     """
-    run_id = None
-    if request.resume:
-        run_id = read_run_id(request.run_dir)
-        if run_id is None and checkpoint is not None:
-            run_id = read_manifest(checkpoint).get("run")
+    run_id = read_run_id(request.run_dir) if request.resume else None
+    if run_id is None and request.checkpoint is not None:
+        run_id = read_manifest(request.checkpoint).get("run")
     run_id = run_id or secrets.token_hex(8)
     from nsa.monitor.environment import write_env
 

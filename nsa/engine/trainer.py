@@ -77,7 +77,7 @@ def prepare(run: Run) -> None:
     request, ranks = run.request, run.ranks
     if run.lock is not None:
         trial_commit(request.run_dir)
-    run.resume_from, notes = resume.find_checkpoint(request, ranks.world_size)
+    run.resume_from, notes = resume.read_checkpoint(request, ranks.world_size)
     run.notes += notes
     run.state, run.rank_state = TrainState(), {}
     if run.resume_from is not None:
@@ -129,8 +129,9 @@ def build(run: Run) -> None:
     check_tokenizer(run.stored_teacher, config, fingerprint)
     run.device = start_ranks(run.ranks)
     run.collectives = CpuCollectives(config.data.timeout * config.train.accumulation)
-    path = None if run.resume_from is None else run.resume_from.checkpoint
-    run_dir, run.processes = resume.agree_on_run(run.collectives, run.request.run_dir, path)
+    run_dir, run.processes = resume.agree_on_run(
+        run.collectives, run.request.run_dir, run.request.checkpoint
+    )
     request = run.request = replace(run.request, run_dir=run_dir)
     run.telemetry = RankTelemetry(request, run.ranks, run.state)
     checks = rank_checks(
@@ -151,9 +152,8 @@ def build(run: Run) -> None:
     ds_config = request.ds_config | trackers(request)
     if run.ranks.rank == 0:
         warn(f"gradient check: one backward pass of {check_length(config)} tokens")
-    run.engine, gradient_notes = build_engine(config, ds_config, run.device, run.weights)
-    detail = "; ".join(gradient_notes) or "one gradient for each parameter on every rank"
-    checks.append(Check("gradient check", OK, detail))
+    run.engine = build_engine(config, ds_config, run.device, run.weights)
+    checks.append(Check("gradient check", OK, "one gradient for each parameter on every rank"))
     if run.stored_teacher is not None:
         run.teacher = load_teacher(run.stored_teacher, config, run.engine.module, run.device)
         run.notes.append(f"teacher: {run.stored_teacher.weights_folder}")
@@ -163,14 +163,14 @@ def build(run: Run) -> None:
     passed_gate = preflight(checks)
     if run.ranks.rank == 0:
         hosts = [process.host for process in run.processes]
-        run.run_id = record_run(request, hosts, kernel_rows, path)
+        run.run_id = record_run(request, hosts, kernel_rows)
         record_result(run_dir, passed_gate)
     dist.barrier()
     if request.stop_step == 0:  # --until preflight
         run.notes += [*lines(checks), passed_gate.summary]
     else:
         run.notes += lines([check for check in checks if check.status == "warn"])
-    run.notes += [*gradient_notes, *run.data.notes]
+    run.notes += run.data.notes
     _create_parts(run)
 
 
@@ -208,8 +208,6 @@ def _create_parts(run: Run) -> None:
     if rank == 0:
         run.telemetry.report_dtypes(run.engine, request.run_dir / "dtypes.txt")
     run.guard = LossGuard(config.train, device)
-    if "guard" in run.rank_state:
-        run.guard.restore(run.rank_state["guard"])
     run.shutdown = ShutdownMonitor(request.time_limit)
     run.gates = schedule(config.monitor.ladder, config.train.steps)
     layers = run.engine.module.sparse_layers() if config.monitor.health and rank == 0 else {}

@@ -21,34 +21,19 @@ class ZeroMode:
     precision: str  # "bf16", "fp16" or "fp32"
     accumulation: str  # dtype of accumulated gradients
     overlap: bool  # reduction during the backward pass
-    devices: frozenset[str]  # offload targets of optimizer and parameters
+    offload: bool  # of optimizer or parameters, to the CPU or NVMe
     muon: bool  # for matrices, instead of AdamW
 
     @property
     def bf16_optimizer(self) -> bool:
         """Whether BF16_Optimizer runs: stage 1, bf16 weights, fp32 accumulation."""
         mode = (self.stage, self.precision, self.accumulation)
-        return mode == (1, "bf16", "fp32") and "cpu" not in self.devices
+        return mode == (1, "bf16", "fp32") and not self.offload
 
     @property
     def buckets(self) -> bool:
         """Whether gradients are reduced in buckets of `reduce_bucket_size` elements."""
         return self.stage > 0 and not self.bf16_optimizer
-
-    # Measured with DeepSpeed 0.19.8 on two ranks.
-    @property
-    def tolerates_twice(self) -> bool:
-        """Whether a gradient may arrive twice: not if buckets are reduced before the pass ends."""
-        return not self.buckets or (self.stage == 1 and not self.overlap)
-
-    @property
-    def tolerates_missing(self) -> bool:
-        """Whether a gradient may be missing on a rank: stage 0 fills in zeros.
-
-        Elsewhere ranks reduce different tensors, and BF16_Optimizer computes different norms: ranks
-        clip differently and may disagree about skipping a step.
-        """
-        return self.stage == 0
 
 
 def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
@@ -67,7 +52,7 @@ def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
         precision=precision,
         accumulation=accumulation,
         overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
-        devices=frozenset(str(block["device"]) for block in offloads if "device" in block),
+        offload=any(block.get("device", "none") != "none" for block in offloads),
         muon=has_muon(resolved),
     )
 

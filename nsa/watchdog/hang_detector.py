@@ -58,7 +58,6 @@ class HangDetector:
         self.limits = WatchConfig()
         self.folder = folder
         self._disk_ok_since = float("-inf")  # since then, no hang of the disk and no refused write
-        self._is_writable = True
         self._suspected_at: float | None = None  # since then, each check has found a hanging rank
         self._file_versions: dict[str, tuple[int, int]] = {}
         self._has_collapsed = False  # was reported and has not ended
@@ -82,7 +81,7 @@ class HangDetector:
         return FolderState(beats, report, messages)
 
     def find_hang(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> HangReport | None:
-        """Report the first running rank above its limit, unless the disk takes no writes.
+        """Report the rank that is above its limit for longest, unless the disk takes no writes.
 
         `beats`: the last heartbeats; `now`: the time before they were read, so that a slow read
         does not count as silence. A disk that has just hung or been full holds old heartbeats: a
@@ -90,7 +89,8 @@ class HangDetector:
         """
         if self._has_changed("config.yaml"):
             self._read_limits()
-        report = next(filter(None, (self._check_rank(rank, beats, now) for rank in beats)), None)
+        reports = [self._check_rank(rank, beat, now) for rank, beat in beats.items()]
+        report = max(filter(None, reports), key=lambda report: report.seconds or 0, default=None)
         late = min((beat["mono"] for beat in beats.values()), default=now)
         if report is not None or now - late > 3 * HEARTBEAT_SECONDS:
             self._probe_write()
@@ -121,11 +121,8 @@ class HangDetector:
             self.update_halt({"restarts": [*earlier, entry]})
         return (self.folder / "config.yaml").exists()  # else a recipe refuses --resume
 
-    def _check_rank(
-        self, rank: int, beats: Mapping[int, Mapping[str, Any]], now: float
-    ) -> HangReport | None:
+    def _check_rank(self, rank: int, beat: Mapping[str, Any], now: float) -> HangReport | None:
         """Compare a rank with its limit; time in which the disk hung or was full does not count."""
-        beat = beats[rank]
         written = max(beat["mono"], self._disk_ok_since)
         phase, step, since = beat["phase"], int(beat["step"]), beat["since"]
         silence = self.limits.silence and max(self.limits.silence, 3 * HEARTBEAT_SECONDS)
@@ -145,14 +142,6 @@ class HangDetector:
         if not limit or seconds <= limit:
             return None
         reason += f" for {seconds:.0f} s (limit monitor.watch.{setting} = {limit:g}){detail}"
-        unfinished = [other for other in beats if beats[other]["event"] != "end"]
-        slowest = max(unfinished, key=lambda n: beats[n]["since"] - beats[n]["mono"], default=rank)
-        cause = beats[slowest]
-        if slowest != rank and cause["since"] > since + HEARTBEAT_SECONDS:
-            reason += (
-                f"; rank {slowest} has been in {cause['phase']} for longer, {cause['since']:.0f} "
-                "s, and may be the cause"
-            )
         return HangReport(reason, rank, phase, step, round(seconds, 1), limit)
 
     def _probe_write(self) -> None:
@@ -162,15 +151,12 @@ class HangDetector:
             with tempfile.TemporaryFile(buffering=0, dir=self.folder) as file:
                 file.write(bytes(4096))
                 os.fsync(file.fileno())
-            self._is_writable = True
         except OSError as error:
             self._disk_ok_since = time.monotonic()
-            if self._is_writable:
-                self._messages.append(
-                    f"{self.folder} cannot be written ({error.strerror}), so missing heartbeats "
-                    "prove nothing"
-                )
-            self._is_writable = False
+            self._messages.append(
+                f"{self.folder} cannot be written ({error.strerror}), so missing heartbeats prove "
+                "nothing"
+            )
         self._record_disk_hang(start)
 
     def _record_disk_hang(self, start: float) -> bool:

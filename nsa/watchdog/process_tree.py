@@ -86,14 +86,6 @@ def wait_for(processes: Iterable[psutil.Process], seconds: float) -> bool:
     return True
 
 
-def find_writer(pid: int, heartbeats: Path) -> psutil.Process | None:
-    """Return the process with this pid if it has the file open, as only the real rank does."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return process if heartbeats in open_heartbeats(process) else None
-    return None
-
-
 def open_heartbeats(process: psutil.Process) -> list[Path]:
     """Return the heartbeat files that a process has open, without touching their disk."""
     paths = []

@@ -81,13 +81,8 @@ def update_halt(detector: HangDetector | None, **changes: Any) -> None:
 class Supervisor:
     """Watches the ranks that `launcher` starts, until all processes have ended."""
 
-    def __init__(
-        self,
-        signals: SignalState,
-        launcher: subprocess.Popen[bytes],
-        detector: HangDetector | None = None,
-    ) -> None:
-        self.detector = detector  # of the run's folder; None until it is known
+    def __init__(self, signals: SignalState, launcher: subprocess.Popen[bytes]) -> None:
+        self.detector: HangDetector | None = None  # of the run's folder; None until it is known
         self.beats: dict[int, dict[str, Any]] = {}  # newest heartbeat of each rank of this host
         self.report: HangReport | None = None  # why the run was halted
         self._processes: dict[int, psutil.Process | None] = {}  # None: it exited before it was seen
@@ -118,12 +113,11 @@ class Supervisor:
 
     def _check(self) -> None:
         """Check heartbeats and processes once; halt a hang, end what a failure left running."""
-        if not self.beats:
+        if self.detector is None:
             paths = (path for process in self._tree.running() for path in open_heartbeats(process))
             if (path := next(paths, None)) is not None:
-                if self.detector is None or self.detector.folder != path.parent:
-                    self.detector = HangDetector(path.parent)
-                self._log_once(f"watching {path.parent}")
+                self.detector = HangDetector(path.parent)
+                log(f"watching {path.parent}")
         exited = self.beats.keys() - self.running().keys()
         state = self._read_folder()  # after `exited`, so that their last heartbeats are included
         if state is not None and state.report is not None:
@@ -200,7 +194,7 @@ class Supervisor:
             self._disk_hangs = False
             return None  # it may describe the folder before the hang
         for message in state.messages:
-            log(message)
+            self._log_once(message)
         self._update_ranks(state.beats)
         return state
 

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nsa.atomic_io import atomic_write_text, row_json
+from nsa.atomic_io import atomic_write_text
 from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
 from nsa.ops.triton.configs import amd_chip
 from nsa.system import output_of, package_version
-from nsa.validation import words
+from tests.bench.formats import row_json, words
 
 Step = Callable[[], object]
 Result = dict[str, Any]

@@ -29,7 +29,6 @@ from nsa.ops import (
     select_blocks,
     selected_attention,
 )
-from nsa.validation import words_of
 from tests.bench import peers
 from tests.bench.attention import (
     FIGURES,
@@ -39,6 +38,7 @@ from tests.bench.attention import (
     measure,
     nsa_functions,
 )
+from tests.bench.formats import words_of
 from tests.bench.harness import (
     Report,
     Result,

@@ -23,7 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
-from nsa.validation import words_of
+from tests.bench.formats import words_of
 from tests.bench.harness import Report, Step, add_gpu_flags, cell, print_table, synchronize
 from tests.bench.train import Stepper, model_config, random_batch
 

@@ -24,7 +24,8 @@ import torch
 from nsa.model import LanguageModel, parameter_count
 from nsa.model.config import COMPRESSORS
 from nsa.report.markdown import table
-from nsa.validation import positive_flags, whole_number_list, words_of
+from nsa.validation import positive_flags
+from tests.bench.formats import whole_number_list, words_of
 from tests.bench.harness import Report
 from tests.bench.intervals import margin
 from tests.bench.recall_data import VALUES, needle, recall

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa.atomic_io import row_json
+from tests.bench.formats import row_json
 from tests.bench.harness import Report, Result, cell, print_table
 from tests.ops.triton.program_costs import (
     SELECTIONS,

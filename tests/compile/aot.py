@@ -11,10 +11,9 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
-from nsa.atomic_io import row_json
 from nsa.dtypes import DTYPES
 from nsa.ops.triton.configs import AMD, CHIPS
-from nsa.validation import words_of
+from tests.bench.formats import row_json, words_of
 from tests.bench.harness import Report
 from tests.compile.launches import MAX_CANDIDATES, OPERATIONS, cases, record_launches
 

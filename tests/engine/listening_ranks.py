@@ -1,13 +1,12 @@
-"""On two ranks: join the process group, and print the addresses on which the process listens.
+"""On two ranks: join the process group and print, where the user set nothing, what follows.
 
-With the argument `cache`: print the folder from which torch.compile loads libraries, and the number
-of threads where the user set none.
+The folder from which torch.compile loads libraries and the number of threads; then the addresses on
+which the process listens.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -39,8 +38,6 @@ if __name__ == "__main__":
     os.environ.pop("OMP_NUM_THREADS")
     start_ranks(Ranks.from_environment())
     dist.all_reduce(torch.ones(1))  # ranks connect to each other
-    if sys.argv[1:] == ["cache"]:
-        print(cache_dir(), torch.get_num_threads())
-    else:
-        print(*addresses())
+    print(cache_dir(), torch.get_num_threads())
+    print(*addresses(), sep="\n")
     stop_ranks()

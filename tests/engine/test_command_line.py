@@ -120,8 +120,10 @@ def test_the_tokens_of_a_step_count_each_sequence_once() -> None:
         ({"micro_batch": 0}, r"micro_batch = 0: must be 1 or more"),
         ({"micro_batch": "many"}, r"micro_batch = 'many': must be a whole number or auto"),
         ({"micro_batch": 65_537}, r"micro_batch = 65537: must be 65,536 or less"),
+        ({"dense_steps": "half"}, r"dense_steps = 'half': must be a whole number or auto"),
         ({"dense_steps": -1}, r"dense_steps = -1: must be 0 or more"),
         ({"on_spike": "skip"}, r"on_spike = 'skip': choose one of ignore, warn"),
+        ({"sequence_parallel": 0}, r"sequence_parallel = 0: must be 1 or more"),
         ({"sequence_parallel": 5}, r"sequence_parallel = 5: does not divide model.kv_heads = 2"),
     ],
 )
@@ -130,4 +132,29 @@ def test_schedules_that_cannot_train_are_refused(changes: dict[str, object], pro
     config.validate()
     config.train = replace(config.train, **changes)
     with pytest.raises(ValueError, match=problem):
+        config.validate()
+
+
+def test_ranks_that_share_sequences_must_divide_their_length() -> None:
+    config = RunConfig(train=TrainConfig(sequence_parallel=2))
+    config.validate()
+    config.data.seq_len = 2_047
+    with pytest.raises(ValueError, match=r"sequence_parallel = 2: .* data\.seq_len = 2047; choose"):
+        config.validate()
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes", "problem"),
+    [
+        (AttentionConfig(kind="dense"), {"dense_steps": 5}, "needs an index, or the keys"),
+        (AttentionConfig(branches="sel+win"), {"dense_steps": 5}, "needs an index, or the keys"),
+        (AttentionConfig(), {"selector_steps": 5}, "trains by the selector loss alone"),
+    ],
+)
+def test_models_without_a_selector_cannot_begin_dense_or_train_it(
+    attention: AttentionConfig, changes: dict[str, int], problem: str
+) -> None:
+    config = RunConfig(ModelConfig(attention=attention), train=TrainConfig(**changes))
+    [(name, value)] = changes.items()
+    with pytest.raises(ValueError, match=rf"train\.{name} = {value}: {problem}"):
         config.validate()

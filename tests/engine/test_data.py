@@ -95,12 +95,15 @@ def test_data_that_changed_since_the_run_started_is_refused_on_resume(
         ("data.source=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.tokenizer=hf:nowhere/at-all", ["nowhere/at-all"]),
         ("model.vocab_size=100", ["model.vocab_size = 100", "set model.vocab_size to 259"]),
+        ("data.held_out=1e-9", ["raise data.held_out"]),
+        ("data.text_field=body", ["no field 'body', but 'text'"]),
     ],
 )
 def test_unavailable_data_is_refused_before_anything_is_built(
-    setting: str, words: list[str], tmp_path: Path
+    setting: str, words: list[str], books: Path, tmp_path: Path
 ) -> None:
-    result = on_one_rank("m7c.py", *TINY, f"--set={setting}", folder=tmp_path)
+    settings = [f"--set=data.source={books}", f"--set={setting}"]
+    result = on_one_rank("m7c.py", *TINY, *settings, folder=tmp_path)
     assert result.returncode == 2
     line = result.stderr.strip().splitlines()[-1]
     assert all(word in line for word in words), line
@@ -151,24 +154,6 @@ def test_a_killed_data_worker_ends_all_ranks_as_a_crash_with_a_checkpoint(
     assert "rank 1: its worker was ended by signal 9 (SIGKILL), possibly out of memory" in error
     saved = run.dir / f"checkpoints/step{run.last_step:08d}"
     assert saved.is_dir()
-
-
-def test_a_stream_without_validation_documents_is_refused_before_the_run(
-    books: Path, tmp_path: Path
-) -> None:
-    source = [f"--set=data.source={books}", "--set=data.held_out=1e-9"]
-    result = on_one_rank("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
-    assert result.returncode == 2
-    assert "raise data.held_out" in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_in_the_first_documents_leaves_no_run_folder(books: Path, tmp_path: Path) -> None:
-    source = [f"--set=data.source={books}", "--set=data.text_field=body"]
-    result = on_one_rank("m7c.py", *TINY, *source, folder=tmp_path)
-    assert result.returncode == 2
-    assert "no field 'body', but 'text'" in result.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_rank_and_two_evaluate_the_same_samples(tmp_path: Path) -> None:

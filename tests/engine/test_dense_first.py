@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
-from nsa.engine.config import RunConfig, TrainConfig
-from nsa.engine.plan_command import load_profile
-from nsa.engine.resolve import resolve_config
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.monitor.artifacts import read_table
 from nsa.spec import NSASpec
@@ -101,60 +98,3 @@ def test_the_dense_steps_are_those_of_dense_attention() -> None:
     torch.testing.assert_close(model(long, cu_seqlens=packed), torch.cat(parts, 1))
     model(long, labels=long).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("attention", "steps", "reason"),
-    [
-        (AttentionConfig(kind="dense"), 5, "needs an index, or the keys and values of three"),
-        (AttentionConfig(branches="sel+win"), 5, "needs an index, or the keys and values of three"),
-        (AttentionConfig(), 50_000, "never becomes sparse"),
-    ],
-)
-def test_models_that_cannot_switch_are_refused(
-    attention: AttentionConfig, steps: int, reason: str
-) -> None:
-    config = RunConfig(train=TrainConfig(dense_steps=steps))
-    config.model.attention = attention
-    with pytest.raises(ValueError, match=rf"train\.dense_steps = {steps}: .*{reason}"):
-        config.validate()
-
-
-def test_the_selectors_steps_are_refused_beside_dense_ones() -> None:
-    config = RunConfig(train=TrainConfig(dense_steps=5, selector_steps=5))
-    config.model.attention.selector_loss = 1.0
-    with pytest.raises(ValueError, match=r"train\.selector_steps = 5: not with train\.dense_steps"):
-        config.validate()
-
-
-def test_dense_steps_begin_with_new_weights() -> None:
-    config = RunConfig(train=TrainConfig(dense_steps=5, start_from="runs/other"))
-    with pytest.raises(ValueError, match=r"train\.dense_steps = 5: begins with new weights"):
-        config.validate()
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ([], 25_000),
-        (["train.steps=100"], 50),
-        (["train.steps=99"], 0),
-        (["train.dense_steps=7"], 7),
-        (["attention.selector_loss=0"], 0),
-        (["attention.selector_loss=0", "attention.branches=cmp+win"], 0),
-        (["attention.selector_loss=0", "attention.kind=dense"], 0),
-        (["train.start_from=runs/other"], 0),
-        (["train.selector_steps=5"], 0),
-    ],
-)
-def test_auto_is_half_of_the_steps_where_attention_can_start_dense(
-    settings: list[str], expected: int
-) -> None:
-    recipe = load_profile(ROOT / "recipes/m7c.py", "production")
-    assert recipe.train.dense_steps == "auto"
-    assert resolve_config(recipe, None, settings).train.dense_steps == expected
-
-
-def test_only_a_number_or_auto_is_taken() -> None:
-    with pytest.raises(ValueError, match="dense_steps = 'half': must be a whole number or auto"):
-        resolve_config(RunConfig(), None, ["train.dense_steps=half"])

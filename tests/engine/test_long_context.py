@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import resolve_config
 from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY, on_one_rank, on_two_ranks, succeed
 from tests.ranks import ROOT
@@ -21,6 +19,8 @@ SAME = [
     "--set=train.precision=fp32",
     "--set=train.eval_samples=3",
     "--set=data.packing=documents",
+    "--set=data.seq_len=256",  # so long that a query cannot select all of its blocks
+    "--set=attention.selector_loss=1",
     "--steps=4",
 ]
 
@@ -43,7 +43,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_that_share_sequences_train_like_one(
     config: str, mode: str, one_rank: Path, tmp_path: Path
 ) -> None:
-    """Losses of packed documents, gradient norms and validation losses, step by step."""
+    """Losses of packed documents, with the selector's, and gradient norms, step by step."""
     settings = [
         f"--deepspeed_config={ROOT / 'ds_configs' / config}.json",
         f"--set=model.activation_checkpointing={mode}",
@@ -103,25 +103,3 @@ def test_an_impossible_start_is_refused_with_the_fix(
     assert "Traceback" not in result.stderr
     assert all(word in result.stderr for word in words), result.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [(0, "must be 1 or more"), (3, "model.kv_heads = 2"), (4, "model.kv_heads = 2")],
-)
-def test_sequence_parallel_must_divide_the_kv_heads(size: int, words: str) -> None:
-    with pytest.raises(ValueError, match=f"train.sequence_parallel = {size}.*{words}"):
-        resolve_config(RunConfig(), assignments=[f"train.sequence_parallel={size}"])
-
-
-def test_sequence_parallel_must_divide_the_sequence_length() -> None:
-    changes = ["train.sequence_parallel=2", "data.seq_len=2047"]
-    with pytest.raises(ValueError, match=r"data\.seq_len = 2047"):
-        resolve_config(RunConfig(), assignments=changes)
-
-
-def test_a_resumed_run_keeps_its_sequence_parallel(one_rank: Path) -> None:
-    arguments = [f"--run-dir={one_rank}", "--resume", "--set=train.sequence_parallel=2"]
-    result = on_one_rank("m7c.py", *arguments, folder=one_rank.parent)
-    assert result.returncode == 2
-    assert "was created with 1" in result.stderr

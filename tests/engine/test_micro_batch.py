@@ -99,10 +99,9 @@ def test_auto_over_a_file_keeps_the_files_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "number", "cause"),
     [
-        ("train_micro_batch_size_per_gpu", 1, "train.micro_batch = auto sets it"),
-        ("train_micro_batch_size_per_gpu", 8, "train.micro_batch = auto sets it"),
-        ("gradient_accumulation_steps", 32, "train.micro_batch = auto sets it"),
-        ("train_batch_size", 16, "train.accumulation × ranks = 32 × 2 = 64"),
+        ("train_micro_batch_size_per_gpu", 8, "train.micro_batch = auto"),
+        ("gradient_accumulation_steps", 4, "train.accumulation = 32"),
+        ("train_batch_size", 16, "train.micro_batch × train.accumulation × ranks = 1 × 32 × 2"),
     ],
 )
 def test_a_number_in_deepspeeds_json_does_not_go_with_auto(
@@ -112,9 +111,7 @@ def test_a_number_in_deepspeeds_json_does_not_go_with_auto(
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, key: number}))
     with pytest.raises(ValueError, match=r".") as caught:
         production(tmp_path / "run", monkeypatch, 24 * GB, f"--deepspeed_config={file}")
-    message = str(caught.value)
-    assert message.startswith(f'{key} = {number} in {file}, but {cause}; write "auto" in the JSON')
-    assert "8 × 4" not in message
+    assert str(caught.value).startswith(f"{file}: {key} = {number}, but {cause}")
 
 
 @pytest.mark.parametrize(
@@ -122,8 +119,6 @@ def test_a_number_in_deepspeeds_json_does_not_go_with_auto(
     [
         ("5", "train.micro_batch = 5: does not divide the recipe's 32 sequences"),
         ("64", "train.micro_batch = 64: does not divide"),
-        ("0", "train.micro_batch = 0: must be 1 or more"),
-        ("automatic", "train.micro_batch = 'automatic': must be a whole number or auto"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(value: str, error: str) -> None:

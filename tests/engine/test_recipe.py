@@ -175,41 +175,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(config: str, tmp_pa
     assert stage["stage"] == int(config[4])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        "zero2_pcie",
-        "zero3",
-        *(
-            pytest.param(name, marks=full)
-            for name in ("zero1_pcie", "zero1_bf16acc", "zero2_overlap", "zero0_debug")
-        ),
-    ],
-)
-def test_switching_the_deepspeed_config_takes_one_flag(config: str, tmp_path: Path) -> None:
-    arguments = [*TINY, ds_config(config), "--steps=3", "--run-dir=run"]
-    succeed(on_two_ranks("m7c.py", *arguments, folder=tmp_path))
-    by_step = losses(tmp_path / "run")
-    assert set(by_step) == {1, 2, 3}
-    assert by_step[1] == pytest.approx(5.8, abs=0.4)
-    assert by_step[3] < by_step[1]
-    assert (tmp_path / "run/checkpoints/latest").read_text() == "step00000003"
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        "fp32",
-        pytest.param(
-            "fp16",
-            marks=pytest.mark.skipif(
-                not FP16_WORKS, reason="DeepSpeed does not support fp16 on this device"
-            ),
-        ),
-    ],
-)
-def test_switching_the_precision_takes_one_setting(precision: str, tmp_path: Path) -> None:
-    arguments = [f"--set=train.precision={precision}", ds_config("zero1_bf16acc"), "--steps=3"]
+@pytest.mark.skipif(not FP16_WORKS, reason="DeepSpeed does not support fp16 on this device")
+def test_switching_the_precision_takes_one_setting(tmp_path: Path) -> None:
+    arguments = ["--set=train.precision=fp16", ds_config("zero1_bf16acc"), "--steps=3"]
     succeed(on_two_ranks("m7c.py", *TINY, *arguments, "--run-dir=run", folder=tmp_path))
     assert set(losses(tmp_path / "run")) == {1, 2, 3}
 
@@ -226,8 +194,12 @@ def test_the_dense_twin_differs_in_nothing_but_its_attention(stopped: Path, tmp_
 
 def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
     output = succeed(on_two_ranks("m7c.py", *TINY, "--dry-run", folder=tmp_path))
-    for word in ("parameters", "peak memory", "learning_rate", "zero_optimization", "FLOPs"):
-        assert word in output
+    before, after = output.split("taking one step of 384 tokens …\n")
+    for word in ("NO ACCELERATOR FOUND", "parameters", "learning_rate", "FLOPs per token"):
+        assert word in before
+    for line in ("# configuration (demo)", "# DeepSpeed", "tokens per step     384"):
+        assert line in before.splitlines()
+    assert "peak memory" in after
     loss = next(line for line in output.splitlines() if line.startswith("loss"))
     assert float(loss.split()[1]) == pytest.approx(math.log(320), rel=0.1)
     assert list(tmp_path.iterdir()) == []

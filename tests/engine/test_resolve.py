@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -125,13 +124,6 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         resolve_config(recipe, None, ["attention.branches=sel", "attention.spec.window=512"])
 
 
-def test_a_recipe_that_contradicts_itself_is_refused() -> None:
-    recipe = RunConfig()
-    recipe.model.attention.kind, recipe.model.attention.selector_loss = "dense", 1.0
-    with pytest.raises(ValueError, match=r"selector_loss = 1\.0: needs kind nsa"):
-        resolve_config(recipe)
-
-
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [
@@ -139,8 +131,7 @@ def test_a_recipe_that_contradicts_itself_is_refused() -> None:
         ("trian.steps=1", ["trian", "train"]),
         ("attention.window=64", ["did you mean model.attention.spec.window?"]),
         ("attention.windoww=64", ["did you mean model.attention.spec.window?"]),
-        ("atention.spec.window=64", ["did you mean model.attention.spec.window?"]),
-        ("atention={spec: {}, kind: nsa}", ["did you mean attention?"]),
+        ("atention.spec.window=64", ["did you mean attention?"]),
         ("zzz=64", ["choose one of model, data, train, monitor, checkpoint, attention"]),
         ("train.seqlen=3", ["did you mean data.seq_len?"]),
         ("data.soruce={a: 1}", ["did you mean data.source?"]),
@@ -217,20 +208,6 @@ def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:
         resolve_config(RunConfig(), broken)
     with pytest.raises(ValueError, match=r"Is a directory.*; give a YAML file"):
         resolve_config(RunConfig(), tmp_path)
-
-
-def test_a_section_that_is_written_twice_in_a_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "twice.yaml"
-    file.write_text("train: {steps: 5}\ntrain: {seed: 3}\n")
-    with pytest.raises(ValueError, match=r"'train' is written twice in one mapping; keep one"):
-        resolve_config(RunConfig(), file)
-
-
-def test_a_pipe_as_config_is_refused_at_once(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with pytest.raises(ValueError, match=r"--config .*pipe: .*is no regular file"):
-        resolve_config(RunConfig(), pipe)
 
 
 def test_every_number_of_the_tree_must_be_finite() -> None:

@@ -15,7 +15,7 @@ from nsa.checkpoint.state_file import SavedState, Topology, layout_of
 from nsa.engine import command_line
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.process_group import Ranks
-from nsa.engine.resume import check_switch, find_checkpoint, read_state
+from nsa.engine.resume import check_switch, read_checkpoint, read_state
 from nsa.engine.run_dir import record_run
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.train_state import TrainState
@@ -38,7 +38,7 @@ def saved(tmp_path: Path) -> Path:
     request = small_request(f"--run-dir={run}", "--set=train.micro_batch=4", "--set=data.seq_len=8")
     draft = new_draft(run / "checkpoints", 3)
     state = SavedState(draft, {"step": 3}, Topology(layout_of(1), "bf16", 2))
-    files = request.config_files() | {"state.json": state.to_json(), "rng_rank0.pt": ""}
+    files = request.config_files() | {"state.json": state.to_json()}
     for name, text in files.items():
         (draft / name).write_text(text)
     write_part(draft, 0, files, finite=True)
@@ -73,7 +73,7 @@ def test_a_run_switches_to_sparse_attention_once(
 def test_a_sparse_run_is_not_made_dense_by_a_resume(saved: Path) -> None:
     request = resumed(saved, "--set=train.dense_steps=5")
     with pytest.raises(ValueError, match=r"dense in 0 of its 3 steps; set it to 0, as before"):
-        find_checkpoint(request, world_size=2)
+        read_checkpoint(request, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_resumed_run_whose_steps_have_other_tokens_logs_both_numbers(
     saved: Path, changes: list[str], ranks: int, line: str | None
 ) -> None:
     request = resumed(saved, "--universal", *(f"--set=train.{change}" for change in changes))
-    _, notes = find_checkpoint(request, ranks)
+    _, notes = read_checkpoint(request, ranks)
     expected = [f"a step has {line}; train.accumulation can restore that"] if line else []
     assert [note for note in notes if "tokens" in note] == expected
 
@@ -125,11 +125,13 @@ def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) ->
     assert f"--profile production: {saved} keeps its own, demo" in request.notes
 
 
+def test_a_resumed_run_keeps_its_sequence_parallel(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"sequence_parallel = 2: .* was created with 1; drop the"):
+        resumed(saved, "--set=train.sequence_parallel=2")
+
+
 def test_a_checkpoint_of_another_run_is_refused_with_the_fix(saved: Path) -> None:
-    request = resumed(saved)
     (saved / "env.json").write_text(json.dumps({"run": "b2"}))
-    with pytest.raises(ValueError, match="saved by another run"):
-        find_checkpoint(request, world_size=2)
     with pytest.raises(ValueError, match=r"saved by another run \(a1, this one is b2\); move it"):
         resumed(saved)
 
@@ -137,10 +139,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_fix(saved: Path) -> Non
 @pytest.mark.parametrize("own", [{"run": "a1"}, {}])
 def test_a_run_keeps_its_id_also_without_its_env_json(saved: Path, own: dict[str, str]) -> None:
     (saved / "env.json").write_text(json.dumps(own))
-    request = resumed(saved)
-    found, _ = find_checkpoint(request, world_size=2)
-    assert found is not None
-    assert record_run(request, ["here"] * 2, [], found.checkpoint) == "a1"
+    assert record_run(resumed(saved), ["here"] * 2, []) == "a1"
     assert json.loads((saved / "env.json").read_text())["run"] == "a1"
 
 
@@ -149,7 +148,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_run_and_resumes(saved: Path) 
     content = read_manifest(manifest.parent)
     del content["run"]
     manifest.write_text(manifest_text(content))
-    assert find_checkpoint(resumed(saved), world_size=2)[0] is not None
+    assert read_checkpoint(resumed(saved), world_size=2)[0] is not None
 
 
 def test_the_rolled_back_samples_of_an_earlier_version_are_ignored() -> None:

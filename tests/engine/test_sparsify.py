@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
-from nsa.engine.config import RunConfig, TrainConfig, learning_rate
+from nsa.engine.config import TrainConfig, learning_rate
 from nsa.engine.plan_command import load_profile
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.model.models import build, tiny, tokens
@@ -104,16 +104,6 @@ def test_the_schedule_begins_after_the_selectors_steps() -> None:
     assert [learning_rate(step, later) for step in range(5)] == [3e-3] * 5
     for step in range(20):
         assert learning_rate(step + 5, later) == learning_rate(step, train)
-
-
-def test_steps_without_a_selector_loss_are_refused() -> None:
-    config = RunConfig(train=TrainConfig(selector_steps=5, steps=5))
-    config.model.attention.selector_loss = 1.0
-    with pytest.raises(ValueError, match=r"train\.selector_steps = 5: not below train\.steps = 5"):
-        config.validate()
-    config = RunConfig(train=TrainConfig(selector_steps=5))
-    with pytest.raises(ValueError, match=r"train\.selector_steps = 5: trains by the selector loss"):
-        config.validate()
 
 
 def test_a_recipe_without_a_sparse_start_is_refused(start: Path, tmp_path: Path) -> None:

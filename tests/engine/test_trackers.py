@@ -122,6 +122,6 @@ def test_a_missing_package_is_one_line_that_names_it(
     file = write_config(tmp_path, name)
     assert main(["check", str(file)]) == 2
     assert capsys.readouterr().err == (
-        f"nsa: {name}.enabled = true in {file}: needs the package {PACKAGES[name]}, which is not "
+        f"nsa: {file}: {name}.enabled = true: needs the package {PACKAGES[name]}, which is not "
         f"installed; pip install 'nsa-m7c[{name}]', or remove the block\n"
     )

@@ -32,7 +32,10 @@ from tests.faults.outcomes import Outcomes
 full = pytest.mark.full
 DISK_SIZE = "4g"  # enough for the preflight checks
 FREE_BYTES = 64 * 1024  # on a full disk, too few for a checkpoint
-MESSAGE = {"disk-full": "No space left", "read-only": "Read-only"}
+MESSAGE = {
+    "disk-full": "No space left on device; free some space",
+    "read-only": "Read-only file system; fix the folder's permissions",
+}
 
 
 def truncate(path: Path) -> None:
@@ -61,27 +64,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Run:
     return run
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_damage_to_any_file_of_a_checkpoint_is_detected_and_the_one_before_is_used(
-    damage: Callable[[Path], None], saved: Run, tmp_path: Path
-) -> None:
-    folder = tmp_path / "checkpoints"
-    names = [path.name for path in (saved.dir / "checkpoints/step00000008").iterdir()]
-    assert len(names) >= 8
-    for name in names:
-        shutil.copytree(saved.dir / "checkpoints", folder)
-        damage(folder / "step00000008" / name)
-        path, notes = checkpoint.newest_valid(folder)
-        assert path == folder / "step00000004", name
-        assert any("step00000008" in note for note in notes)
-        shutil.rmtree(folder)
-
-
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
         (flip, "mp_rank_00_model_states.pt"),
-        pytest.param(truncate, "rng_rank1.pt", marks=full),
+        pytest.param(truncate, "rank1.json", marks=full),
         pytest.param(Path.unlink, "manifest.json", marks=full),
         pytest.param(Path.unlink, "state.json", marks=full),
     ],

@@ -19,8 +19,6 @@ from nsa.checkpoint.state_file import read_state_file
 from nsa.data import DataConfig, loader
 from nsa.data.dataset import open_dataset
 from nsa.data.stream import stream_rows
-from nsa.engine.config import TrainConfig
-from nsa.engine.loss_guard import LossGuard
 from nsa.engine.process_group import Ranks
 from nsa.engine.resume import read_state
 from tests.data.texts import texts, write_lines
@@ -38,7 +36,7 @@ ENTRY = {"bytes": 1, "sha256": "x"}
 MANIFEST_TREE = {
     **{"torch": "2.8", "deepspeed": "0.19", "saved_under": STATE["saved_under"]},
     **{"step": 3, "ranks": 1, "time": 1.5e9, "finite": True},
-    "files": dict.fromkeys(("state.json", "rng_rank0.pt", "config.yaml"), ENTRY),
+    "files": dict.fromkeys(("state.json", "config.yaml"), ENTRY),
 }
 
 
@@ -54,7 +52,6 @@ def run_dir(tmp_path: Path) -> Path:
 
     weights = {"module": load_file(model / "model.safetensors")}
     torch.save(weights, checkpoint / "mp_rank_00_model_states.pt")
-    torch.save({}, checkpoint / "rng_rank0.pt")
     state = json.loads(json.dumps(STATE))
     del state["tokenizer"]
     (checkpoint / "state.json").write_bytes(to_json(state))
@@ -114,7 +111,7 @@ def test_any_state_json_loads_or_is_refused_in_one_line(
 def test_any_rank_state_that_is_accepted_can_be_restored(
     fuzz: Callable[..., None], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is accepted can be restored: the loss guard, and a stream from its cursors."""
+    """What is accepted can be restored: a stream from its cursors."""
     checkpoint, ranks = run_dir / "checkpoints" / STEP, Ranks(0, 0, 1)
     source = write_lines(tmp_path / "a.jsonl", texts(200))
     config = DataConfig(source=source, seq_len=16, held_out=0.1)
@@ -124,8 +121,7 @@ def test_any_rank_state_that_is_accepted_can_be_restored(
     _, cursor, _ = next(stream_rows(dataset, seed=3, part=0, parts=1, rows=2))
     under = loader.StreamingBatches(dataset, state=None, **shape)._settings
     feed = {"under": under, "workers": [cursor]}
-    guard = LossGuard(TrainConfig(), torch.device("cpu"))
-    state = {"feed": feed, "guard": guard.state()}
+    state = {"feed": feed}
     outcomes = set()
 
     def check(content: bytes) -> None:
@@ -133,7 +129,6 @@ def test_any_rank_state_that_is_accepted_can_be_restored(
         with time_limit(), contextlib.suppress(ValueError):
             outcomes.add("read")
             _, saved = read_state(read_state_file(checkpoint), ranks)
-            guard.restore(saved.get("guard", guard.state()))
             feed = saved.get("feed")
             next(loader.StreamingBatches(dataset, state=feed, **shape)._worker())
             outcomes.add("restored")
@@ -142,8 +137,6 @@ def test_any_rank_state_that_is_accepted_can_be_restored(
     assert outcomes == {"read", "restored"}
     fuzz(check, 38, content=files(state))
     fuzz(check, 38, content=mutated(feed).map(lambda feed: to_json(state | {"feed": feed})))
-    guards = mutated(state["guard"])
-    fuzz(check, 25, content=guards.map(lambda guard: to_json(state | {"guard": guard})))
 
 
 def test_any_config_of_a_checkpoint_loads_or_is_refused_in_one_line(
@@ -200,7 +193,7 @@ def test_any_weights_load_or_are_refused_in_one_line(
     )
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "state.json", "config.yaml", "rng_rank0.pt"])
+@pytest.mark.parametrize("name", [MANIFEST, "state.json", "config.yaml"])
 def test_a_pipe_does_not_block(name: str, run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoints" / STEP
     (checkpoint / name).unlink()

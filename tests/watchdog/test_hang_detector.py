@@ -44,10 +44,10 @@ def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -
     assert find_hang(detector, silent) is None
     (tmp_path / "elsewhere").rename(folder)
     assert find_hang(detector, silent) is None, "no time to write since"
-    assert detector.check({}).messages == [
+    assert set(detector.check({}).messages) == {
         f"{folder} cannot be written (No such file or directory), so missing heartbeats prove "
         "nothing"
-    ]
+    }
 
 
 def test_a_disk_is_tested_once_heartbeats_are_late(tmp_path: Path) -> None:
@@ -75,16 +75,21 @@ def test_a_rank_that_writes_again_after_a_hang_of_the_disk_is_not_judged_by_old_
     assert detector.find_hang(silent, time.monotonic()) is None, "each hang has to last"
 
 
-def test_a_rank_stuck_for_longer_is_named_as_a_possible_cause(tmp_path: Path) -> None:
+def test_of_the_ranks_above_their_limits_the_one_that_is_so_for_longest_is_reported(
+    tmp_path: Path,
+) -> None:
+    """The others may wait for it."""
     write_limits(tmp_path, compute=10, save=1_000)
     ranks = {
         number: make_beat(number, phase=phase, since=since)
-        for number, phase, since in ((0, "forward", 11.0), (1, "save", 60.0))
+        for number, phase, since in (
+            *((0, "forward", 11.0), (1, "backward", 60.0)),
+            *((2, "data", 12.0), (3, "save", 900.0)),
+        )
     }
     report = find_hang(HangDetector(tmp_path), ranks)
     assert report is not None
-    assert report.rank == 0
-    assert "rank 1 has been in save for longer, 60 s" in report.reason
+    assert (report.rank, report.phase, report.seconds) == (1, "backward", 60.0)
 
 
 def test_each_throughput_collapse_is_reported_once(tmp_path: Path) -> None:
@@ -149,24 +154,6 @@ def test_a_finished_rank_that_stays_is_reported_after_the_limit_of_compute(
         assert (report is not None) == hangs
     assert report is not None
     assert report.reason.startswith("rank 0 has written its last heartbeat but not exited for 10 s")
-
-
-def test_the_rank_that_entered_its_phase_first_is_the_possible_cause(tmp_path: Path) -> None:
-    """By the time of its heartbeat, not by what an older heartbeat said about a phase."""
-    write_limits(tmp_path, compute=10, save=1_000, silence=1_000)
-    ranks = {
-        0: make_beat(0, since=11.0),
-        1: make_beat(1, phase="save", since=60.0),
-        2: make_beat(2, phase="save", since=59.0, mono=time.monotonic() - 20),
-        3: make_beat(3, event="end", status="finished", since=500.0),
-    }
-    report = find_hang(HangDetector(tmp_path), ranks)
-    assert report is not None
-    assert "; rank 2 has been in save for longer, 59 s" in report.reason
-    del ranks[1], ranks[2]
-    report = find_hang(HangDetector(tmp_path), ranks)
-    assert report is not None
-    assert "may be the cause" not in report.reason
 
 
 def test_limits_that_cannot_be_read_stay_as_they_were(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
-from nsa.cli import main
 from tests.disks import freezable_disk, frozen
 from tests.watchdog.test_watchdog import TRAIN, WatchedRun, wait_until
 
@@ -38,15 +36,6 @@ def has_pending(process: psutil.Process, number: int) -> bool:
     status = Path(f"/proc/{process.pid}/status").read_text()
     pending = [int(mask, 16) for mask in re.findall(r"(?:SigPnd|ShdPnd):\s*(\w+)", status)]
     return any(mask >> (number - 1) & 1 for mask in pending)
-
-
-def test_a_disk_that_answers_no_read_ends_status_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Path, "is_dir", lambda path: time.sleep(60))
-    monkeypatch.setattr("nsa.watchdog.command.LIMIT_SECONDS", 0.2)
-    assert main(["watch", "--status", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"nsa: {tmp_path}: the disk hangs\n"
 
 
 def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(

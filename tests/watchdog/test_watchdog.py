@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -347,20 +348,12 @@ def test_a_crash_loop_is_two_attempts_in_a_row_that_end_at_the_same_step(
     assert _why_no_restart(steps, restarts) == reason
 
 
-def test_status_shows_how_a_run_has_ended(
+def test_status_shows_the_last_sound_heartbeat_of_each_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    beat = make_beat(0, event="end", status="preempted", step=1_234, loss=2.5, memory_gb=1.0)
+    status = "\x1b]0;owned\x07\x1b[2J\r\x9b31m"
+    beat = make_beat(0, event="end", status=status, step=1_234, loss=2.5, memory_gb=1.0)
     (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
-    assert main(["watch", "--status", str(tmp_path)]) == 0
-    header, row = capsys.readouterr().out.splitlines()
-    columns = "rank phase in_phase_for step last_heartbeat loss memory process"
-    assert header.split() == columns.replace("_", " ").split()
-    assert "1,234" in row
-    assert row.endswith("2.5000  1.00 GB  ended: preempted")
-
-
-def test_a_heartbeat_with_impossible_values_is_no_heartbeat(tmp_path: Path) -> None:
     forged: list[dict[str, object]] = [
         {"pid": -1},
         {"pid": 10**30},
@@ -371,28 +364,22 @@ def test_a_heartbeat_with_impossible_values_is_no_heartbeat(tmp_path: Path) -> N
         {"step": float("inf")},
         {"since": 1e999},
     ]
-    for number, changes in enumerate(forged):
+    for number, changes in enumerate(forged, 1):
         lines = [json.dumps(make_beat(number, **change)) for change in ({"step": 5}, changes)]
         (tmp_path / f"heartbeat_rank{number}.jsonl").write_text("\n".join(lines) + "\n")
-    os.mkfifo(tmp_path / "heartbeat_rank8.jsonl")  # opening it would block
-    status = call("--status", tmp_path)
-    try:
-        _, *rows = status.communicate(timeout=60)[0].splitlines()
-    finally:
-        status.kill()
-    assert [row.split()[0] for row in rows] == list("01234567")
-    assert all(" 5 " in row for row in rows)
-
-
-def test_terminal_escapes_in_a_heartbeat_reach_no_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    beat = make_beat(0, event="end", status="\x1b]0;owned\x07\x1b[2J\r\x9b31m", host="\x1b[1m")
-    (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
+    os.mkfifo(tmp_path / "heartbeat_rank9.jsonl")  # opening it would block
     assert main(["watch", "--status", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "owned" in shown
     assert all(character.isprintable() for character in shown.replace("\n", ""))
+    header, ended, *rows = shown.splitlines()
+    columns = "rank phase in_phase_for step last_heartbeat loss memory process"
+    assert header.split() == columns.replace("_", " ").split()
+    assert " 1,234 " in ended
+    assert "2.5000  1.00 GB  ended: " in ended
+    assert "owned" in ended
+    assert [row.split()[0] for row in rows] == list("12345678")
+    assert all(" 5 " in row and " 0 s ago " in row for row in rows)
+    assert all(row.endswith(f"{2**22} on {platform.node()}") for row in rows)
 
 
 def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:
