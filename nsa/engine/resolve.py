@@ -192,7 +192,7 @@ def _hint(tree: dict[str, Any], key: Any, path: str) -> str:
     def plain(name: str) -> str:
         return name.rpartition(".")[2].replace("_", "").lower()
 
-    settings = ["attention", *(name for name, _ in walk(asdict(RunConfig())))]
+    settings = [name for name, _ in walk(asdict(RunConfig()))]
     close = get_close_matches(plain(str(key)), {plain(name): None for name in settings}, n=1)
     near = [name for name in settings if plain(name) in close]
     if near:

@@ -131,7 +131,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("trian.steps=1", ["trian", "train"]),
         ("attention.window=64", ["did you mean model.attention.spec.window?"]),
         ("attention.windoww=64", ["did you mean model.attention.spec.window?"]),
-        ("atention.spec.window=64", ["did you mean attention?"]),
+        ("atention.spec.window=64", ["did you mean model.attention?"]),
         ("zzz=64", ["choose one of model, data, train, monitor, checkpoint, attention"]),
         ("train.seqlen=3", ["did you mean data.seq_len?"]),
         ("data.soruce={a: 1}", ["did you mean data.source?"]),
