@@ -65,10 +65,7 @@ def test_losses_are_compared_without_the_weights_of_their_micro_batches() -> Non
     assert guard.pop() == BadLosses(0, 0)
     recent = guard._recent.clone()
     assert guard.check(torch.tensor(0.0), weight=0.0) == 0
-    assert torch.equal(
-        guard._recent,
-        recent,
-    )
+    assert torch.equal(guard._recent.nan_to_num(), recent.nan_to_num())
     assert guard.check(torch.tensor(0.9), weight=0.1) == 0.9
     assert guard.check(torch.tensor(math.nan), weight=0.0).isnan()
     assert guard.pop() == BadLosses(1, 1)
