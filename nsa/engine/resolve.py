@@ -102,8 +102,11 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
     pools = has_index or "cmp" in str(attention["branches"])
     if "model.attention.compressor" not in given and not pools:
         attention["compressor"] = "mean"
-    if "model.attention.selector_loss" not in given and not (sparse and (has_index or three)):
-        attention["selector_loss"] = 0.0
+    if "model.attention.selector_loss" not in given:
+        if not (sparse and (has_index or three)):
+            attention["selector_loss"] = 0.0
+        elif has_index:  # nothing else trains the index
+            attention["selector_loss"] = attention["selector_loss"] or 1.0
     if "model.attention.spec.window" not in given and sparse and has_index:
         attention["spec"]["window"] = NSASpec.window
     return given

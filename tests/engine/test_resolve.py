@@ -115,6 +115,14 @@ def test_what_is_given_beside_other_branches_is_refused(
         resolve_config(recipe, None, [f"attention={{{part}}}" for part in given])
 
 
+def test_an_index_is_trained_unless_that_is_set_otherwise() -> None:
+    """Of a config without the selector loss, as the library's default is."""
+    attention = resolve_config(RunConfig(), None, ["attention.branches=sel"]).model.attention
+    assert (attention.selector_loss, attention.compressor) == (1.0, "mean")
+    with pytest.raises(ValueError, match="nothing else trains the index"):
+        resolve_config(RunConfig(), None, ["attention.branches=sel", "attention.selector_loss=0"])
+
+
 def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None:
     """A config that was saved has one, and is read back."""
     recipe = load_profile(ROOT / "recipes/m7c.py", "demo")
