@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -85,6 +86,20 @@ def test_the_attack_works_without_the_defence(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "file.pt", weights_only=False)
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+def test_loading_restores_the_settings_of_torch(
+    value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(names[1], value)
+    with data_only(tmp_path):
+        assert [os.environ.get(name) for name in names] == ["1", None]
+    assert [os.environ.get(name) for name in names] == [None, value]
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04 cut"])

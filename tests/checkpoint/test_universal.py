@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.checkpoint.state_file import Topology, check_loadable, read_state_file
+from nsa.checkpoint.state_file import (
+    ANY_RANKS,
+    SavedState,
+    Topology,
+    check_loadable,
+    read_state_file,
+)
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.checkpoint.weights import find_weights, read_weights
 from tests.ranks import launch
@@ -106,6 +112,17 @@ def test_another_number_of_ranks_is_refused_with_the_flag_to_add() -> None:
     saved = Topology(layout="1 or 2", precision="bf16", ranks=2)
     with pytest.raises(ValueError, match=r"saved with world size 2.*has world size 1.*--universal"):
         check_loadable(Path("step00000004"), saved, replace(saved, ranks=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "saved_on", "needed"),
+    [("1 or 2", 2, True), ("1 or 2", 1, False), ("1 or 2", ANY_RANKS, False), ("0", 2, False)],
+)
+def test_only_what_ranks_divided_is_converted_for_another_number_of_them(
+    layout: str, saved_on: int | str, needed: bool
+) -> None:
+    saved = SavedState(Path("step00000004"), {}, Topology(layout, "bf16", saved_on))
+    assert needs_universal(saved, ranks=1) == needed
 
 
 @pytest.mark.parametrize("layout", ["3", "1 or 2 with Muon"])

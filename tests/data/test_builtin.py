@@ -73,6 +73,8 @@ def test_other_files_do_not_resume_a_pass(tmp_path: Path) -> None:
 def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
     tokens = open_store(DataConfig(source="embedded:tensorboard"), "train")
     assert len(tokens) > 100_000
+    names = embedded("tensorboard").name, embedded().name
+    assert names == ("embedded:tensorboard", "embedded"), "as in data.source"
     for missing in ("embedded:no_such_package", "embedded:../secrets"):
         expected = f"data.source = '{missing}': '{missing[9:]}' is not an installed package; "
         with pytest.raises(DataError, match=re.escape(expected)):

@@ -77,6 +77,8 @@ def test_lines_and_plain_text_read_the_same_with_any_compression(
     assert [document.location for document in open_files(path, "text").read()][
         3
     ] == f"{path.name}:4"
+    shouted = path.rename(tmp_path / f"l.JSONL{compression.upper()}")
+    assert texts(open_files(shouted, "text")) == numbered(4)
     plain = write(tmp_path, f"t.txt{compression}", pack(b"as it is:\r\n \xff\xfe\n"))
     assert list(open_files(plain, "text").read()) == [
         Document(b"as it is:\r\n \xff\xfe\n", plain.name)

@@ -19,7 +19,8 @@ import pytest
 
 from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
-from nsa.data.prepare import prepare
+from nsa.data.files import open_files
+from nsa.data.prepare import DOCUMENTS_PER_CALL, _next_documents, prepare
 from nsa.data.shards import INDEX, PLAN, open_shards, verify_shards
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
@@ -392,3 +393,11 @@ def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> 
     (out / "precious.txt").write_text("mine")
     with pytest.raises(DataError, match=r"it already holds 'precious.txt'"):
         prepare(DataConfig(source="synthetic"), out, progress=False)
+
+
+def test_documents_are_tokenized_up_to_a_thousand_or_a_size_at_a_time(tmp_path: Path) -> None:
+    count = DOCUMENTS_PER_CALL + 5
+    source = open_files(write_lines(tmp_path / "a.jsonl", [b"ten bytes!"] * count), "text")
+    reader = source.read()
+    calls = [len(_next_documents(reader, size)) for size in (21, 20, 10**9, 10**9, 10**9)]
+    assert calls == [3, 2, DOCUMENTS_PER_CALL, 0, 0]

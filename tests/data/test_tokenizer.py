@@ -6,6 +6,7 @@ import base64
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -217,6 +218,14 @@ def test_a_pickled_tokenizer_needs_no_files(trained: Tokenizer) -> None:
         text = PROSE.encode() + b"<|endoftext|>"
         ids = pool.apply(trained.encode, (text,))
     assert np.array_equal(ids, trained.encode(text))
+
+
+def test_a_pickled_tokenizer_keeps_its_start_of_a_document(trained: Tokenizer) -> None:
+    name, backend, eos, _ = pickle.loads(pickle.dumps(trained)).definition
+    tokenizer = HubTokenizer(name, backend, eos, start="a")
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.start_id == tokenizer.start_id is not None
+    assert copy.fingerprint == tokenizer.fingerprint
 
 
 def test_an_unknown_tokenizer_is_refused_by_name() -> None:

@@ -85,6 +85,13 @@ def test_a_worker_imports_the_package_from_any_folder(
         assert len(next(worker)) == 50_000
 
 
+def test_a_closed_worker_leaves_no_process() -> None:
+    """Not even a zombie, of which a run that opens worker after worker would gather many."""
+    worker = Worker(partial(worker_tasks.read_slowly, 60.0, 1), "books")
+    worker.close()
+    assert not Path(f"/proc/{worker.pid}").exists()
+
+
 @pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["full pipe", "slow source"])
 def test_a_worker_ends_with_its_parent(seconds: float) -> None:
     program = (

@@ -5,6 +5,7 @@ Each prints what it sees. Argument: the file that the pickle would create.
 
 import contextlib
 import math
+import os
 import pickle
 import sys
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from nsa.data.worker import WorkerDied
 from nsa.engine.cpu_collectives import AllRanksCrash, CpuCollectives
+from nsa.engine.resume import agree_on_run
 
 
 class Entry(NamedTuple):
@@ -53,6 +55,8 @@ except AllRanksCrash as crash:
 own = Entry(Path("ä" * 50), math.inf) if rank else Entry(None, 0.5)
 print("gathered:", *collectives.gather([own], list[Entry]))
 print("from rank 0:", collectives.broadcast(f"rank {rank}", str))
+folder, processes = agree_on_run(collectives, Path(f"runs/{rank}"), None)
+print("folder:", folder, [process.pid for process in processes].index(os.getpid()) == rank)
 if rank == 1:
     with contextlib.suppress(pickle.UnpicklingError):  # rank 0's JSON
         dist.all_gather_object([None, None], Pickle(), group=collectives._group)

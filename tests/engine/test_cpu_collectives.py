@@ -13,7 +13,7 @@ def test_ranks_exchange_errors_and_values_and_run_no_pickle(tmp_path: Path) -> N
     seen += ["raised: rank 1 got no batch", "crash: no batch; killed"]
     path = f"PosixPath('{'ä' * 50}')"
     seen.append(f"gathered: [Entry(path=None, size=0.5)] [Entry(path={path}, size=inf)]")
-    seen.append("from rank 0: rank 0")
+    seen += ["from rank 0: rank 0", "folder: runs/0 True"]
     first, second = launch(program, str(planted), timeout=120)
     assert second.splitlines() == seen
     *before, refusal = first.splitlines()

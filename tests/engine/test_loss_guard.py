@@ -92,6 +92,13 @@ def test_warning_counts_spikes_until_the_new_level_is_normal() -> None:
     assert guard.pop() == BadLosses(0, 0)
 
 
+def test_a_spike_after_a_loss_that_is_not_finite_is_noticed() -> None:
+    guard = trained_guard()
+    guard.check(torch.tensor(math.nan))
+    guard.check(torch.tensor(9.0))
+    assert guard.pop() == BadLosses(1, 1)
+
+
 def test_a_plain_optimizer_skips_a_step_that_is_not_finite() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight], lr=0.1)

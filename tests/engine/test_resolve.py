@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,6 +203,41 @@ def test_an_error_names_the_setting_its_value_and_the_fix(
         resolve_config(RunConfig(), None, [assignment])
     for word in words:
         assert word in str(caught.value)
+
+
+LEAST = {
+    "train": {"steps": 1, "accumulation": 1, "sequence_parallel": 1, "eval_samples": 1}
+    | {"micro_batch": 1, "dense_steps": 0, "warmup_steps": 0, "eval_every": 0, "clip": 0}
+    | {"weight_decay": 0, "min_learning_rate": 0, "seed": 0, "selector_steps": 0},
+    "data": {"seq_len": 1},
+    "checkpoint": {"every": 0, "keep": 0},
+    "monitor": {"log_every": 1, "memory_every": 0},
+    "monitor.watch": {"setup": 0, "compute": 0, "save": 0, "silence": 0},
+    "monitor.ladder": {"min_tokens_per_s": 0, "max_memory_gb": 0, "min_recall": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [(f"{section}.{name}", least) for section in LEAST for name, least in LEAST[section].items()],
+)
+def test_a_number_below_the_least_of_its_setting_is_refused(name: str, least: int) -> None:
+    refusal = rf"^{re.escape(name)} = -?\d(\.0)?: must be {least} or more$"
+    with pytest.raises(ValueError, match=refusal):
+        resolve_config(RunConfig(), None, [f"{name}={least - 1}"])
+    section, _, setting = name.rpartition(".")
+    config: Any = RunConfig()
+    for part in section.split("."):
+        config = getattr(config, part)
+    setattr(config, setting, least)
+    config.validate()
+
+
+@pytest.mark.parametrize(("smoke", "extended"), [(1, 9), (9, 9), (9, 8)])
+def test_gates_that_do_not_follow_each_other_are_refused(smoke: int, extended: int) -> None:
+    ladder = [f"monitor.ladder.smoke={smoke}", f"monitor.ladder.extended={extended}"]
+    with pytest.raises(ValueError, match=rf"smoke = {smoke}, extended = {extended}: each must be"):
+        resolve_config(RunConfig(), None, ladder)
 
 
 def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:

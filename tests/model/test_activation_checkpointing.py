@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import LanguageModel
+from nsa.model.activation_checkpointing import checkpoint_function
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.ops import blockwise
 from tests.model.models import ATTENTIONS, IMPORTED, build, packed, tiny, tokens
@@ -31,6 +32,18 @@ def step(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant", "selective"])
+def test_only_reentrant_records_no_graph_in_the_forward_pass(mode: str) -> None:
+    recorded = []
+
+    def segment(x: Tensor) -> Tensor:
+        recorded.append(torch.is_grad_enabled())
+        return x.exp()
+
+    checkpoint_function(mode)(segment, torch.ones(2, requires_grad=True))
+    assert recorded == [mode != "reentrant"]
 
 
 @cache

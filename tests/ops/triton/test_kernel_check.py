@@ -175,6 +175,9 @@ def test_a_selection_that_misses_attention_is_judged_by_importance() -> None:
     short = best.clone()
     short[0, 39, 0, 2] = -1
     assert checks._worse_blocks(short, q, k, CONFIG, None)
+    unseen = best.clone()
+    unseen[0, 0, 0, 0] = -1  # before the first compressed block, where no block has importance
+    assert checks._worse_blocks(unseen, q, k, CONFIG, None)
 
 
 def test_auto_takes_pytorch_for_a_disabled_operation_and_says_why() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nsa.ops import nsa_attention
+from nsa.ops import nsa_attention, window_attention
 from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton.band_op import band_backward, band_forward
 from nsa.spec import NSASpec
@@ -120,3 +120,14 @@ def test_any_block_index_is_valid(lengths: tuple[int, ...], tiling: dict[str, in
     assert_exact_enough(actual, usual, exact)
     o = actual[0]
     assert torch.equal(o[:, ::7], torch.zeros_like(o[:, ::7]))
+
+
+def test_scores_far_below_zero_still_weigh_their_values() -> None:
+    """exp of each of them is 0 in float32; their softmax is not."""
+    q, v = (
+        torch.full((1, 7, 1, 16), 20.0),
+        torch.arange(7.0).view(1, 7, 1, 1).expand(-1, -1, -1, 16),
+    )
+    o = window_attention(*(x.to(DEVICE) for x in (q, -q, v)), 3, backend="triton")
+    expected = torch.tensor([0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0]).view_as(v[..., :1]).expand_as(v)
+    torch.testing.assert_close(o.cpu(), expected)
