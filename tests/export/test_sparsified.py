@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.model.test_hf_clients import SHORT_TRAINING
-
 
 def test_it_keeps_the_sources_license_and_chat(sparse: Path) -> None:
     card = (sparse / "README.md").read_text()
@@ -38,7 +36,9 @@ def test_the_trainer_trains_it(sparse: Path, tmp_path: Path) -> None:
     dataset = Dataset.from_dict({"input_ids": ids, "labels": ids})
     model = AutoModelForCausalLM.from_pretrained(sparse, dtype=torch.float32)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    arguments = TrainingArguments(str(tmp_path), max_steps=6, **SHORT_TRAINING)
+    settings = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    settings |= {"logging_steps": 1, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    arguments = TrainingArguments(str(tmp_path), disable_tqdm=True, **settings)
     trainer = Trainer(model, arguments, train_dataset=dataset)
     trainer.train()
     losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
