@@ -1,17 +1,20 @@
-"""State of a DeepSpeed engine: capture, load."""
+"""State of a DeepSpeed engine and of the random number generators: capture, load."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import io
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from nsa.checkpoint.manifest import rng_file
 from nsa.checkpoint.safe_load import data_only
 from nsa.checkpoint.state_file import ANY_RANKS, SavedState, Topology, check_loadable, layout_of
 
@@ -28,7 +31,7 @@ def capture(engine: Any, draft: Path) -> dict[str, Any]:
     recorder.makedirs = lambda path, exist_ok=False: None
     recorder.save = lambda state_dict, path: files.update({Path(path).name: state_dict})
     engine.checkpoint_engine = recorder
-    engine._copy_recovery_script = lambda path: None  # zero_to_fp32.py, which unpickles code
+    engine._copy_recovery_script = lambda path: None  # copied after the commit
     try:
         engine.save_checkpoint(str(draft.parent), tag=draft.name, save_latest=False)
     finally:
@@ -57,7 +60,7 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def load(engine: Any, saved: SavedState) -> None:
-    """Restore weights and optimizer on every rank from a checkpoint."""
+    """Restore weights, optimizer and random numbers on every rank from a checkpoint."""
     checkpoint = saved.checkpoint
     check_loadable(checkpoint, saved.topology, engine_topology(engine))
     # DeepSpeed reads this at each load. An engine may load a universal checkpoint, then another.
@@ -68,6 +71,32 @@ def load(engine: Any, saved: SavedState) -> None:
             path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
         if path is None:
             raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
+        rng = checkpoint / rng_file(dist.get_rank())
+        if rng.exists():  # the saved run may have had fewer ranks
+            _restore_rng(torch.load(rng, map_location="cpu", weights_only=True))
+
+
+def rng_state() -> dict[str, Any]:
+    """Return this rank's random number generators, in types that torch.load reads safely."""
+    numpy: Any = np.random.get_state(legacy=True)
+    kind, keys, *rest = numpy
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    kind, keys, *rest = state["numpy"]
+    torch.set_rng_state(state["torch"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def engine_topology(engine: Any) -> Topology:

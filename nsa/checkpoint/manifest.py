@@ -29,6 +29,10 @@ def checkpoint_name(step: int) -> str:
     return f"step{step:08d}"
 
 
+def rng_file(rank: int) -> str:
+    return f"rng_rank{rank}.pt"
+
+
 def sync_and_hash(path: Path) -> dict[str, Any]:
     """Sync a file to disk and return its manifest entry: size and hash."""
     digest = _sha256(path, sync=True)
@@ -58,8 +62,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if match and int(match[1]) != content["step"]:
         raise ValueError(f"{MANIFEST} is that of step {content['step']}")
     names = set(content["files"])
-    if STATE not in names:
-        raise ValueError(f"{MANIFEST} does not name {STATE}")
+    missing = {STATE, *map(rng_file, range(content["ranks"]))} - names
+    if missing:
+        raise ValueError(f"{MANIFEST} does not name {min(missing)}")
     for name in sorted(names):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{MANIFEST} names {name}, outside its folder")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nsa.atomic_io import atomic_write
 from nsa.checkpoint.commit import (
     commit,
     draft_of,
@@ -30,10 +31,12 @@ from nsa.checkpoint.commit import (
     write_errors,
     write_part,
 )
-from nsa.checkpoint.engine_state import all_finite, capture, engine_topology, write_file
-from nsa.checkpoint.manifest import checkpoint_name, complete_by_size
+from nsa.checkpoint.engine_state import all_finite, capture, engine_topology, rng_state, write_file
+from nsa.checkpoint.manifest import checkpoint_name, complete_by_size, rng_file
 from nsa.checkpoint.state_file import STATE, SavedState, rank_file
 from nsa.validation import at_least
+
+RECOVERY_SCRIPT = "zero_to_fp32.py"  # of DeepSpeed; gathers weights without an engine
 
 
 @dataclass
@@ -86,6 +89,7 @@ class Saver:
         self._on_all_ranks(step, lambda: self._rank == 0 and new_draft(self.folder, step))
         files = capture(self.engine, draft)
         finite = all_finite(files)
+        files[rng_file(self._rank)] = rng_state()
         if rank_state is not None:
             files[rank_file(self._rank)] = json.dumps(rank_state) + "\n"
         if self._rank == 0:
@@ -135,9 +139,14 @@ class Saver:
         return commit(self.folder, step, self._ranks, fields)
 
     def _finish(self, step: int, stall: float) -> None:
-        """Remove old checkpoints, report; errors are warnings, as the step is saved."""
-        path = self.folder / checkpoint_name(step)
+        """Copy DeepSpeed's script, prune, report; errors are warnings, as the step is saved."""
+        import deepspeed
+
+        path, script = self.folder / checkpoint_name(step), self.folder / RECOVERY_SCRIPT
         try:
+            if not script.exists():
+                source = Path(deepspeed.__file__).parent / "utils" / RECOVERY_SCRIPT
+                atomic_write(script, [source.read_bytes()])
             prune(self.folder, self.config.keep)
             self.on_saved(step, path, stall)
         except Exception as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nsa.checkpoint.commit import PARTIAL, publish, write_errors
-from nsa.checkpoint.manifest import find_problem, read_manifest, sync_and_hash
+from nsa.checkpoint.manifest import find_problem, read_manifest, rng_file, sync_and_hash
 from nsa.checkpoint.safe_load import data_only
 from nsa.checkpoint.state_file import ANY_RANKS, STATE, SavedState, layout_of, rank_file
 from nsa.system import isolated_environment
@@ -50,8 +50,9 @@ def to_universal(saved: SavedState) -> SavedState:
         # The converter ignores state.json and the files of each rank.
         (converted / STATE).write_text(universal.to_json(), encoding="utf-8")
         for rank in range(source["ranks"]):
-            if (own := checkpoint / rank_file(rank)).exists():
-                shutil.copyfile(own, converted / own.name)
+            for name in (rng_file(rank), rank_file(rank)):
+                if (checkpoint / name).exists():
+                    shutil.copyfile(checkpoint / name, converted / name)
         files = sorted(path for path in converted.rglob("*") if path.is_file())
         entries = {str(path.relative_to(converted)): sync_and_hash(path) for path in files}
         publish(converted, target, {**source, "made_from": source["files"], "files": entries})

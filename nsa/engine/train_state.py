@@ -1,7 +1,7 @@
 """TrainState: training state besides weights and optimizer, the same on all ranks.
 
 The learning rate is a function of the step, the data order a function of the samples consumed, and
-the forward pass uses no random numbers. The loader's position differs by rank and is saved
+the forward pass uses no random numbers. State that differs by rank (loader position, RNG) is saved
 separately, as rank state.
 """
 

@@ -10,7 +10,7 @@ import torch
 
 from nsa.checkpoint.manifest import MANIFEST, manifest_text, read_manifest, sync_and_hash
 
-KINDS = {"model": "*model_states.pt", "optimizer": "*optim_states.pt"}
+KINDS = {"model": "*model_states.pt", "optimizer": "*optim_states.pt", "rng": "rng_rank*.pt"}
 
 
 class Code:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -70,19 +74,35 @@ def two_steps(trial: Trial) -> dict[str, Any]:
     for number in (3, 6):
         for index in range(number - 3, number):
             step(trial.engine, index)
+        seed(trial.rank)
         saver.save(number, {"step": number}, {"cursor": trial.rank})
     return {"saved": trial.saved}
 
 
 def resume(trial: Trial) -> dict[str, Any]:
-    """Compare weights after loading and three steps with those after saving."""
+    """Compare random numbers and weights after loading with those after saving."""
     continued = weights(trial.engine)
+    seed(90)  # loading must undo this
     saved = read_state_file(trial.root / "run/step00000003")
     load(trial.engine, saved)
     assert saved.train_state == {"step": 3}
+    drawn = draw()
+    seed(trial.rank)
+    expected = draw()
     for index in range(3, 6):
         step(trial.engine, index)
-    return {"same": torch.equal(weights(trial.engine), continued)}
+    same = torch.equal(weights(trial.engine), continued)
+    return {"same": same, "drawn": drawn, "expected": expected}
+
+
+def seed(rank: int) -> None:
+    torch.manual_seed(5 + rank)
+    np.random.seed(6 + rank)
+    random.seed(7 + rank)
+
+
+def draw() -> list[float]:
+    return [float(torch.rand(())), float(np.random.rand()), random.random()]
 
 
 def one_rank_fails(trial: Trial) -> dict[str, Any]:
@@ -96,6 +116,34 @@ def one_rank_fails(trial: Trial) -> dict[str, Any]:
     failed = trial.attempt(saver, folder, 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return failed | {"then": trial.attempt(saver, folder, 3)}
+
+
+def bad_folder(
+    trial: Trial, folder: Path, spoil: Callable[[Path], None], fix: Callable[[Path], None]
+) -> dict[str, Any]:
+    """Break a file system between two checkpoints, and fix it after the second."""
+    saver, rows = trial.saver(folder), {}
+    for number, when, act in ((1, "before", None), (2, "during", spoil), (3, "after", fix)):
+        if act and trial.rank == 0:
+            act(folder)
+        dist.barrier()
+        rows[when] = trial.attempt(saver, folder, number)
+    return rows
+
+
+def fill(folder: Path) -> None:
+    """Leave space for some of a checkpoint's files, not for all."""
+    filler = folder / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while file.write(bytes(2**16)):
+                pass
+    except OSError:
+        os.truncate(filler, filler.stat().st_size - 80_000)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
 def not_finite(trial: Trial) -> dict[str, Any]:
@@ -121,8 +169,19 @@ def main() -> None:
         "two steps": lambda: two_steps(trial),
         "resume": lambda: resume(trial),
         "one rank": lambda: one_rank_fails(trial),
-        "not finite": lambda: not_finite(trial),
     }
+    if len(sys.argv) > 2:
+        full, read_only = Path(sys.argv[2]), Path(sys.argv[3])
+        trials["disk full"] = lambda: bad_folder(
+            trial, full, fill, lambda folder: (folder / "filler").unlink()
+        )
+        trials["read-only"] = lambda: bad_folder(
+            trial,
+            read_only,
+            lambda folder: remount(folder, "ro"),
+            lambda folder: remount(folder, "rw"),
+        )
+    trials["not finite"] = lambda: not_finite(trial)
     for name, attempt in trials.items():
         print(json.dumps({"name": name} | attempt()), flush=True)
 

@@ -38,7 +38,7 @@ def saved(tmp_path: Path) -> Path:
     request = small_request(f"--run-dir={run}", "--set=train.micro_batch=4", "--set=data.seq_len=8")
     draft = new_draft(run / "checkpoints", 3)
     state = SavedState(draft, {"step": 3}, Topology(layout_of(1), "bf16", 2))
-    files = request.config_files() | {"state.json": state.to_json()}
+    files = request.config_files() | {"state.json": state.to_json(), "rng_rank0.pt": ""}
     for name, text in files.items():
         (draft / name).write_text(text)
     write_part(draft, 0, files, finite=True)

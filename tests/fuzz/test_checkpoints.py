@@ -36,7 +36,7 @@ ENTRY = {"bytes": 1, "sha256": "x"}
 MANIFEST_TREE = {
     **{"torch": "2.8", "deepspeed": "0.19", "saved_under": STATE["saved_under"]},
     **{"step": 3, "ranks": 1, "time": 1.5e9, "finite": True},
-    "files": dict.fromkeys(("state.json", "config.yaml"), ENTRY),
+    "files": dict.fromkeys(("state.json", "rng_rank0.pt", "config.yaml"), ENTRY),
 }
 
 
@@ -52,6 +52,7 @@ def run_dir(tmp_path: Path) -> Path:
 
     weights = {"module": load_file(model / "model.safetensors")}
     torch.save(weights, checkpoint / "mp_rank_00_model_states.pt")
+    torch.save({}, checkpoint / "rng_rank0.pt")
     state = json.loads(json.dumps(STATE))
     del state["tokenizer"]
     (checkpoint / "state.json").write_bytes(to_json(state))
@@ -193,7 +194,7 @@ def test_any_weights_load_or_are_refused_in_one_line(
     )
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "state.json", "config.yaml"])
+@pytest.mark.parametrize("name", [MANIFEST, "state.json", "config.yaml", "rng_rank0.pt"])
 def test_a_pipe_does_not_block(name: str, run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoints" / STEP
     (checkpoint / name).unlink()
