@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import subprocess
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from nsa.text import align
 from nsa.watchdog.hang_detector import last_beats
-from nsa.watchdog.process_tree import adopt_orphans
+from nsa.watchdog.process_tree import adopt_orphans, find_writer
 from nsa.watchdog.supervisor import SignalState, Supervisor, log, update_halt
 
 NO_RESTART_CODES = (0, 2, 3)  # exit codes that a restart would only repeat
@@ -124,10 +125,14 @@ def status_lines(folder: Path) -> list[str]:
         raise ValueError(f"{folder}: no such folder; give the folder of a run")
     rows = [_HEADER]
     for rank, beat in last_beats(folder).items():
+        process = find_writer(int(beat["pid"]), folder.resolve() / f"heartbeat_rank{rank}.jsonl")
+        age = time.monotonic() - beat["mono"] if process else time.time() - beat["time"]
         loss, memory, host = beat.get("loss"), beat.get("memory_gb"), beat.get("host")
-        age, state = time.time() - beat["time"], f"{beat['pid']:.0f} on {host}"
+        state = "runs" if process else "is gone" if host == platform.node() else f"on {host}"
         if beat["event"] == "end":
             state = f"ended: {beat.get('status')}"
+        else:
+            state = f"{beat['pid']:.0f} {state}"
         loss = "-" if loss is None else f"{loss:.4f}"
         memory = "-" if memory is None else f"{memory:.2f} GB"
         row = [str(rank), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]

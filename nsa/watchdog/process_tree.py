@@ -24,6 +24,14 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def find_writer(pid: int, heartbeats: Path) -> psutil.Process | None:
+    """Return the process with this pid if it has the file open, as only the real rank does."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return process if heartbeats in open_heartbeats(process) else None
+    return None
+
+
 class ProcessTree:
     """The processes of a launched command, orphans included.
 

@@ -348,6 +348,20 @@ def test_a_crash_loop_is_two_attempts_in_a_row_that_end_at_the_same_step(
     assert _why_no_restart(steps, restarts) == reason
 
 
+def test_status_shows_whether_a_ranks_process_still_writes_its_heartbeats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This process has the file of rank 0 open, and not that of rank 1."""
+    for rank, host in enumerate((platform.node(), platform.node(), "other")):
+        beat = make_beat(rank, pid=os.getpid(), host=host)
+        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(json.dumps(beat) + "\n")
+    with (tmp_path / "heartbeat_rank0.jsonl").open("a"):
+        assert main(["watch", "--status", str(tmp_path)]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    states = [row.partition(f"{os.getpid()} ")[2] for row in rows]
+    assert states == ["runs", "is gone", "on other"]
+
+
 def test_status_shows_the_last_sound_heartbeat_of_each_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -379,7 +393,7 @@ def test_status_shows_the_last_sound_heartbeat_of_each_rank(
     assert "owned" in ended
     assert [row.split()[0] for row in rows] == list("12345678")
     assert all(" 5 " in row and " 0 s ago " in row for row in rows)
-    assert all(row.endswith(f"{2**22} on {platform.node()}") for row in rows)
+    assert all(row.endswith(f"{2**22} is gone") for row in rows)
 
 
 def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:
