@@ -396,8 +396,8 @@ def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> 
 
 
 def test_documents_are_tokenized_up_to_a_thousand_or_a_size_at_a_time(tmp_path: Path) -> None:
-    count = DOCUMENTS_PER_CALL + 5
+    count = DOCUMENTS_PER_CALL + 9
     source = open_files(write_lines(tmp_path / "a.jsonl", [b"ten bytes!"] * count), "text")
     reader = source.read()
     calls = [len(_next_documents(reader, size)) for size in (21, 20, 10**9, 10**9, 10**9)]
-    assert calls == [3, 2, DOCUMENTS_PER_CALL, 0, 0]
+    assert calls == [3, 2, DOCUMENTS_PER_CALL, 4, 0]
