@@ -92,7 +92,7 @@ def test_an_error_that_quotes_a_file_is_printable(tmp_path: Path) -> None:
     check = spawn_ranks(ROOT / "nsa/__main__.py", "check", str(file), ranks=0)
     assert check.codes(60) == [2]
     assert check.text("out") == ""
-    assert r"  \x1b]0;owned\x07\nnsa: fine = 1" in check.text("err")
+    assert r"ds.json: \x1b]0;owned\x07\nnsa: fine = 1" in check.text("err")
     assert "\x1b" not in check.text("err")
     assert "\nnsa: fine" not in check.text("err")
 

@@ -43,8 +43,8 @@ def import_run(args: argparse.Namespace) -> int:
             weights = (
                 add_index(weights, config.model) if new_kind == "nsa" else without_index(weights)
             )
+        model = model_with(weights, config, args.source)  # also refuses their dtypes
         _check_values(weights, args.source)
-        model = model_with(weights, config, args.source)
         copy_files(source.tokenizer_files, draft)
         write_weights(dict(model.state_dict()), draft)
         if source.hf_config is not None:

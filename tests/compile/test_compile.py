@@ -175,7 +175,7 @@ def test_the_command_compiles_what_its_flags_name(folder: Path, results: dict[st
     for result in (printed, written):
         assert result["failures"] == []
         assert result["triton"]
-        assert len(result["rows"]) == 4  # two shapes, packed or not
+        assert len(result["rows"]) == 8  # two shapes, packed or not, with or without an lse
         assert {row["operation"] for row in result["rows"]} == {"select_blocks"}
         assert {row["dtype"] for row in result["rows"]} == {"bf16"}
 

@@ -66,7 +66,7 @@ def test_an_export_of_an_import_keeps_the_sources_fields(
 ) -> None:
     imported(original, tmp_path / "run", f"--attention={attention}", *SMALL)
     capsys.readouterr()
-    to = export(tmp_path / "run", tmp_path / "hf", llama=attention == "dense")
+    to = export(tmp_path / "run", tmp_path / "hf", dense=attention == "dense")
     config, before = settings(to), settings(original)
     lines = capsys.readouterr().out.splitlines()
     lost = [] if attention == "dense" else ["architectures", "model_type"]
@@ -83,7 +83,7 @@ def test_an_export_of_an_import_keeps_the_sources_fields(
     assert model.config.max_position_embeddings == 8_192
     assert model.config.bos_token_id == AutoTokenizer.from_pretrained(to).bos_token_id == 0
     assert model.generation_config.temperature == 0.2
-    again = export(tmp_path / "run", tmp_path / "again", "bf16", llama=attention == "dense")
+    again = export(tmp_path / "run", tmp_path / "again", "bf16", dense=attention == "dense")
     assert settings(again)["dtype"] == "bfloat16"
     assert "config.json: torch_dtype = 'bfloat16', was 'float32'" in capsys.readouterr().out
 
@@ -96,7 +96,7 @@ def test_what_an_import_changes_is_changed_in_the_export_and_printed(
     imported(original, tmp_path / "run", f"--attention={attention}", *changes)
     capsys.readouterr()
     is_llama = attention == "dense"
-    config = settings(export(tmp_path / "run", tmp_path / "hf", llama=is_llama))
+    config = settings(export(tmp_path / "run", tmp_path / "hf", dense=is_llama))
     lines = capsys.readouterr().out
     assert "config.json: max_position_embeddings = 16384, was 8192\n" in lines
     theta = config["rope_parameters"]["rope_theta"] if is_llama else config["rope_theta"]
@@ -123,7 +123,7 @@ def test_another_model_types_fields_of_attention_are_left_out(tmp_path: Path) ->
     tree = json.loads(file.read_text()) | {"model_type": "mistral", "sliding_window": 4_096}
     file.write_text(json.dumps(tree | {"auto_map": {"AutoConfig": "evil.Evil"}}))
     imported(tmp_path / "mistral", tmp_path / "run", "--attention=dense")
-    config = settings(export(tmp_path / "run", tmp_path / "hf", llama=True))
+    config = settings(export(tmp_path / "run", tmp_path / "hf", dense=True))
     assert config["model_type"] == "llama"
     assert not {"sliding_window", "auto_map"} & config.keys()
 
