@@ -112,8 +112,8 @@ def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
     by_token = sum_covering(d_scores, *tables)  # [B, T, K, D]
     d_weight = torch.einsum("btkd,btke->kde", x, by_token)
     dx = sum_covering(weighted, *tables) + _scores(by_token, inputs.weight.mT)
-    found = dx, d_weight, d_position, d_scale
-    return tuple(g.to(y.dtype).contiguous() for g, y in zip(found, inputs[:4], strict=True))
+    gradients = dx, d_weight, d_position, d_scale
+    return tuple(g.to(y.dtype).contiguous() for g, y in zip(gradients, inputs[:4], strict=True))
 
 
 torch_pool = register(

@@ -86,8 +86,8 @@ def tune_device(heads: Sequence[Heads]) -> Iterator[str]:
 
 def _tune_class(steps: dict[str, Step], sizes: tuple[int, int], seq_len: int) -> Iterator[str]:
     # nsa_attention has kernels of its own; those of the other functions are tuned by their calls.
-    whole = {name: steps.pop(name) for name in list(steps) if name.startswith("nsa_attention")}
-    for name, operation in (discover(whole) | discover(steps)).items():
+    combined = {name: steps.pop(name) for name in list(steps) if name.startswith("nsa_attention")}
+    for name, operation in (discover(combined) | discover(steps)).items():
         if len(operation.options) > 1:
             best, times = fastest(name, operation, time_on_gpu)
             key = key_of(name, sizes, DTYPE, seq_len)
