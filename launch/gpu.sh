@@ -234,11 +234,19 @@ command_of() {
         command=("$python" -m tests.bench aot --arch "$arch" --out "$out/$1.json" "${size[@]}")
         ;;
     doctor) command=("$python" -m nsa.model.kernel_check) ;;
-    profile | ncu)
+    profile)
         size=(--lengths 2k --tokens 16384)
-        [ "$1" = profile ] || size+=(--ncu 5)
-        [ -z "$rehearse" ] || size+=(--lengths 64 --tokens 64)
-        bench profile "$2" "$1" "${size[@]}" "${layers[@]}"
+        [ -z "$rehearse" ] || size=(--lengths 64 --tokens 64)
+        bench profile "$2" profile "${size[@]}" "${layers[@]}"
+        ;;
+    ncu)
+        size=(--lengths 2k --tokens 16384 --layers 2 --seconds 0)
+        [ -z "$rehearse" ] || size=(--lengths 64 --tokens 64 "${layers[@]}")
+        bench train "$2" ncu --kinds nsa "${size[@]}"
+        # The kernels of the second step; without Nsight Compute the step alone runs.
+        [ -n "$rehearse" ] || ! command -v ncu > /dev/null ||
+            command=(ncu --set full --clock-control none --kill yes --kernel-name 'regex:_kernel$'
+                --launch-skip 50 --launch-count 50 --log-file "$out/ncu.txt" "${command[@]}")
         ;;
     step-*)
         # One process per step: peak memory is its own.

@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags and head shapes, timing, and the results file.
+"""What the benchmarks share: flags and head shapes, timing, the results file, intervals of means.
 
 Times are those of `triton.testing.do_bench`: between GPU events, with a cold L2 cache, in ms. It
 imports neither DeepSpeed nor YAML: GPU benchmarks run where only PyTorch and Triton are.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import platform
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -26,12 +27,13 @@ from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
 from nsa.ops.triton.configs import amd_chip
 from nsa.system import output_of, package_version
-from tests.bench.formats import row_json, words
 
 Step = Callable[[], object]
 Result = dict[str, Any]
 T = TypeVar("T")
 MIN_ROUNDS = 3  # on a CPU
+# t with P(-t < T < t) = 95%, by degrees of freedom from 1 on; of more, the last is a little wide.
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        return self.heads, self.kv_heads, self.key, self.value
+        return astuple(self)[1:]
 
 
 SHAPES = {
@@ -65,22 +67,46 @@ SHAPES = {
 }
 
 
+def whole_number_list(text: str) -> list[int]:
+    """Parse whole numbers separated by commas."""
+    return [int(word) for word in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    """Parse words separated by commas, without duplicates."""
+    return list(dict.fromkeys(word for word in text.split(",") if word))
+
+
+def words_of(*known: str) -> Callable[[str], list[str]]:
+    """Return a parser of words separated by commas, for a flag that takes some of `known`."""
+
+    def parse(text: str) -> list[str]:
+        for word in words(text):
+            if word not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{word!r}: choose from {', '.join(known)}, separated by commas"
+                )
+        return words(text)
+
+    return parse
+
+
 def shapes(text: str) -> list[Shape]:
     """Parse "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
-    return [_shape(name) for name in words(text)]
-
-
-def _shape(name: str) -> Shape:
-    if name in SHAPES:
-        return SHAPES[name]
-    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", name):
-        heads, kv_heads, key, *value = map(int, name.split("x"))
-        if heads % kv_heads == 0:
-            return Shape(name, heads, kv_heads, key, *(value or [key]))
-    raise argparse.ArgumentTypeError(
-        f"{name!r} is not a shape; use one of {', '.join(SHAPES)}, or heads x KV heads x key size "
-        "[x value size], for example 12x2x64, heads a multiple of KV heads"
-    )
+    parsed = []
+    for name in words(text):
+        shape = SHAPES.get(name)
+        if shape is None and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", name):
+            heads, kv_heads, key, *value = map(int, name.split("x"))
+            if heads % kv_heads == 0:
+                shape = Shape(name, heads, kv_heads, key, *(value or [key]))
+        if shape is None:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not a shape; use one of {', '.join(SHAPES)}, or heads x KV heads x "
+                "key size [x value size], for example 12x2x64, heads a multiple of KV heads"
+            )
+        parsed.append(shape)
+    return parsed
 
 
 def lengths(text: str) -> list[int]:
@@ -330,3 +356,33 @@ def print_table(
         for what, error in result["errors"].items():
             print(f"  {name}, {what}: {error}")
     print(flush=True)
+
+
+def row_json(result: Mapping[str, Any]) -> str:
+    """Return JSON with one line per entry, and one per row of an entry that is a list of rows."""
+    entries = []
+    for key, value in result.items():
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value)
+            text = f"[\n  {rows}\n ]"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def margin(values: Sequence[float]) -> float:
+    """Return half of the mean's 95% confidence interval, by Student's t; 0 for one value."""
+    if len(values) < 2:
+        return 0.0
+    degrees = min(len(values) - 1, len(T_95))
+    return T_95[degrees - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def mean_and_range(values: Sequence[float], form: str) -> str:
+    """Format measurements: their mean, and their range if they differ."""
+    if not values:
+        return "–"
+    mean, low, high = (
+        format(value, form) for value in (statistics.fmean(values), min(values), max(values))
+    )
+    return mean if low == high else f"{mean} ({low} to {high})"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,17 +29,9 @@ from nsa.ops import (
     nsa_attention,
     select_blocks,
     selected_attention,
+    window_attention,
 )
 from tests.bench import peers
-from tests.bench.attention import (
-    FIGURES,
-    Builders,
-    Implementation,
-    Inputs,
-    measure,
-    nsa_functions,
-)
-from tests.bench.formats import words_of
 from tests.bench.harness import (
     Report,
     Result,
@@ -46,17 +39,22 @@ from tests.bench.harness import (
     add_gpu_flags,
     cell,
     figure,
+    peak_bytes,
     print_table,
     ratio,
+    words_of,
 )
+from tests.bench.peers import Implementation
+from tests.inputs import Inputs
 
+Builders = dict[str, Callable[[], Implementation]]
 SPEC = NSASpec()
+FIGURES = ("forward", "forward_backward", "peak_bytes")
 # Implementations whose outputs are equal except for rounding and near-ties.
 REFERENCES = {
     "sdpa-cudnn": "sdpa-flash",
     "flex-causal": "sdpa-flash",
     "fla": "nsa",
-    "fla-with-window": "nsa-with-window",
     "scalable-flash-nsa": "nsa",
     "flash-sparse-attention": "nsa",
 }
@@ -91,25 +89,48 @@ def run(report: Report) -> None:
 def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     batch = max(1, report.flags.tokens // seq_len)
     spec = peers.FLA_SPEC if kind == "same-pattern" else SPEC
-    inputs = Inputs.random(shape, batch, seq_len, spec, report.device, report.dtype)
-    results = measure(KINDS[kind](inputs, shape, report), report, REFERENCES)
-    bases = {"fla-with-window": "nsa-with-window"}
-    default = "nsa_attention" if kind == "parts" else "nsa"
+    inputs = random_inputs(shape, batch, seq_len, spec, report)
+    results = measure(KINDS[kind](inputs, shape, report), report)
+    base = "nsa_attention" if kind == "parts" else "nsa"
     ratios = {
         name: {what: ratio(figure(x, what), figure(results[base], what)) for what in FIGURES}
         for name, x in results.items()
-        if (base := bases.get(name, default)) != name
+        if name != base
     }
     row = {"kind": kind, "shape": shape.name, "heads": shape.sizes, "length": seq_len}
     report.add(row | {"batch": batch, "implementations": results, "ratios": ratios})
     _print(f"{kind} {shape.name} T={seq_len} batch {batch}", results, ratios)
 
 
+def random_inputs(shape: Shape, batch: int, seq_len: int, spec: NSASpec, report: Report) -> Inputs:
+    """Return normal numbers; compressed keys and values are the selected branch's means."""
+
+    def random(make: Callable[..., Tensor], heads: int, size: int) -> Tensor:
+        return make(batch, seq_len, heads, size, device=report.device, dtype=report.dtype)
+
+    q = random(torch.randn, shape.heads, shape.key)
+    k_sel, k_win = (random(torch.randn, shape.kv_heads, shape.key) for _ in range(2))
+    v_sel, v_win = (random(torch.randn, shape.kv_heads, shape.value) for _ in range(2))
+    pooled = compress_mean(k_sel, spec), compress_mean(v_sel, spec)
+    gates = random(torch.rand, shape.heads, 3)
+    return Inputs(q, *pooled, k_sel, v_sel, k_win, v_win, gates)
+
+
+def local(inputs: Inputs, spec: NSASpec) -> Inputs:
+    """Return inputs with queries so similar within a block that they mostly select the same."""
+    seq_len = inputs.q.shape[1]
+    shared = torch.randn_like(inputs.q[:, : spec.select_blocks_len(seq_len)])
+    q = shared.repeat_interleave(spec.select_len, 1)[:, :seq_len]
+    return replace(inputs, q=q + 0.1 * torch.randn_like(inputs.q))
+
+
 def _module(inputs: Inputs, shape: Shape, report: Report) -> Builders:
     """Three branches and gates on random and on local queries, against dense attention."""
     attention = partial(nsa_attention, spec=SPEC, backend=report.backend)
-    variants = {"nsa": inputs, "nsa-local": inputs.local(SPEC)}
-    ours: Builders = {name: partial(Implementation, attention, *x) for name, x in variants.items()}
+    variants = {"nsa": inputs, "nsa-local": local(inputs, SPEC)}
+    ours: Builders = {
+        name: partial(Implementation, attention, *x.tensors()) for name, x in variants.items()
+    }
     return ours | {name: partial(AGAINST[name], inputs, shape) for name in report.flags.against}
 
 
@@ -123,18 +144,38 @@ def _peers(inputs: Inputs, shape: Shape, report: Report) -> Builders:
 
 
 def _same_pattern(inputs: Inputs, shape: Shape, report: Report) -> Builders:
-    """Compression and selection, which fla's own kernels cover; then with the window."""
-    builders: Builders = {}
-    for window, ending in ((False, ""), (True, "-with-window")):
-        ours = _shared_keys(inputs, peers.FLA_SPEC, report.backend, window=window)
-        theirs = partial(peers.fla, inputs, shape, window=window)
-        builders |= {f"nsa{ending}": ours, f"fla{ending}": theirs}
-    return builders
+    """Compression and selection, which fla's own kernels cover."""
+    ours = _shared_keys(inputs, peers.FLA_SPEC, report.backend, window=False)
+    return {"nsa": ours, "fla": partial(peers.fla, inputs, shape)}
 
 
-def _parts(inputs: Inputs, shape: Shape, report: Report) -> Builders:
+def _parts(x: Inputs, shape: Shape, report: Report) -> Builders:
     """Each function of nsa.ops, on the outputs of the previous function."""
-    return nsa_functions(inputs, SPEC, report.backend)
+    backend = report.backend
+    lse, index = select(x, SPEC, backend)
+
+    def compressed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compressed_attention(q, k, v, SPEC, backend=backend)[0]
+
+    blocks = partial(select_blocks, spec=SPEC, backend=backend)
+    selected = partial(selected_attention, spec=SPEC, backend=backend)
+    window = partial(window_attention, window=SPEC.window, backend=backend)
+    whole = partial(nsa_attention, spec=SPEC, backend=backend)
+    return {
+        "nsa_attention": partial(Implementation, whole, *x.tensors()),
+        "compressed_attention": partial(Implementation, compressed, x.q, x.k_cmp, x.v_cmp),
+        "select_blocks": partial(Implementation, blocks, x.q, x.k_cmp, lse, differentiable=False),
+        "selected_attention": partial(Implementation, selected, x.q, x.k_sel, x.v_sel, index),
+        "window_attention": partial(Implementation, window, x.q, x.k_win, x.v_win),
+    }
+
+
+@torch.no_grad()
+def select(inputs: Inputs, spec: NSASpec, backend: str) -> tuple[Tensor, Tensor]:
+    """Return the compressed branch's lse and the selected blocks."""
+    q, k, v = inputs.q, inputs.k_cmp, inputs.v_cmp
+    _, lse = compressed_attention(q, k, v, spec, backend=backend)
+    return lse, select_blocks(q, k, lse, spec, backend=backend)
 
 
 KINDS = {"module": _module, "peers": _peers, "same-pattern": _same_pattern, "parts": _parts}
@@ -157,6 +198,38 @@ def _shared_keys(
 
     tensors = inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates
     return partial(Implementation, nsa, *tensors, note=peers.SHARED_KV_NOTE)
+
+
+def measure(builders: Builders, report: Report) -> dict[str, Result]:
+    """Measure each forward, and forward and backward; return times, peak bytes, errors."""
+    built, results = report.build(builders, FIGURES)
+    for name, x in built.items():
+        results[name]["note"] = x.note
+    report.time({name: x.forward for name, x in built.items()}, results, "forward")
+    backward = {
+        name: x.forward_backward
+        for name, x in built.items()
+        if x.differentiable and results[name]["forward"]
+    }
+    report.time(backward, results, "forward_backward")
+    for name, step in backward.items():
+        if results[name]["forward_backward"]:
+            results[name]["peak_bytes"] = peak_bytes(step, built[name].held(), report.device)
+    for name, reference in REFERENCES.items():
+        if all(x in built and results[x]["forward"] for x in (name, reference)):
+            relative = difference(built[name].forward(), built[reference].forward())
+            results[name]["difference"] = {"from": reference, "relative": relative}
+    return results
+
+
+def difference(x: Tensor, y: Tensor) -> float:
+    """Return ‖x − y‖ / ‖y‖, without float32 copies of the outputs."""
+    parts = [
+        torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()])
+        for a, b in zip(x.split(4096, 1), y.split(4096, 1), strict=True)
+    ]
+    error, norm = torch.stack(parts).double().sum(0).sqrt().tolist()
+    return error / norm
 
 
 def _print(title: str, results: dict[str, Result], ratios: dict[str, Any]) -> None:

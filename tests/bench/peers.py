@@ -1,4 +1,4 @@
-"""What NSA is measured against: PyTorch's SDPA and FlexAttention, other implementations of NSA.
+"""Implementations to time: PyTorch's SDPA and FlexAttention, and other libraries' NSA.
 
 The latter are optional and imported on use, installed or from a folder on PYTHONPATH; if one is
 missing, the reason is its result. Notes say where one computes something different from NSA.
@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa.ops import NSASpec, window_attention
 from nsa.system import package_version
-from tests.bench.attention import Implementation, Inputs
 from tests.bench.harness import Shape
+from tests.inputs import Inputs
 
 KERNELS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -38,6 +38,40 @@ SHARED_KV_NOTE = "keys and values shared by its branches; mean pooling included"
 OUR_WINDOW_NOTE = "; its window is nsa.ops.window_attention"
 # fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
 FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
+
+
+class Implementation:
+    """`function(*inputs)` returns attention's output; floating-point inputs get gradients."""
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        *inputs: Tensor,
+        note: str = "",
+        differentiable: bool = True,
+    ) -> None:
+        self.function, self.note, self.differentiable = function, note, differentiable
+        self.inputs = [
+            x.detach().requires_grad_(differentiable and x.is_floating_point()) for x in inputs
+        ]
+        self._grad_output: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        """Run as in inference: nothing is saved for a backward pass."""
+        with torch.no_grad():
+            return self.function(*(x.detach() for x in self.inputs))
+
+    def forward_backward(self) -> object:
+        """Run as in training, with a fixed gradient of the output."""
+        o = self.function(*self.inputs)
+        if self._grad_output is None:
+            self._grad_output = torch.randn_like(o)
+        inputs = [x for x in self.inputs if x.requires_grad]
+        return torch.autograd.grad(o, inputs, self._grad_output)
+
+    def held(self) -> list[Tensor]:
+        """Return the tensors that are kept between calls."""
+        return self.inputs if self._grad_output is None else [*self.inputs, self._grad_output]
 
 
 def sdpa(kernel: str, inputs: Inputs, shape: Shape) -> Implementation:
@@ -125,48 +159,31 @@ def load(name: str) -> ModuleType:
         raise ImportError(f"{distribution} cannot be imported: {reason}") from error
 
 
-def fla(inputs: Inputs, shape: Shape, *, window: bool) -> Implementation:
-    """Return fla's NSA with mean pooling, with or without our window."""
+def fla(inputs: Inputs, shape: Shape) -> Implementation:
+    """Return fla's compressed and selected attention with mean pooling."""
     if shape.group < 16 or shape.group & (shape.group - 1):
         raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {shape.group}")
-    parallel_nsa, spec = load("fla").parallel_nsa, FLA_SPEC
+    parallel_nsa = load("fla").parallel_nsa
 
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        g_cmp, g_sel, g_win = gates.unbind(-1)
-        o = parallel_nsa(
-            q,
-            k,
-            v,
-            g_cmp=g_cmp,
-            g_slc=g_sel,
-            block_counts=spec.select_top,
-            block_size=spec.select_len,
-            window_size=0,
-        )
-        if not window:
-            return o
-        return torch.addcmul(o, window_attention(q, k, v, spec.window), g_win[..., None])
+        g_cmp, g_sel, _ = gates.unbind(-1)
+        sizes = {"block_counts": FLA_SPEC.select_top, "block_size": FLA_SPEC.select_len}
+        return parallel_nsa(q, k, v, g_cmp=g_cmp, g_slc=g_sel, window_size=0, **sizes)
 
-    note = SHARED_KV_NOTE + OUR_WINDOW_NOTE * window
-    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates, note=note)
+    tensors = inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates
+    return Implementation(run, *tensors, note=SHARED_KV_NOTE)
 
 
-def _packed(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
-    """Return q, k and v as [B·T, H, D], and cu_seqlens with a document per sequence."""
+def _packed(inputs: Inputs, spec: NSASpec) -> tuple[list[Tensor], Tensor, Callable[..., Tensor]]:
+    """Return q, k and v as [B·T, H, D], cu_seqlens with a document per sequence, and our window."""
     batch, seq_len = inputs.q.shape[:2]
     offsets = torch.arange(batch + 1, device=inputs.q.device, dtype=torch.int32) * seq_len
-    return [x.flatten(0, 1) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], offsets
-
-
-def _window(inputs: Inputs, spec: NSASpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return our window on [B·T, H, D]."""
-    batch = inputs.q.shape[0]
 
     def window(*qkv: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (batch, -1)) for x in qkv)
         return window_attention(q, k, v, spec.window).flatten(0, 1)
 
-    return window
+    return [x.flatten(0, 1) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], offsets, window
 
 
 def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
@@ -185,8 +202,8 @@ def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implement
         num_local_blocks=spec.local_blocks,
         window_size=spec.window,
     )
-    module, window = library.HFNSACore(config), _window(inputs, spec)
-    qkv, offsets = _packed(inputs)
+    module = library.HFNSACore(config)
+    qkv, offsets, window = _packed(inputs, spec)
     combine = importlib.import_module("flash_nsa.ops.combine").fused_sigmoid_combine
 
     def run(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
@@ -214,15 +231,12 @@ def flash_sparse_attention(inputs: Inputs, shape: Shape, spec: NSASpec) -> Imple
     own = load("flash-sparse-attention").FSA_topk_sparse_attention
     library = importlib.import_module("nsa_ref.ops")
     selected = own if shape.group <= 8 else library.topk_sparse_attention
-    qkv, offsets = _packed(inputs)
-    window = _window(inputs, spec)
+    qkv, offsets, window = _packed(inputs, spec)
     seq_len, count = inputs.q.shape[1], spec.compressed_len(inputs.q.shape[1])
     pooled_offsets = offsets // seq_len * count
     pooling, selection = (spec.block_len, spec.block_stride), (spec.select_len, spec.select_top)
-    lengths, forced = (
-        (offsets, pooled_offsets, seq_len, count),
-        (spec.init_blocks, spec.local_blocks),
-    )
+    lengths = offsets, pooled_offsets, seq_len, count
+    forced = spec.init_blocks, spec.local_blocks
 
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         k_cmp, v_cmp = (library.avgpool_compress(x, None, offsets, *pooling)[0] for x in (k, v))

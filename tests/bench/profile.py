@@ -2,17 +2,12 @@
 
 PyTorch's profiler traces whole steps (forward, backward, optimizer) in a loop: time and launches of
 each kernel, and the fraction of the time in which the device was busy. A second pass writes a trace
-for Perfetto beside --out. `--ncu 5` then runs Nsight Compute, if it is installed, on the five most
-expensive kernels. On a CPU, operators stand in for kernels.
+for Perfetto beside --out. On a CPU, operators stand in for kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,13 +18,19 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
-from tests.bench.formats import words_of
-from tests.bench.harness import Report, Step, add_gpu_flags, cell, print_table, synchronize
+from tests.bench.harness import (
+    Report,
+    Step,
+    add_gpu_flags,
+    cell,
+    print_table,
+    synchronize,
+    words_of,
+)
 from tests.bench.train import Stepper, model_config, random_batch
 
 WARM_UP = 3  # steps: the first compiles
 SHOWN = 25  # kernels in the printed table
-NCU_SECONDS = 60  # per kernel
 
 
 class Span(NamedTuple):
@@ -46,7 +47,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--kinds", type=words_of(*kinds), default="nsa", help="nsa, dense or both (%(default)s)")
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
     add("--steps", type=int, default=2, help="traced steps (%(default)s)")
-    add("--ncu", type=int, default=0, help="run Nsight Compute on this many kernels")
 
 
 def run(report: Report) -> None:
@@ -55,9 +55,6 @@ def run(report: Report) -> None:
     for seq_len in flags.lengths:
         for kind in flags.kinds:
             report.attempt(f"{kind} T={seq_len}", partial(_case, kind, seq_len, report))
-    rows = report.data["rows"]
-    if flags.ncu and rows:
-        nsight_compute(rows[0], report)
 
 
 def _case(kind: str, seq_len: int, report: Report) -> None:
@@ -132,52 +129,6 @@ def busy_ms(spans: Iterable[Span]) -> float:
         total += max(0.0, span.end - max(span.start, end))
         end = max(end, span.end)
     return total / 1e3
-
-
-def nsight_compute(row: dict[str, Any], report: Report) -> None:
-    """Write Nsight Compute's details of the first kernels of `row` beside --out, one file each.
-
-    The kernel's third launch in a training step of two layers is measured; clocks stay as they are.
-    """
-    flags = report.flags
-    outcomes: dict[str, str] = report.data.setdefault("ncu", {})
-    ncu = shutil.which("ncu")
-    if ncu is None or flags.out is None:
-        reason = "ncu is not installed" if ncu is None else "--ncu: requires --out; add it"
-        print(reason, flush=True)
-        outcomes["skipped"] = reason
-        return
-    child = [sys.executable, "-m", "tests.bench", "train", "--kinds", row["kind"], "--layers", "2"]
-    child += ["--lengths", str(row["length"]), "--tokens", str(flags.tokens), "--seconds", "0"]
-    names = dict.fromkeys(function_name(kernel["name"]) for kernel in row["kernels"])
-    names.pop("", None)
-    for index, name in enumerate([*names][: flags.ncu], 1):
-        log = flags.out.with_name(f"{flags.out.stem}-ncu-{index}.txt")
-        command = [ncu, "--set", "full", "--clock-control", "none", "--kill", "yes"]
-        command += ["--kernel-name", f"regex:^{re.escape(name)}$", "--launch-skip", "2"]
-        command += ["--launch-count", "1", "--log-file", str(log), *child]
-        seconds = min(NCU_SECONDS, report.seconds_left())
-        try:
-            if seconds <= 0:
-                outcomes[name] = f"--limit {flags.limit:g} s over"
-            else:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-                outcomes[name] = log.name if log.exists() else (done.stdout + done.stderr)[-400:]
-        except subprocess.TimeoutExpired:
-            outcomes[name] = f"not finished after {seconds:.0f} s"
-        report.save()
-        print(f"ncu {name}: {outcomes[name]}", flush=True)
-
-
-def function_name(kernel: str) -> str:
-    """Return the name by which Nsight Compute filters: without types, namespace, arguments.
-
-    Empty for copies and fills, which are no kernels.
-    """
-    if kernel.startswith(("Memcpy", "Memset")):
-        return ""
-    plain = re.split(r"[<(]", kernel.replace("(anonymous namespace)::", ""), maxsplit=1)[0]
-    return plain.split()[-1].split("::")[-1]
 
 
 def _print(row: dict[str, Any]) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.formats import row_json
-from tests.bench.harness import Report, Result, cell, print_table
+from tests.bench.harness import Report, Result, cell, print_table, row_json
 from tests.ops.triton.program_costs import (
     SELECTIONS,
     flash_costs,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -19,8 +18,8 @@ from nsa.model.cache import KVCache
 from nsa.ops import NSASpec
 from tests.bench import decode, module, peers, profile, train
 from tests.bench.__main__ import main
-from tests.bench.attention import PARTS, Inputs, difference, select
 from tests.bench.harness import Report, figure, shapes
+from tests.bench.module import difference, local, random_inputs, select
 from tests.ops.cases import one_thread as one_thread
 from tests.ranks import ROOT
 
@@ -52,8 +51,7 @@ def test_ratios_of_attention_are_quotients_of_times_in_the_same_case(
     assert [row["kind"] for row in results["rows"]] == list(module.KINDS)
     for row in results["rows"]:
         for name, ratios in row["ratios"].items():
-            base = {"fla-with-window": "nsa-with-window"}.get(name, "nsa")
-            base = "nsa_attention" if row["kind"] == "parts" else base
+            base = "nsa_attention" if row["kind"] == "parts" else "nsa"
             for what in ("forward", "forward_backward", "peak_bytes"):
                 this, other = (figure(row["implementations"][x], what) for x in (name, base))
                 expected = None if this is None or other is None else this / other
@@ -66,26 +64,26 @@ def test_ratios_of_attention_are_quotients_of_times_in_the_same_case(
     assert dense["flex-causal"]["difference"]["relative"] < allowed
     assert "group of 16" in same["fla"]["errors"]["all"]
     assert set(peers) == {"nsa", "scalable-flash-nsa", "flash-sparse-attention"}
-    assert set(parts) == {"nsa_attention", *PARTS}
+    functions = {"compressed_attention", "select_blocks", "selected_attention", "window_attention"}
+    assert set(parts) == {"nsa_attention", *functions}
     assert parts["select_blocks"]["forward_backward"] is None
 
 
 @pytest.mark.gpu
 def test_fla_computes_the_same_as_nsa_with_its_pattern() -> None:
     pytest.importorskip("fla", reason="fla-core is not installed")
-    shape, device = shapes("32x2x64")[0], torch.device("cuda")
-    inputs = Inputs.random(shape, 1, 2048, peers.FLA_SPEC, device, torch.bfloat16)
-    flags = Namespace(device="cuda", out=None)
-    built = module._same_pattern(inputs, shape, Report(flags))
-    for ending in ("", "-with-window"):
-        ours, theirs = (built[f"{name}{ending}"]().forward() for name in ("nsa", "fla"))
-        assert difference(theirs, ours) < 0.02  # bf16, and near-ties selected differently
+    shape, report = shapes("32x2x64")[0], Report(Namespace(device="cuda", out=None))
+    inputs = random_inputs(shape, 1, 2048, peers.FLA_SPEC, report)
+    built = module.KINDS["same-pattern"](inputs, shape, report)
+    ours, theirs = (built[name]().forward() for name in ("nsa", "fla"))
+    assert difference(theirs, ours) < 0.02  # bf16, and near-ties selected differently
 
 
 def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
     spec = NSASpec(select_top=4, local_blocks=1)
-    inputs = Inputs.random(shapes("2x1x16")[0], 1, 1024, spec, CPU, torch.float32)
-    for x, low, high in ((inputs, 0, 0.75), (inputs.local(spec), 0.85, 1)):
+    report = Report(Namespace(device="cpu", out=None))
+    inputs = random_inputs(shapes("2x1x16")[0], 1, 1024, spec, report)
+    for x, low, high in ((inputs, 0, 0.75), (local(inputs, spec), 0.85, 1)):
         index = select(x, spec, "blockwise")[1]
         selected = index[:, 1:] >= 0
         same = (index[:, 1:, :, :, None] == index[:, :-1, :, None, :]).any(-1) & selected
@@ -192,41 +190,6 @@ def test_a_step_is_profiled_and_its_trace_is_kept(
     assert row["launches"] > 100
     assert 0 < row["busy_fraction"] <= 1
     assert (tmp_path / "profile-nsa-64.trace.json.gz").stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("kernel", "name"),
-    [
-        ("_window_forward", "_window_forward"),
-        ("void at::native::(anonymous namespace)::cat<unsigned int>(long)", "cat"),
-        ("Memcpy DtoD (Device -> Device)", ""),
-    ],
-)
-def test_nsight_compute_is_given_the_functions_plain_name(kernel: str, name: str) -> None:
-    assert profile.function_name(kernel) == name
-
-
-NCU = """#!/usr/bin/env bash
-case "$*" in *quick*) ;; *) exec sleep 30 ;; esac
-while [ "$1" != --log-file ]; do shift; done
-echo details > "$2"
-"""
-
-
-def test_nsight_compute_ends_at_the_limit_and_keeps_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ncu, out = tmp_path / "ncu", tmp_path / "p.json"
-    ncu.write_text(NCU)
-    ncu.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    report = Report(Namespace(device="cpu", dtype=None, limit=2, out=out, tokens=64, ncu=3))
-    kernels = [{"name": name} for name in ("quick", "slow", "late")]
-    profile.nsight_compute({"kind": "nsa", "length": 64, "kernels": kernels}, report)
-    quick, slow, late = json.loads(out.read_text())["ncu"].items()
-    assert quick == ("quick", "p-ncu-1.txt")
-    assert slow[1].startswith("not finished after")
-    assert late == ("late", "--limit 2 s over")
 
 
 PROBE = """

@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from tests.bench.__main__ import main
-from tests.bench.harness import Report, peak_bytes, time_step
+from tests.bench.harness import (
+    Report,
+    margin,
+    mean_and_range,
+    peak_bytes,
+    row_json,
+    time_step,
+    whole_number_list,
+    words,
+    words_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -108,3 +118,28 @@ def test_wrong_flags_are_refused_by_name(
 def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="--device cuda: PyTorch sees no CUDA device"):
         main(["train", "--device", "cuda"])
+
+
+def test_lists_are_separated_by_commas_without_duplicates() -> None:
+    assert whole_number_list("128,512") == [128, 512]
+    assert words("b,a,,b") == ["b", "a"]
+    assert words_of("a", "b")("b,b,a") == ["b", "a"]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'c': choose from a, b, separated by"):
+        words_of("a", "b")("a,c")
+
+
+def test_json_has_one_line_per_row() -> None:
+    result = {"a": 1, "rows": [{"b": [1, 2]}, {"b": None}], "none": []}
+    text = row_json(result)
+    assert json.loads(text) == result
+    assert text.splitlines()[2:5] == [' "rows": [', '  {"b": [1, 2]},', '  {"b": null}']
+
+
+def test_a_confidence_interval_is_that_of_a_textbook() -> None:
+    """Gosset's: additional hours of sleep with one drug over the other, ten patients (1908)."""
+    hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
+    assert margin(hours) == pytest.approx(0.8799, abs=1e-4)
+    assert mean_and_range(hours, ".2f") == "1.58 (0.00 to 4.60)"
+    assert margin([1.2]) == 0
+    assert mean_and_range([1.2, 1.2], ".1f") == "1.2"
+    assert mean_and_range([], ".1f") == "–"

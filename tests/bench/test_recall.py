@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from nsa.constants import IGNORE_INDEX
 from nsa.model import LanguageModel
 from tests.bench import recall as bench
-from tests.bench import recall_models
 from tests.bench.__main__ import main
+from tests.bench.recall import Task, check_answers, model_config
 from tests.bench.recall_data import (
     FIRST_FACT,
     FIRST_POINTER,
@@ -25,7 +25,6 @@ from tests.bench.recall_data import (
     needle,
     recall,
 )
-from tests.bench.recall_models import Task, check_answers, model_config
 from tests.ops.cases import threads
 
 LENGTH = 64
@@ -126,8 +125,8 @@ def test_an_answer_is_correct_if_all_its_tokens_are() -> None:
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
-    monkeypatch.setattr(recall_models, "BATCH", 128)
-    monkeypatch.setattr(recall_models, "SPARSIFY_STEPS", (0.5, 1.0))
+    monkeypatch.setattr(bench, "BATCH", 128)
+    monkeypatch.setattr(bench, "SPARSIFY_STEPS", (0.5, 1.0))
     monkeypatch.setattr(bench, "SEQUENCES", 4)
     main(["recall", "--seq-len=64", f"--out={folder}", *flags])
     return json.loads((folder / "tasks.json").read_text())
@@ -160,6 +159,8 @@ def test_a_sparsified_model_is_evaluated_after_each_stage(
     stages = ["dense", "converted", "after 2 steps of the selector", "and 4 of all weights"]
     assert [row["model"] for row in rows] == stages
     assert len({row["loss"] for row in rows[1:]}) == 3
+    dense, *indexed = (row["parameters"] for row in rows)
+    assert indexed == [dense + 2 * (2 * 64 * 64 + 2 * (32 * 32 + 4 * 32 + 32))] * 3
 
 
 def test_random_selection_is_how_often_random_blocks_include_the_fact() -> None:

@@ -38,9 +38,7 @@ from nsa.model.loss import token_losses
 from nsa.monitor.csv_files import read_metrics
 from nsa.report.markdown import table
 from nsa.resources import resource_path
-from tests.bench.formats import whole_number_list, words_of
-from tests.bench.harness import Report
-from tests.bench.intervals import margin, mean_and_range
+from tests.bench.harness import Report, margin, mean_and_range, whole_number_list, words_of
 
 RECIPE = resource_path("recipes/m7c.py")
 LENGTH = 2_048

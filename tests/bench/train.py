@@ -20,7 +20,6 @@ from nsa.gpus import peak_flops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.model.compile import compile_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
-from tests.bench.formats import words_of
 from tests.bench.harness import (
     Report,
     Result,
@@ -32,6 +31,7 @@ from tests.bench.harness import (
     print_table,
     ratio,
     synchronize,
+    words_of,
 )
 
 TIMES = ("step_ms", "loop_ms")

@@ -13,8 +13,7 @@ from typing import Any
 
 from nsa.dtypes import DTYPES
 from nsa.ops.triton.configs import AMD, CHIPS
-from tests.bench.formats import row_json, words_of
-from tests.bench.harness import Report
+from tests.bench.harness import Report, row_json, words_of
 from tests.compile.launches import MAX_CANDIDATES, OPERATIONS, cases, record_launches
 
 

@@ -35,7 +35,7 @@ def gpu_sh(
 
 
 GROUPS = {
-    "1": ["aot", "module", "decode", "module", "profile", "module"],
+    "1": ["aot", "module", "decode", "module", "train", "module"],
     "2": ["nsa.model.kernel_check", "pytest", "pytest", "aot", "nsa.ops.tune"],
     "3": ["aot", "run_recipe", "train", "module", "run_recipe", "train"],
 }

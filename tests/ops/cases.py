@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from nsa.ops import (
 )
 from nsa.ops.documents import compressed_slices, document_slices
 from nsa.spec import NSASpec
+from tests.inputs import Inputs as Inputs
 
 GROUPS = (1, 2, 3, 4, 6, 8, 16)
 
@@ -132,44 +133,6 @@ def random_cases(count: int, longest: int, seed: int = 0) -> list[Case]:
             )
         )
     return cases
-
-
-@dataclass
-class Inputs:
-    """Arguments of the public functions, by their names."""
-
-    q: Tensor
-    k_cmp: Tensor
-    v_cmp: Tensor
-    k_sel: Tensor
-    v_sel: Tensor
-    k_win: Tensor
-    v_win: Tensor
-    gates: Tensor
-
-    @classmethod
-    def of(cls, case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
-        """Normal numbers, and gates in (0, 1)."""
-        draw = torch.Generator().manual_seed(case.seed)
-
-        def normal(length: int, heads: int, size: int) -> Tensor:
-            shape = (case.batch, length, heads, size)
-            return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
-
-        blocks = sum(case.spec.compressed_len(length) for length in case.lengths)
-        pairs = [
-            normal(length, case.kv_heads, size)
-            for length in (blocks, case.seq_len, case.seq_len)
-            for size in (case.key_dim, case.value_dim)
-        ]
-        gates = normal(case.seq_len, case.heads, 3).sigmoid()
-        return cls(normal(case.seq_len, case.heads, case.key_dim), *pairs, gates)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
-
-    def to(self, target: torch.dtype | torch.device | str) -> Inputs:
-        return Inputs(*(x.to(target) for x in self.tensors()))
 
 
 Function = Callable[..., Tensor | tuple[Tensor, Tensor]]
