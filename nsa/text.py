@@ -1,8 +1,9 @@
-"""Text for terminals and messages: aligned tables, the first line of an error."""
+"""Text for terminals, messages and Markdown: tables, the first line of an error."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from nsa.untrusted import printable
 
@@ -29,3 +30,19 @@ def as_one_line(error: OSError) -> ValueError:
     """Return an error of a file as one for the user, with a fix."""
     name = "" if error.filename is None else f"{printable(str(error.filename))}: "
     return ValueError(f"{name}{error.strerror or error}; check the disk, or use another file")
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = (header, ("---",) * len(header), *rows)
+    return [f"| {' | '.join(plain(cell) for cell in line)} |" for line in lines]
+
+
+def plain(value: object) -> str:
+    """Return the value as one line of text: no HTML, links, images or control characters.
+
+    `|`, which would end a cell, becomes `/`.
+    """
+    text = printable(" ".join(str(value).split())).replace("|", "/")
+    text = re.sub(r"[\\\[\]]", r"\\\g<0>", text).replace("<", "&lt;")
+    return re.sub(r"(?i)\b(www)\.", r"\1&#46;", text.replace("://", ":&#47;/"))  # no bare links

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nsa.doctor.check import OK, SKIP, WARN, Check, lines, passed
-from nsa.doctor.node import checkpoint_bytes, node_checks
+from nsa.doctor.node import OK, SKIP, WARN, Check, checkpoint_bytes, lines, node_checks, passed
 from nsa.validation import positive_flags
 
 _RANKS = "code and all-reduce: deepspeed --num_gpus 2 recipes/m7c.py --until preflight"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 import sysconfig
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nsa.doctor import gpus
-from nsa.doctor.check import FAIL, OK, WARN, Check
 from nsa.system import output_of, package_version
+from nsa.text import first_line
 
+OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 MIB, GB = 2**20, 10**9
 _BAD_VERSIONS = (  # package, versions, status, problem
     ("torch", "<2.8", FAIL, "is older than 2.8"),
@@ -26,6 +30,43 @@ _MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
 _LOGS = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
 _SHM_NEEDED = 64 * MIB  # Docker's default; NCCL takes about 4 MiB per channel and peer
 _SHM_ADVISED = 1_024 * MIB
+_USED_MIB = 2_000  # more than a display takes
+QUERY = "index,uuid,memory.used"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check."""
+
+    name: str
+    status: str  # ok, warn, fail or skip
+    detail: str
+    fix: str = ""
+
+
+def lines(checks: Sequence[Check]) -> list[str]:
+    """Return an aligned line per check, with the fix below each warning and failure."""
+    width = max((len(check.name) for check in checks), default=0)
+    texts = []
+    for check in checks:
+        texts.append(f"{check.status:<5}{check.name:<{width}}  {check.detail}")
+        if check.fix and check.status in (WARN, FAIL):
+            texts.append(f"{'':5}{'':{width}}  -> {check.fix}")
+    return texts
+
+
+def passed(checks: Sequence[Check]) -> bool:
+    """Return whether a run may start; warnings do not prevent it."""
+    return all(check.status != FAIL for check in checks)
+
+
+def failures(checks: Sequence[Check]) -> str:
+    """Return all failures with their fixes in one line, for an error message."""
+    return "; ".join(
+        f"{check.name}: {check.detail}{f' ({check.fix})' if check.fix else ''}"
+        for check in checks
+        if check.status == FAIL
+    )
 
 
 def node_checks(
@@ -36,26 +77,26 @@ def node_checks(
     `checkpoints`: the number that the run keeps, of `checkpoint_bytes` each. `ranks`: on this
     machine; default one per GPU.
     """
-    in_torch = gpus.torch_gpus()
+    in_torch = torch_gpus()
     count = len(in_torch.uuids)
-    query = ("nvidia-smi", f"--query-gpu={gpus.QUERY}", "--format=csv,noheader,nounits")
-    listed = gpus.parse_gpus(output_of(*query))
+    query = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
+    listed = parse_gpus(output_of(*query))
     used = [gpu for gpu in listed if gpu.uuid in in_torch.uuids] or listed
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     shm_free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else None
-    peer_access = all(in_torch.peers.values()) and not gpus.p2p_disabled(os.environ)
+    peer_access = all(in_torch.peers.values()) and not p2p_disabled(os.environ)
     checks = [
         *(version_check(package, package_version(package)) for package in _MINIMUM),
         compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
         shm_check(shm_free, count, peer_access),
         disk_check(run_dir, checkpoint_bytes, checkpoints),
-        *gpus.gpu_checks(used, in_torch, ranks or count),
+        *gpu_checks(used, in_torch, ranks or count),
     ]
     if count > 1:
         indices = {gpu.index for gpu in used}
-        links = gpus.parse_topology(output_of("nvidia-smi", "topo", "-m"))
+        links = parse_topology(output_of("nvidia-smi", "topo", "-m"))
         links = {pair: link for pair, link in links.items() if indices.issuperset(pair)}
-        checks.append(gpus.topology_check(links, in_torch.peers, in_torch.rocm))
+        checks.append(topology_check(links, in_torch.peers, in_torch.rocm))
     return checks
 
 
@@ -133,3 +174,114 @@ def disk_check(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Check:
     status = FAIL if free < needed else WARN if free < 1.2 * needed else OK
     fix = "free space, choose another folder with --run-dir, or --set checkpoint.keep=3"
     return Check("disk", status, detail, "" if status == OK else fix)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A row of `nvidia-smi --query-gpu`."""
+
+    index: int
+    uuid: str  # without the prefix "GPU-", as in torch
+    used_mib: int
+
+
+@dataclass(frozen=True)
+class TorchGpus:
+    """The GPUs that torch can use, or why it uses none."""
+
+    uuids: list[str] = field(default_factory=list)
+    peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # pair: has peer access
+    problem: str = "it is a CPU build"  # why torch uses no GPU
+    rocm: str | None = None  # the version of a ROCm build, whose GPUs are AMD's
+
+
+def torch_gpus() -> TorchGpus:
+    import torch
+
+    problem = TorchGpus.problem
+    if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # names a driver that is too old
+            problem = first_line(error)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+    pairs = itertools.permutations(range(count), 2)
+    peers = {pair: torch.cuda.can_device_access_peer(*pair) for pair in pairs}
+    return TorchGpus(uuids, peers, problem, torch.version.hip)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Parse `nvidia-smi --query-gpu=<QUERY> --format=csv,noheader,nounits`."""
+    rows = (re.fullmatch(r"(\d+), GPU-(\S+), (\S+)", line) for line in text.splitlines())
+    return [  # memory may be [N/A]
+        Gpu(int(row[1]), row[2], int(row[3]) if row[3].isdigit() else 0) for row in rows if row
+    ]
+
+
+def gpu_checks(gpus: Sequence[Gpu], in_torch: TorchGpus, ranks: int) -> list[Check]:
+    """Compare the GPUs of nvidia-smi with those visible to torch and the number of ranks."""
+    visible = len(in_torch.uuids)
+    if not gpus and not visible:
+        return [Check("gpus", SKIP, "no GPU here")]
+    status, detail, fix = OK, f"nvidia-smi lists {len(gpus)}; torch sees {visible}", ""
+    if in_torch.rocm:
+        detail = f"ROCm {in_torch.rocm}: torch sees {visible}; memory in use is not read"
+    if not visible:
+        status, detail = FAIL, f"{detail}: {in_torch.problem}"
+        fix = "check CUDA_VISIBLE_DEVICES; install a torch build for this driver: pytorch.org"
+    elif visible < ranks:
+        status, detail = FAIL, f"{detail}, fewer than the {ranks} ranks"
+        fix = f"start {visible}: deepspeed --num_gpus {visible}; or check CUDA_VISIBLE_DEVICES"
+    checks = [Check("gpus", status, detail, fix)]
+    busy = [f"GPU {gpu.index}: {gpu.used_mib:,} MiB" for gpu in gpus if gpu.used_mib > _USED_MIB]
+    if busy:
+        fix = "find the process with nvidia-smi; end a leftover rank by its process id"
+        checks.append(Check("gpu in use", WARN, "; ".join(busy), fix))
+    return checks
+
+
+def parse_topology(text: str) -> dict[tuple[int, int], str]:
+    """Parse `nvidia-smi topo -m` into GPU pairs and their link, for example PHB or NV12."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # underlined headings
+    columns: list[int] = []
+    links = {}
+    for line in text.splitlines():
+        cells = line.split()
+        gpus = [int(cell[3:]) for cell in cells if re.fullmatch(r"GPU\d+", cell)]
+        if not columns:
+            columns = gpus  # the heading
+        elif gpus and cells[0] == f"GPU{gpus[0]}":
+            for other, link in zip(columns, cells[1:], strict=False):
+                if other > gpus[0]:
+                    links[gpus[0], other] = link
+    return links
+
+
+def topology_check(
+    links: Mapping[tuple[int, int], str],
+    peers: Mapping[tuple[int, int], bool],
+    rocm: str | None = None,
+) -> Check:
+    """Report each pair's link; warn about missing peer access.
+
+    `peers`: whether the first GPU of a pair can read the second's memory.
+    """
+    pairs = [f"GPU {first} and {second}: {link}" for (first, second), link in links.items()]
+    unread = "links of AMD's GPUs are not read: rocm-smi --showtopo prints them"
+    unread = unread if rocm else "nvidia-smi topo -m is not readable"
+    detail = "; ".join(pairs[:3]) or unread
+    detail += f"; and {len(pairs) - 3} more pairs" if pairs[3:] else ""
+    missing = [f"{first}->{second}" for (first, second), access in peers.items() if not access]
+    if missing:
+        detail += f"; no peer access {', '.join(missing[:4])}{' and more' if missing[4:] else ''}: "
+        detail += "data goes through /dev/shm, at about half the speed"
+        fix = "normal on some boards and in virtual machines; else check the BIOS and iommu=pt"
+        return Check("topology", WARN, detail, fix)
+    return Check("topology", OK if links else SKIP, detail)
+
+
+def p2p_disabled(variables: Mapping[str, str]) -> bool:
+    """Return whether NCCL's variables disable peer access between GPUs."""
+    level = variables.get("NCCL_P2P_LEVEL", "").upper()
+    return variables.get("NCCL_P2P_DISABLE") == "1" or level in ("LOC", "0")

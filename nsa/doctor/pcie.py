@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nsa.doctor.gpus import parse_topology
+from nsa.doctor.node import parse_topology
 from nsa.system import output_of, text_or_empty
 
 IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")

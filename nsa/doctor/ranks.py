@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
+from nsa.doctor.node import FAIL, OK, SKIP, WARN, Check
 from nsa.system import package_version, with_timeout
 from nsa.text import first_line
 

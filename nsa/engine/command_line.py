@@ -28,7 +28,7 @@ from nsa.engine.run_dir import choose_run_dir, find_saved
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
 from nsa.engine.zero_mode import has_muon
-from nsa.gates.schedule import until_step
+from nsa.gates.results import until_step
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa.doctor.check import OK, SKIP, WARN, Check
+from nsa.doctor.node import OK, SKIP, WARN, Check
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives

@@ -30,8 +30,7 @@ from nsa.engine.recovery import recover
 from nsa.engine.run import Run
 from nsa.engine.shutdown import Interrupted
 from nsa.gates.criteria import GateInputs, judge
-from nsa.gates.results import record_result
-from nsa.gates.schedule import Gate
+from nsa.gates.results import Gate, record_result
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.csv_files import METRICS_FILE, SELECTION_FILE
 from nsa.monitor.history import RankHistory

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nsa.checkpoint import SavedState, Saver
-from nsa.doctor.check import Check
+from nsa.doctor.node import Check
 from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.data import Data
@@ -21,7 +21,7 @@ from nsa.engine.shutdown import RankProcess, ShutdownMonitor
 from nsa.engine.teacher import Teacher
 from nsa.engine.telemetry import RankTelemetry
 from nsa.engine.train_state import TrainState
-from nsa.gates.schedule import Gate
+from nsa.gates.results import Gate
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo
 from nsa.monitor.throughput import Throughput

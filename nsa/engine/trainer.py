@@ -18,8 +18,16 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.checkpoint.commit import trial_commit
-from nsa.doctor.check import OK, Check, failures, lines, passed
-from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
+from nsa.doctor.node import (
+    OK,
+    Check,
+    checkpoint_bytes,
+    failures,
+    kept_checkpoints,
+    lines,
+    node_checks,
+    passed,
+)
 from nsa.doctor.ranks import rank_checks
 from nsa.engine import loop, resume
 from nsa.engine.build import build_engine, check_length
@@ -37,8 +45,7 @@ from nsa.engine.teacher import check_tokenizer, find_teacher, load_teacher
 from nsa.engine.telemetry import RankTelemetry, build_observers, trackers, write_final_report
 from nsa.engine.train_state import TrainState
 from nsa.gates.criteria import preflight
-from nsa.gates.results import record_result
-from nsa.gates.schedule import schedule
+from nsa.gates.results import record_result, schedule
 from nsa.gpus import peak_flops
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder

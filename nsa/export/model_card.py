@@ -20,7 +20,7 @@ from nsa.export.origin import Origin
 from nsa.model.config import AttentionConfig
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json, read_table
-from nsa.report.markdown import plain, table
+from nsa.text import markdown_table, plain
 
 CARD = """\
 ---
@@ -153,7 +153,7 @@ def _training(run: LoadedRun, sources: list[str]) -> str:
     env = read_json(run.folder / "env.json")
     recorded = env | (env.get("packages") or {})
     facts += [(name, recorded[name]) for name in RECORDED if recorded.get(name) is not None]
-    return "\n".join(["", "## Training", "", *table(("", ""), facts), ""])
+    return "\n".join(["", "## Training", "", *markdown_table(("", ""), facts), ""])
 
 
 def _sources(data: DataConfig) -> list[str]:

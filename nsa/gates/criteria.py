@@ -10,9 +10,8 @@ from functools import cached_property, partial
 from statistics import fmean, median
 
 from nsa.constants import SHORT_RUN
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.gates.results import Criterion, GateResult, gate_result
-from nsa.gates.schedule import GATE_NAMES, PREFLIGHT, Gate
+from nsa.doctor.node import FAIL, OK, SKIP, WARN, Check
+from nsa.gates.results import GATE_NAMES, PREFLIGHT, Criterion, Gate, GateResult, gate_result
 from nsa.monitor.artifacts import Row, Table, finite_number
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import RankHistory

@@ -1,4 +1,9 @@
-"""Results of the go/no-go gates, and `gates.json`, which holds them."""
+"""Go/no-go gates of a run: their steps, their results, and `gates.json`, which holds these.
+
+    preflight -> sanity -> smoke -> extended -> production
+
+A run that fails a gate stops there.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,18 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from difflib import get_close_matches
 from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
 from nsa.constants import SHORT_RUN
-from nsa.gates.schedule import GATE_NAMES
 from nsa.monitor.artifacts import try_read_text
+from nsa.monitor.config import LadderConfig
 from nsa.untrusted import matches, parse_json
 
+PREFLIGHT = "preflight"
+SANITY_STEP = 1
+GATE_NAMES = (PREFLIGHT, "sanity", "smoke", "extended", "production")
 FILE_NAME = "gates.json"
 _NONE = type(None)
 _CRITERION = {
@@ -22,6 +31,48 @@ _CRITERION = {
     "value": (float, int, _NONE),
 }
 _SHAPE = {"gate": str, "step": int, "go": bool, "time": str, "criteria": [_CRITERION]}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A step at which the run is judged."""
+
+    name: str
+    step: int
+
+
+def schedule(config: LadderConfig, total_steps: int) -> list[Gate]:
+    """Return the gates of a run of `total_steps`; production is at its last step."""
+    gates = [Gate(name, _step(name, config)) for name in ("sanity", "smoke", "extended")]
+    gates = [gate for gate in gates if gate.step < total_steps]
+    return [*gates, Gate("production", total_steps)]
+
+
+def _step(name: str, config: LadderConfig) -> int:
+    return {"sanity": SANITY_STEP, "smoke": config.smoke, "extended": config.extended}[name]
+
+
+def until_step(text: str, config: LadderConfig, total_steps: int) -> int:
+    """Return the step that `--until` names: a number, or a gate; preflight is 0."""
+    name = text.strip().lower()
+    if name.isdecimal() and int(name) > 0:
+        return min(int(name), total_steps)
+    if name not in GATE_NAMES:
+        near = get_close_matches(name, GATE_NAMES, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"--until {text}: neither a number of steps above 0 nor a go/no-go gate{hint} "
+            f"(choose from {', '.join(GATE_NAMES)})"
+        )
+    if name == PREFLIGHT:
+        return 0
+    step = total_steps if name == "production" else _step(name, config)
+    if step > total_steps:
+        raise ValueError(
+            f"--until {name}: this go/no-go gate is at step {step:,}, but the run ends at "
+            f"{total_steps:,}; raise --steps, or use --until production"
+        )
+    return step
 
 
 @dataclass(frozen=True)

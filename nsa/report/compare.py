@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.report.plots import draw
-from nsa.report.summary import Summary, curve_panels, lookup, summarise
+from nsa.report.report import Summary, curve_panels, lookup, summarise
 from nsa.text import align
 
 # What must be equal for figures to be comparable, and what a difference means.

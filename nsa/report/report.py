@@ -8,22 +8,23 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
 from nsa.constants import SHORT_RUN
-from nsa.gates.results import GateResult
-from nsa.gates.schedule import GATE_NAMES
-from nsa.monitor.artifacts import read_json, read_table, too_large, try_read_text
+from nsa.gates.results import GATE_NAMES, GateResult, read_results
+from nsa.monitor.artifacts import Table, list_ranks, read_json, read_table, too_large, try_read_text
 from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE, TEACHER_FILE
-from nsa.monitor.history import RankHistory
+from nsa.monitor.history import RankHistory, read_rank
 from nsa.monitor.observer import TEACHER_COLUMNS
-from nsa.report.markdown import plain, table
 from nsa.report.plots import Panel, draw
-from nsa.report.summary import Summary, curve_panels, lookup, summarise
+from nsa.text import markdown_table, plain
+from nsa.untrusted import parse_yaml
 
 FILE_NAME, PLOTS = "report.md", "report"
 _SETTINGS = {
@@ -40,7 +41,118 @@ _LAYERS = {  # column of selection.csv -> title
     "overlap": "overlap with the previous token's blocks",
     "recall": "recall of selected blocks",
 }
+_PANELS = (
+    ("loss", "training loss (nats per token)"),
+    ("bits_per_byte", "validation bits per byte"),
+    ("tokens_per_s", "tokens/s, all ranks"),
+    ("grad_norm", "gradient norm"),
+    ("lr", "learning rate"),
+    ("memory_gb", "peak memory of rank 0, GB"),
+)
 _MET = {True: "yes", False: "**NO**", None: "not measured"}
+
+
+@dataclass
+class Summary:
+    """Contents of a run's files; a figure that was not recorded is None."""
+
+    run_dir: Path
+    metrics: Table
+    histories: list[RankHistory]
+    gates: list[GateResult]
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.resolve().name
+
+    @property
+    def steps(self) -> int:
+        """The highest recorded step."""
+        logged = [int(row["step"]) for row in self.metrics.rows[-1:]]
+        return max([0, *logged, *(history.step for history in self.histories)])
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        rows = self.metrics.rows
+        last = rows[-1] if rows else {}
+        return (
+            round(last["tokens"] / last["step"]) if last.get("step") and "tokens" in last else None
+        )
+
+    @cached_property
+    def config(self) -> object:
+        """The tree of config.yaml; None if it cannot be read."""
+        try:
+            return parse_yaml(try_read_text(self.run_dir / "config.yaml") or "")
+        except ValueError:
+            return None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The median, without warm-up."""
+        rates = self.points("tokens_per_s")[1]
+        return median(rates) if rates else None
+
+    @property
+    def memory_gb(self) -> float | None:
+        """The peak of any rank."""
+        peaks = [memory for history in self.histories for _, memory in history.memory[-1:]]
+        return max([*peaks, *self.points("memory_gb")[1]], default=None)
+
+    @property
+    def skipped(self) -> int | None:
+        counts = [history.skipped for history in self.histories if history.skipped is not None]
+        return max(counts, default=None)
+
+    def points(self, column: str) -> tuple[list[float], list[float]]:
+        """Return the steps and the finite values of a column of metrics.csv."""
+        rows = [row for row in self.metrics.rows if math.isfinite(row.get(column, math.nan))]
+        return [row["step"] for row in rows], [row[column] for row in rows]
+
+    def final(self, column: str, spec: str) -> str:
+        """Return the last finite value, "2.6758 (step 50)" if not of the last step; "" if none."""
+        steps, values = self.points(column)
+        if not values:
+            return ""
+        step = "" if steps[-1] == self.steps else f" (step {steps[-1]:,.0f})"
+        return f"{values[-1]:{spec}}{step}"
+
+    def last(self, column: str) -> float | None:
+        """Return the last finite value of a column."""
+        values = self.points(column)[1]
+        return values[-1] if values else None
+
+
+def lookup(tree: object, name: str) -> object:
+    """Return the value at a dotted name of a tree of settings; "" if there is none."""
+    for part in name.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return ""
+        tree = tree[part]
+    return tree
+
+
+def summarise(run_dir: Path) -> Summary:
+    """Read the files of a run."""
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir}: no such folder; give a run folder, for example runs/m7c-demo")
+    return Summary(
+        run_dir=run_dir,
+        metrics=read_table(run_dir / "metrics.csv"),
+        histories=[read_rank(run_dir, rank) for rank in list_ranks(run_dir)],
+        gates=read_results(run_dir),
+    )
+
+
+def curve_panels(runs: Mapping[str, Summary]) -> list[Panel]:
+    """Return a panel for each recorded column of metrics.csv, with a curve for each run."""
+    panels = []
+    for column, title in _PANELS:
+        curves = {label: run.points(column) for label, run in runs.items()}
+        if any(steps for steps, _ in curves.values()):
+            marked, logarithmic = column == "bits_per_byte", column == "grad_norm"
+            panels.append(Panel(title, curves, marked=marked, logarithmic=logarithmic))
+    return panels
 
 
 def add_parser(verbs: Any) -> None:
@@ -94,7 +206,7 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
     for gate in gates:
         yield from _heading(f"{gate.gate}: {'Go' if gate.go else 'No-Go'} at step {gate.step:,}")
         yield from ("", f"Judged {plain(gate.time)}.", "")
-        yield from table(
+        yield from markdown_table(
             ("criterion", "met", "value", "limit", "evidence"),
             [
                 (row.name, _MET[row.ok], _number(row.value), row.limit, row.evidence)
@@ -132,7 +244,7 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
         ("backend fallbacks", "; ".join(_fallbacks(run.run_dir))),
         ("unreadable", "; ".join(filter(None, [*problems, *too_large(run.run_dir)]))),
     ]
-    yield from (*_heading("Run"), "", *table(("", ""), [row for row in rows if row[1]]))
+    yield from (*_heading("Run"), "", *markdown_table(("", ""), [row for row in rows if row[1]]))
     notes = env.get("notes")
     for note in notes if isinstance(notes, list) else ():
         yield from ("", plain(note))
@@ -177,7 +289,7 @@ def _versus_teacher(run: Summary) -> Iterator[str]:
     rows = read_table(run.run_dir / TEACHER_FILE).rows
     if last := [row for row in rows if row["step"] == rows[-1]["step"]]:
         yield from (*_heading(f"Compared with the teacher at step {last[0]['step']:,.0f}"), "")
-        yield from table(
+        yield from markdown_table(
             TEACHER_COLUMNS,
             [
                 [f"{row[name]:.6g}" if name in row else "" for name in TEACHER_COLUMNS]
@@ -191,7 +303,7 @@ def _settings(run: Summary) -> Iterator[str]:
     names = [f"{section}.{name}" for section, names in _SETTINGS.items() for name in names]
     rows = [*((name, lookup(run.config, name)) for name in names), ("ZeRO stage", stage)]
     if present := [row for row in rows if row[1] != ""]:
-        yield from (*_heading("Settings"), "", *table(("setting", "value"), present))
+        yield from (*_heading("Settings"), "", *markdown_table(("setting", "value"), present))
         yield from ("", "All settings: `config.yaml` and `ds_config.json`.")
 
 

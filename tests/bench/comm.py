@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from nsa.report.markdown import table
 from nsa.resources import resource_path
 from nsa.system import free_port
+from nsa.text import markdown_table
 from tests.bench.harness import Report, cell
 from tests.netns import RANKS, Link, link
 
@@ -254,4 +254,4 @@ def config_table(rows: Sequence[Row]) -> list[str]:
         ms = [f"{1e3 * row['step_seconds']:.0f}" for row in cases]
         exposed = [max(0.0, row["exposed_seconds"]) / row["step_seconds"] for row in cases]
         lines.append([f"`{config}`", *sent, *ms, *(f"{fraction:.0%}" for fraction in exposed)])
-    return table(["config", *heads], lines)
+    return markdown_table(["config", *heads], lines)

@@ -29,8 +29,8 @@ from nsa.constants import IGNORE_INDEX
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import COMPRESSORS, INDEXED
 from nsa.model.index import add_index
-from nsa.report.markdown import table
 from nsa.spec import NSASpec
+from nsa.text import markdown_table
 from nsa.validation import positive_flags
 from tests.bench.harness import Report, margin, whole_number_list, words_of
 from tests.bench.recall_data import VALUES, VOCABULARY, TaskBatch, needle, recall
@@ -398,7 +398,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         if has_needles:
             far.append([row["needle"][-1]["far"] or 0.0 for row in rows])
         cells.append([name, *map(_accuracy, far), f"{rows[0]['parameters']:,}", f"{seconds:.0f}"])
-    return table(header, cells)
+    return markdown_table(header, cells)
 
 
 def _accuracy(values: Sequence[float]) -> str:

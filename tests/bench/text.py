@@ -36,8 +36,8 @@ from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.model.loss import token_losses
 from nsa.monitor.csv_files import read_metrics
-from nsa.report.markdown import table
 from nsa.resources import resource_path
+from nsa.text import markdown_table
 from tests.bench.harness import Report, margin, mean_and_range, whole_number_list, words_of
 
 RECIPE = resource_path("recipes/m7c.py")
@@ -295,4 +295,4 @@ def lines(result: Mapping[str, Any]) -> list[str]:
                 cell = f"{cell}; {mean:+.3f} ± {margin(differences):.3f}"
             cells.append(cell)
         rows.append([name, *cells, f"{result['parameters'][name]:,}"])
-    return table(["model", *places, "parameters"], rows)
+    return markdown_table(["model", *places, "parameters"], rows)

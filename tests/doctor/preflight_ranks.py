@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.doctor import ranks
-from nsa.doctor.check import Check
+from nsa.doctor.node import Check
 from nsa.doctor.ranks import rank_checks
 from nsa.engine.cpu_collectives import CpuCollectives
 

@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from nsa.cli import main
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, failures, lines, passed
-from nsa.doctor.node import checkpoint_bytes, node_checks
+from nsa.doctor.node import (
+    FAIL,
+    OK,
+    SKIP,
+    WARN,
+    Check,
+    checkpoint_bytes,
+    failures,
+    lines,
+    node_checks,
+    passed,
+)
 from nsa.doctor.ranks import code_fingerprint
 
 CHECKS = [

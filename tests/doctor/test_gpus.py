@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from nsa.doctor import pcie
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.doctor.gpus import (
+from nsa.doctor.node import (
+    FAIL,
+    OK,
+    SKIP,
+    WARN,
+    Check,
     TorchGpus,
     gpu_checks,
     p2p_disabled,

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from nsa.doctor import node
-from nsa.doctor.check import FAIL, OK, WARN
 from nsa.doctor.node import (
+    FAIL,
     GB,
     MIB,
+    OK,
+    WARN,
     compiler_check,
     disk_check,
     kept_checkpoints,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.doctor.check import FAIL, OK, WARN, Check
+from nsa.doctor.node import FAIL, OK, WARN, Check
 from nsa.doctor.ranks import RankFacts, all_reduce_check, compare
 from tests.ranks import launch
 

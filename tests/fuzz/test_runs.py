@@ -14,8 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from nsa.monitor.history import read_rank
-from nsa.report.report import draw_plots
-from nsa.report.summary import summarise
+from nsa.report.report import draw_plots, summarise
 from nsa.watchdog.hang_detector import HangDetector, last_beats
 from tests.fuzz.hostile import ESCAPE, damaged, files, mutated, run, time_limit, to_json
 from tests.monitor.heartbeats import make_beat, write_limits

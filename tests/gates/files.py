@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.gates.criteria import GateInputs, judge
-from nsa.gates.results import GateResult
-from nsa.gates.schedule import Gate
+from nsa.gates.results import Gate, GateResult
 from nsa.monitor.artifacts import list_ranks, read_table
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import read_rank

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from nsa.gates.criteria import judge
-from nsa.gates.results import Criterion, read_results, record_result
-from nsa.gates.schedule import Gate
+from nsa.gates.results import Criterion, Gate, read_results, record_result
 from nsa.monitor.artifacts import Table
 from nsa.monitor.config import LadderConfig
 from tests.gates.files import judge_files, load_inputs

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from nsa.doctor.check import Check
+from nsa.doctor.node import Check
 from nsa.gates.criteria import preflight
-from nsa.gates.results import Criterion, GateResult, gate_result, read_results, record_result
-from nsa.gates.schedule import Gate, schedule, until_step
+from nsa.gates.results import (
+    Criterion,
+    Gate,
+    GateResult,
+    gate_result,
+    read_results,
+    record_result,
+    schedule,
+    until_step,
+)
 from nsa.monitor.config import LadderConfig
 
 

@@ -8,8 +8,7 @@ import pytest
 from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import to_yaml
-from nsa.gates.results import record_result
-from nsa.gates.schedule import Gate
+from nsa.gates.results import Gate, record_result
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs, read_runs
 from nsa.report.report import write_report

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.gates.results import record_result
-from nsa.gates.schedule import Gate
+from nsa.gates.results import Gate, record_result
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.environment import cpu_model, write_env
 from nsa.report.compare import compare_runs, read_runs
-from nsa.report.report import write_report
-from nsa.report.summary import curve_panels, summarise
+from nsa.report.report import curve_panels, summarise, write_report
 from tests.gates.files import judge_files
 from tests.monitor.run_folders import beats, write_beats, write_metrics, write_run, write_selection
 from tests.report.pictures import BLUE, pixels, size
