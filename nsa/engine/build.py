@@ -19,7 +19,7 @@ from nsa.engine.gradient_check import check_gradients
 from nsa.engine.loss_guard import skip_nonfinite_steps
 from nsa.engine.zero_mode import has_muon
 from nsa.model import LanguageModel
-from nsa.model.compile import compile_blocks
+from nsa.model.block import compile_blocks
 from nsa.model.sequence_parallel import SequenceParallel
 
 # Weights that Muon updates.

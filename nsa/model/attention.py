@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.checks import check_hidden_states, check_spec
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import norm_columns, parallel_linear
@@ -39,6 +38,7 @@ CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 # Settings of ModelConfig that a layer takes besides its sizes; norm_eps is that of qk_norm.
 SHARED = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
+CONVERTED = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
 _UNUSED_LOSS = (
     "the selector loss of the last forward pass was not used, so it trains nothing: add "
     "selector_loss * layer.take_selector_loss() to the training loss"
@@ -402,3 +402,32 @@ class NSAttention(Attention):
             outputs["win"] = window_attention(q, *kv["win"], self.spec.window, **common)
         weights = zip(self.branches, gates.unbind(-1), strict=True)
         return torch.stack([gate[..., None] * outputs[name] for name, gate in weights]).sum(0)
+
+
+def check_spec(spec: Any) -> None:
+    """Raise a ValueError if `spec` is no NSASpec.
+
+    Not by isinstance: an export's code may hold the class twice.
+    """
+    if type(spec).__name__ != "NSASpec":
+        fields = ", ".join(f"{k}={v}" for k, v in spec.items()) if isinstance(spec, dict) else "..."
+        raise ValueError(f"spec = {spec!r}: is a {type(spec).__name__}; give NSASpec({fields})")
+
+
+def check_hidden_states(x: Tensor, width: int, weight: Any, attention_mask: Any) -> None:
+    """Raise a ValueError if a layer with this projection cannot read x, or is given a mask."""
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask is given: the layer's attention is always causal and reads no mask; "
+            "omit it, and pack texts of different lengths without padding, by cu_seqlens"
+        )
+    if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != width:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, {width}]")
+    # Quantized weights have a dtype that says nothing, and autocast may convert both.
+    known = isinstance(weight, Tensor) and weight.is_floating_point()
+    if not known or x.dtype == weight.dtype:
+        return
+    if not ({x.dtype, weight.dtype} <= CONVERTED and torch.is_autocast_enabled(x.device.type)):
+        raise ValueError(
+            f"x has dtype {x.dtype} and the layer {weight.dtype}; convert one: x.to({weight.dtype})"
+        )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.rotary import Rotary, apply_rotary
+from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
 from nsa.ops.pooling import pool, pool_blocks, sum_covering
 
 

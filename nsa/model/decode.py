@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.model.attention import Attention, NSAttention
-from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.attention_metadata import AttentionMetadata, Rotary
 from nsa.model.cache import Content, KVCache, LayerCache, Placement
-from nsa.model.checks import check_tokens
-from nsa.model.language_model import LanguageModel
-from nsa.model.rotary import Rotary
+from nsa.model.language_model import LanguageModel, check_tokens
 from nsa.ops.decode import decode_attention
 from nsa.ops.rotary import RotaryPooled
 

@@ -14,11 +14,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
 from nsa.model.compressor import BlockPool, cut_blocks
 from nsa.model.config import ModelConfig
 from nsa.model.fused import norm_columns, parallel_linear
-from nsa.model.rotary import Rotary, apply_rotary
 from nsa.ops import PackedLayout, rotary_pool, selector_loss
 from nsa.spec import NSASpec
 

@@ -1,4 +1,7 @@
-"""Language model: a Llama-like decoder with sparse or dense attention."""
+"""Language model: a Llama-like decoder with sparse or dense attention.
+
+Each transformer block is one activation-checkpoint segment.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,47 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from nsa.model.activation_checkpointing import checkpoint_function
+from nsa.constants import IGNORE_INDEX
 from nsa.model.attention import NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
-from nsa.model.checks import check_tokens
 from nsa.model.compressor import BlockMLP
 from nsa.model.config import INIT_STD, ModelConfig
-from nsa.model.distillation import Head, distillation_loss, token_divergence
 from nsa.model.fused import add_norm
-from nsa.model.loss import linear_cross_entropy
+from nsa.model.loss import Head, distillation_loss, linear_cross_entropy, token_divergence
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.checks import check_documents
+
+# A block's inputs and outputs: x, delta and, if configured, the selector loss.
+Stream = tuple[Tensor, ...]
+
+# "selective" saves the outputs of these ops: matrix products, attention outputs, lse and block
+# indices, which hold nearly all FLOPs of a forward pass. Norms, RoPE, pooling and SwiGLU are cheap
+# to recompute. Listed by name: a backend that is not imported registers no ops.
+SAVED_OPS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "nsa::blockwise_attention",
+    "nsa::blockwise_select_blocks",
+    "nsa::selector_loss",
+    "nsa::triton_band",
+    "nsa::triton_select",
+    "nsa::triton_selected",
+    "nsa::triton_selector_loss",
+    "nsa::triton_gated",
+    "nsa::exchange",  # sequence parallelism: no second all-to-all
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}
 
 
 class LanguageModel(nn.Module):
@@ -238,6 +269,48 @@ class LanguageModel(nn.Module):
             for name, module in self.named_modules()
             if isinstance(module, NSAttention) and module.config.attention.can_rank
         }
+
+
+def checkpoint_function(mode: str) -> Callable[..., Stream]:
+    """Return the function that runs a segment on its inputs under this mode.
+
+    The forward pass draws no random numbers, so no generator state is saved for recomputation.
+    """
+    if mode == "auto":
+        raise ValueError(
+            "model.activation_checkpointing = 'auto': only a run resolves it, from its GPU's "
+            "memory; set it to none or to another mode"
+        )
+    if mode == "none":
+        return lambda segment, *stream: segment(*stream)
+    if mode == "deepspeed":
+        import deepspeed  # takes seconds to import
+
+        return deepspeed.checkpointing.checkpoint
+    run = partial(checkpoint, use_reentrant=mode == "reentrant", preserve_rng_state=False)
+    if mode == "selective":
+        return partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+    return run
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op.name() in SAVED_OPS
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def check_tokens(tokens: Tensor, vocab_size: int, name: str = "input_ids") -> None:
+    """Raise a ValueError for tokens that are no ids; on a GPU only their dtype is read."""
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} has dtype {tokens.dtype}; it must be int64 or int32")
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling() or not tokens.numel():
+        return
+    known = tokens[tokens != IGNORE_INDEX] if name == "labels" else tokens
+    if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < vocab_size:
+        wrong = int(known.max()) if int(known.max()) >= vocab_size else int(known.min())
+        ignored = f", or {IGNORE_INDEX}" if name == "labels" else ""
+        raise ValueError(
+            f"{name} contains {wrong}; ids are 0 to {vocab_size - 1} with this vocabulary{ignored}"
+        )
 
 
 class _WithoutInit(TorchFunctionMode):

@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.attention_metadata import AttentionMetadata, apply_rotary
 from nsa.model.compressor import PoolCompressor
 from nsa.model.fused import head_norm, is_plain
-from nsa.model.rotary import apply_rotary
 from nsa.ops import PackedLayout, rotary_pool, selector_loss
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.gpus import peak_flops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
-from nsa.model.compile import compile_blocks
+from nsa.model.block import compile_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from tests.bench.harness import (
     Report,

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import LanguageModel
-from nsa.model.activation_checkpointing import checkpoint_function
 from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.model.language_model import checkpoint_function
 from nsa.ops import blockwise
 from tests.model.models import ATTENTIONS, IMPORTED, build, packed, tiny, tokens
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa.model import AttentionConfig
-from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.rotary import apply_rotary
+from nsa.model.attention_metadata import AttentionMetadata, apply_rotary
 from nsa.spec import NSASpec
 from tests.model.models import packed, tiny
 from tests.model.test_rotary import by_hand

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa.model import LanguageModel
-from nsa.model.compile import compile_blocks
+from nsa.model.block import compile_blocks
 from nsa.monitor.dtypes import DtypeReport
 from tests.model.models import build, packed, tiny, tokens
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.model import loss
-from nsa.model.distillation import distillation_loss, token_divergence
+from nsa.model.loss import distillation_loss, token_divergence
 from tests.model.models import build, tiny, tokens
 
 TOKENS, WIDTH, VOCABULARY = 90, 12, 50

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from nsa import NSAttention, ops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import Attention
-from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.model.rotary import Rotary, apply_rotary
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, ONE_KEY, SPEC, build, packed, tiny, tokens
 

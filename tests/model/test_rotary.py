@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.model.attention_metadata import Rotary, apply_rotary
 from nsa.model.config import ModelConfig
-from nsa.model.rotary import Rotary, apply_rotary
 
 
 def by_hand(x: Tensor, position: int, theta: float = 10_000.0) -> Tensor:

@@ -11,12 +11,17 @@ from torch import Tensor
 
 from nsa import NSAttention, ops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.attention_metadata import QUERIES, AttentionMetadata, sample_queries
-from nsa.model.compile import compile_blocks
+from nsa.model.attention_metadata import (
+    QUERIES,
+    AttentionMetadata,
+    Rotary,
+    apply_rotary,
+    sample_queries,
+)
+from nsa.model.block import compile_blocks
 from nsa.model.compressor import Compressor, cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.model.ranking_keys import ranking_keys
-from nsa.model.rotary import Rotary, apply_rotary
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
