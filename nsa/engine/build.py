@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from nsa.checkpoint.weights import read_weights, set_weights
+from nsa.engine.checks import check_gradients
 from nsa.engine.config import RunConfig
-from nsa.engine.gradient_check import check_gradients
+from nsa.engine.ds_config import has_muon
 from nsa.engine.loss_guard import skip_nonfinite_steps
-from nsa.engine.zero_mode import has_muon
 from nsa.model import LanguageModel
 from nsa.model.block import compile_blocks
 from nsa.model.sequence_parallel import SequenceParallel

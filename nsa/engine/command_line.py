@@ -19,15 +19,14 @@ from nsa.data.builtin import embedded_note
 from nsa.data.source import absolute_source
 from nsa.dtypes import DTYPES
 from nsa.engine.config import AUTO, RunConfig
-from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.ds_config import has_muon, leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
-from nsa.engine.planner_inputs import resolve_auto, resolved_zero
+from nsa.engine.micro_batch import resolve_auto, resolved_zero
 from nsa.engine.resolve import read_saved_config, resolve_config, scaled_warmup, walk
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import choose_run_dir, find_saved
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
-from nsa.engine.zero_mode import has_muon
 from nsa.gates.results import until_step
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count

@@ -12,7 +12,7 @@ from nsa.data.loader import BatchLoader, IndexedBatches, StreamingBatches, open_
 from nsa.data.validation_data import ValidationData
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks
-from nsa.engine.train_state import TrainState
+from nsa.engine.run_request import TrainState
 from nsa.monitor.observer import warn
 
 

@@ -1,26 +1,38 @@
 """DeepSpeed's JSON: load it strictly, fill it from the recipe, check it before the run starts.
 
 DeepSpeed ignores unknown keys and uses its defaults instead. Here unknown keys are errors, and each
-number is set in one place: the recipe or the JSON.
+number is set in one place: the recipe or the JSON. The names that the installed DeepSpeed reads
+come from its pydantic models, and elsewhere from recording the keys that its parser looks up.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from pydantic import ValidationError
+import deepspeed
+import torch
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, WandbConfig
+from deepspeed.runtime import config as runtime_config
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+from pydantic import BaseModel, ValidationError
 
+from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_keys import MODELS, key_problems, known_keys
 from nsa.engine.resolve import walk
-from nsa.engine.zero_mode import block_of, zero_mode
 from nsa.untrusted import matches, parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
@@ -35,7 +47,99 @@ OWNED_FIELDS = {  # DeepSpeed key: the field of `train` that sets it
 }
 DEFAULTS = {"optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8}
 
+PRECISION_OF_DTYPE = {str(dtype): precision for precision, dtype in DTYPES.items()}
+MODELS: dict[str, type[BaseModel]] = {  # of DeepSpeed's blocks that have one
+    "zero_optimization": DeepSpeedZeroConfig,
+    "bf16": DeepSpeedBF16Config,
+    "fp16": DeepSpeedFP16Config,
+    "timers.throughput": DeepSpeedThroughputTimerConfig,
+    "comms_logger": CommsLoggerConfig,
+    "wandb": WandbConfig,
+    "comet": CometConfig,
+    "csv_monitor": CSVConfig,
+}
+WITHOUT_MODEL = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
+OF_MUON = ("muon_lr", "momentum", "ns_method")
+OTHER_WAYS = (
+    *("autotuning", "compile", "data_efficiency", "expert_parallel", "hybrid_engine"),
+    *("pipeline", "tensor_parallel", "weight_quantization", "zero_optimization.zenflow"),
+)
+
+# Keys that would change the numbers or lose data: why, and what to do.
+REFUSED = {
+    "bfloat16": 'write "bf16"',
+    "scheduler": "the recipe sets the learning rate; remove it and set train.learning_rate, "
+    "train.min_learning_rate and train.warmup_steps",
+    "torch_autocast": "the recipe sets the precision; remove it and set train.precision",
+    "data_types.param_dtype": "the recipe sets the precision; remove it and set train.precision",
+    "fp16.fp16_master_weights_and_grads": "loses the fp32 master weights; remove it",
+    "bf16.check_grad_overflow": "a step with non-finite gradients must be skipped; remove it",
+    "zero_optimization.compute_grad_norm": "without the norm such a step is not skipped; remove it",
+    "checkpoint.load_universal": "remove it; use --resume --universal",
+    "zero_optimization.elastic_checkpoint": "remove it; use --resume --universal",
+    "tensorboard": "remove it and set monitor.tensorboard",
+    **dict.fromkeys(
+        OTHER_WAYS,
+        "it starts another way of training, which the recipe does not support; remove it",
+    ),
+}
+
 Owned = dict[str, tuple[Any, str]]  # DeepSpeed key: the recipe's value, and what sets it
+
+
+@dataclass(frozen=True)
+class ZeroMode:
+    """What determines DeepSpeed's optimizer class, and so which keys it reads."""
+
+    stage: int
+    precision: str  # "bf16", "fp16" or "fp32"
+    accumulation: str  # dtype of accumulated gradients
+    overlap: bool  # reduction during the backward pass
+    offload: bool  # of optimizer or parameters, to the CPU or NVMe
+    muon: bool  # for matrices, instead of AdamW
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether BF16_Optimizer runs: stage 1, bf16 weights, fp32 accumulation."""
+        mode = (self.stage, self.precision, self.accumulation)
+        return mode == (1, "bf16", "fp32") and not self.offload
+
+    @property
+    def buckets(self) -> bool:
+        """Whether gradients are reduced in buckets of `reduce_bucket_size` elements."""
+        return self.stage > 0 and not self.bf16_optimizer
+
+
+def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
+    """Return the ZeroMode of a config whose stage and precision are filled in."""
+    zero = resolved["zero_optimization"]
+    precision = next((p for p in ("bf16", "fp16") if resolved[p]["enabled"]), "fp32")
+    accumulation = block_of(resolved, "data_types").get("grad_accum_dtype") or precision
+    try:
+        accumulation = PRECISION_OF_DTYPE[str(DtypeEnum(accumulation).value)]
+    except (KeyError, ValueError):
+        accumulation = str(accumulation)
+    offloads = [block_of(zero, name) for name in ("offload_optimizer", "offload_param")]
+    overlap = zero.get("overlap_comm")
+    return ZeroMode(
+        stage=zero["stage"],
+        precision=precision,
+        accumulation=accumulation,
+        overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
+        offload=any(block.get("device", "none") != "none" for block in offloads),
+        muon=has_muon(resolved),
+    )
+
+
+def has_muon(ds_config: Mapping[str, Any]) -> bool:
+    """Return whether Muon updates the matrices, instead of AdamW."""
+    return str(block_of(ds_config, "optimizer").get("type")).lower() == "muon"
+
+
+def block_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a block; an empty one if it is missing or no block."""
+    block = tree.get(name)
+    return block if isinstance(block, dict) else {}
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
@@ -117,8 +221,10 @@ def summary_line(resolved: dict[str, Any], world_size: int) -> str:
     if mode.buckets:
         overlap = "overlapped" if mode.overlap else "not overlapped"
         parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
-    parts += ["Muon"] * mode.muon
-    parts += ["offloaded"] * mode.offload
+    if mode.muon:
+        parts.append("Muon")
+    if mode.offload:
+        parts.append("offloaded")
     batch, ranks = resolved["train_batch_size"], "rank" if world_size == 1 else "ranks"
     return f"ok: {', '.join(parts)}, {batch} sequences per step on {world_size} {ranks}"
 
@@ -172,6 +278,84 @@ def _key_and_value_problems(raw: dict[str, Any], owned: Owned) -> Iterator[tuple
                 f": needs the package {package}, which is not installed; pip install "
                 f"'nsa-m7c[{name}]', or remove the block",
             )
+
+
+def key_problems(
+    block: dict[str, Any], known: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield the path of each key that is refused or unknown or no block, and why and the fix."""
+    for key, value in block.items():
+        path = f"{prefix}{key}"
+        if path in REFUSED:
+            yield path, REFUSED[path]
+        elif key not in known:
+            near = get_close_matches(key.lower(), known, 1)
+            fix = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
+            yield path, f"DeepSpeed {deepspeed.__version__} has no such key; {fix}"
+        elif isinstance(known[key], dict):
+            if isinstance(value, dict):
+                yield from key_problems(value, known[key], f"{path}.")
+            else:
+                yield path, "this is a block; write an object: {…}"
+        elif isinstance(value, dict):
+            yield path, "this is a single value, not a block; write a value"
+        elif isinstance(known[key], bool) and not isinstance(value, bool) and value != "auto":
+            yield path, "this is a switch; write true or false"
+
+
+class _Recorder(dict[str, Any]):
+    """A dictionary that records which keys are looked up, and with which default."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.looked_up: dict[str, Any] = {}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_up.setdefault(key, default)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.looked_up.setdefault(str(key), None)
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self  # records `name in config.keys()` too
+
+
+@cache
+def known_keys() -> dict[str, Any]:
+    """Return every key that DeepSpeed reads, with its default or its nested keys."""
+    blocks = {name: _Recorder() for name in WITHOUT_MODEL}
+    blocks["optimizer"] = _Recorder({"type": "adamw"})
+    minimal = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    config = _Recorder(minimal | blocks)
+    runtime_config.DeepSpeedConfig(config)
+    known: dict[str, Any] = {
+        key: None if default == {} else default for key, default in config.looked_up.items()
+    }
+    known |= {name: dict(block.looked_up) for name, block in blocks.items()}
+    known["timers"] = {}
+    for path, model in MODELS.items():
+        *parents, name = path.split(".")
+        block = known[parents[0]] if parents else known
+        block[name] = _fields(model)
+    adamw = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
+    known["optimizer"]["params"] = dict.fromkeys([*adamw, "torch_adam", *OF_MUON])
+    # DeepSpeed looks up those that it has removed, to refuse them.
+    removed = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
+    return {name: nested for name, nested in known.items() if name not in removed}
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the fields of a pydantic model, nested models included, without deprecated ones."""
+    names: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        extra: Any = field.json_schema_extra or {}
+        if not extra.get("deprecated"):
+            types = [field.annotation, *get_args(field.annotation)]
+            nested = [t for t in types if isinstance(t, type) and issubclass(t, BaseModel)]
+            names[field.alias or name] = _fields(nested[0]) if nested else None
+    return names
 
 
 def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:

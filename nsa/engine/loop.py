@@ -26,7 +26,6 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, on_device
 from nsa.engine.config import RunConfig, learning_rate
 from nsa.engine.cpu_collectives import AllRanksError, RunAborted
-from nsa.engine.recovery import recover
 from nsa.engine.run import Run
 from nsa.engine.shutdown import Interrupted
 from nsa.gates.criteria import GateInputs, judge
@@ -82,7 +81,7 @@ def _train_steps(run: Run) -> str | None:
         run.loader_state = run.data.loader.state()
         run.telemetry.step_end(run.state)
         if not run.engine.was_step_applied():
-            recover(run)
+            run.guard.recover(run.state.step, run.collectives, run.observers.on_message)
         run.throughput.step(run.config.tokens_per_step(run.ranks.world_size))
         if step == config.train.switch_step:
             run.observers.on_message(f"step {step}: attention is sparse from here on")

@@ -1,23 +1,27 @@
-"""LossGuard: keeps NaN and inf from the weights, counts loss spikes, never waits for the device.
+"""LossGuard: keeps NaN and inf from the weights, counts loss spikes; skips or aborts bad steps.
 
 A loss that is not finite is multiplied by NaN, so after reduction its gradients are NaN on every
 rank. DeepSpeed checks the gradient norm before each update, so all ranks skip the step, without an
-additional collective. Every other loss is multiplied by exactly 1.
+additional collective. Every other loss is multiplied by exactly 1. Only after a step that was not
+applied do the ranks wait for their devices and exchange counts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from nsa.engine.config import TrainConfig
+from nsa.engine.cpu_collectives import CpuCollectives, RunAborted
 
 WINDOW = 128  # recent micro-batch losses that a new one is compared with
 MIN_LOSSES = 32  # before any loss counts as a spike
 SPIKE_SCORE = 12.0  # robust standard deviations above the recent losses
 MAD_TO_STD = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
+MAX_BAD_STEPS = 20  # skipped since launch
 MIN_SPREAD = 0.01  # of the median, so that nearly equal losses do not turn noise into spikes
 
 
@@ -32,7 +36,8 @@ class LossGuard:
     """Replaces losses of one rank that are not finite by NaN; counts them, and spikes."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        self._detects_spikes = config.on_spike != "ignore"
+        self.bad_steps = 0  # since launch
+        self._config = config
         self._recent = torch.full((WINDOW,), math.nan, device=device)
         self._seen = 0
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # not finite, spikes
@@ -45,7 +50,7 @@ class LossGuard:
         value = loss.detach().float()
         not_finite = ~value.isfinite()
         spike = torch.zeros_like(not_finite)
-        if self._detects_spikes and weight:
+        if self._config.on_spike != "ignore" and weight:
             value = value / weight
             if self._seen >= MIN_LOSSES:
                 spike = self._is_spike(value)
@@ -65,6 +70,32 @@ class LossGuard:
         counts = BadLosses(*self._counts.tolist())
         self._counts.zero_()
         return counts
+
+    def recover(
+        self, step: int, collectives: CpuCollectives, on_message: Callable[[str], None]
+    ) -> None:
+        """Skip `step`, whose update DeepSpeed refused on all ranks, or abort the run."""
+        bad_losses = collectives.gather(self.pop(), BadLosses)
+        not_finite = [str(rank) for rank, losses in enumerate(bad_losses) if losses.not_finite]
+        spikes = [str(rank) for rank, losses in enumerate(bad_losses) if losses.spikes]
+        if not not_finite and self._config.precision == "fp16":
+            return  # DeepSpeed lowers the loss scale
+        cause = f"step {step}: a gradient is not finite"
+        if not_finite:
+            cause = f"step {step}: a loss is not finite on rank {', '.join(not_finite)}"
+        if spikes:
+            cause += f"; a loss is far above the recent ones on rank {', '.join(spikes)}"
+        self.bad_steps += 1
+        if self._config.on_bad_step == "abort":
+            raise RunAborted(
+                f"{cause}; train.on_bad_step = abort: stopped before updating the weights"
+            )
+        if self.bad_steps > MAX_BAD_STEPS:
+            raise RunAborted(
+                f"{cause}; {self.bad_steps} bad steps since launch, more than {MAX_BAD_STEPS}; "
+                "check the data and lower the learning rate"
+            )
+        on_message(f"{cause}; step skipped ({self.bad_steps} of at most {MAX_BAD_STEPS})")
 
 
 def skip_nonfinite_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""`train.micro_batch=auto`: the largest micro-batch that fits the GPU, by plan and then measured.
+"""Micro-batch and activation checkpointing for `auto`: by plan, then measured; planner inputs.
 
 The plan (nsa/planner) counts tensors before the run starts. Before DeepSpeed starts, each rank
 passes one micro-batch of random tokens through the model, and all ranks take a smaller one until
@@ -11,25 +11,111 @@ import gc
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nsa.dtypes import DTYPES
 from nsa.engine.build import build_model
-from nsa.engine.config import RunConfig
+from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
-from nsa.engine.planner_inputs import batch_of, model_of, resolved_zero
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config, zero_mode
 from nsa.engine.run_request import RunRequest
+from nsa.engine.teacher import find_teacher
 from nsa.monitor.memory import is_out_of_memory
-from nsa.planner.forecast import FRAGMENTATION
+from nsa.planner.forecast import FRAGMENTATION, MODES, select_checkpointing, select_micro_batch
+from nsa.planner.inputs import BatchShape, Model, Zero
 from nsa.planner.memory import memory
+
+
+def resolve_auto(
+    config: RunConfig, zero: Zero, ranks: int, gpu_memory: float | None
+) -> tuple[RunConfig, list[str], list[str]]:
+    """Replace `auto` of micro_batch and activation_checkpointing; return log lines of each too.
+
+    `gpu_memory` is in bytes, None without a GPU. The step keeps its sequences.
+    """
+    batch, notes, mode_notes = batch_of(config), list[str](), list[str]()
+    mode, measures = batch.checkpointing, config.train.micro_batch == AUTO
+    if gpu_memory is None:
+        notes += ["micro-batch: 1 sequence (there is no GPU)"] * measures
+        if mode == "auto":
+            mode, mode_notes = "none", ["activation checkpointing: none (there is no GPU)"]
+    else:
+        model = model_of(config)
+        # The fastest first. Compiling fuses the operators that `selective` saves.
+        modes = [mode for mode in MODES if not (config.train.compile and mode == "selective")]
+        if measures:
+            batch, notes = select_micro_batch(model, zero, batch, gpu_memory, ranks, modes)
+        mode, mode_notes = select_checkpointing(model, zero, batch, gpu_memory, ranks, modes)
+    train = config.train
+    if measures:
+        train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+    model_config = replace(config.model, activation_checkpointing=mode)
+    return replace(config, train=train, model=model_config), notes, mode_notes
+
+
+def model_of(config: RunConfig) -> Model:
+    """Return a run's model as planner input."""
+    weight_bytes = 4 if config.train.precision == "fp32" else 2
+    teacher = find_teacher(config)
+    dense = None if teacher is None else teacher.config.model
+    return Model(config.model, config.data.seq_len, weight_bytes, dense, config.train.switch_step)
+
+
+def batch_of(config: RunConfig) -> BatchShape:
+    """Return a run's batch as planner input."""
+    return BatchShape(
+        seq_len=config.data.seq_len,
+        micro_batch=config.train.rows,
+        accumulation=config.train.accumulation,
+        checkpointing=config.model.activation_checkpointing,
+        ranks_per_sequence=config.train.sequence_parallel,
+    )
+
+
+def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
+    """Return a DeepSpeed JSON as planner input, after the checks of a run."""
+    raw = load_ds_config(source)
+    return resolved_zero(
+        resolve_ds_config(raw, config, world_size=ranks, source=str(source)), config
+    )
+
+
+def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
+    """Return DeepSpeed's config, with every "auto" filled in, as planner input."""
+    zero, mode = resolved["zero_optimization"], zero_mode(resolved)
+    stage_3: dict[str, Any] = {}
+    if mode.stage == 3:
+        sizes = model_of(config).sizes
+        threshold = zero.get("stage3_param_persistence_threshold", 1e5)
+        persistent = [size for size in sizes if size < threshold]  # not sharded
+        reused = zero.get("stage3_max_live_parameters", 1e9) >= sum(sizes)
+        reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * sum(sizes)
+        stage_3 = {
+            "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
+            "persistent": sum(persistent),
+            "persistent_tensors": len(persistent),
+            "gathers": 1 if reused else 2,
+        }
+    reduced = str(resolved.get("communication_data_type") or mode.precision)
+    return Zero(
+        stage=mode.stage,
+        reduce_bytes=DTYPES[reduced].itemsize,
+        accumulate_bytes=DTYPES[mode.accumulation].itemsize,
+        bucket=int(zero.get("reduce_bucket_size", 0)) if mode.stage else 0,
+        overlap=mode.overlap,
+        muon=mode.muon,
+        offload=mode.offload,
+        **stage_3,
+    )
 
 
 def fit_on_all_ranks(
     request: RunRequest, device: torch.device, collectives: CpuCollectives, ranks: int
 ) -> tuple[RunRequest, list[str]]:
-    """Return the request with a micro-batch that fits on every rank's GPU, and log lines."""
+    """Return the request with the largest micro-batch that fits on every rank's GPU; log lines."""
     notes: list[str] = []
     while True:
         config = request.config

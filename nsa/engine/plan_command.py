@@ -12,7 +12,7 @@ from pathlib import Path
 from nsa.engine import recipe as recipes
 from nsa.engine.command_line import DEFAULT_DS_CONFIG, with_model_of_start
 from nsa.engine.config import RunConfig
-from nsa.engine.planner_inputs import batch_of, model_of, resolve_auto, zero_of
+from nsa.engine.micro_batch import batch_of, model_of, resolve_auto, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, json_row, table
 from nsa.planner.forecast import Candidate, compare, fits, forecast

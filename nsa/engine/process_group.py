@@ -1,25 +1,38 @@
-"""Process group: join and leave it, with or without a launcher; end the process with a code."""
+"""Process group: join and leave it, with or without a launcher; end the process with a code.
+
+The ranks of one machine meet at a file that only this user can reach. PyTorch's own rendezvous is a
+TCP port, which obeys every user of the machine: the first process to join is a rank.
+
+    rank 0    creates <temp>/nsa-<user id>/<run>.<process>.<start>    folder 0700, file 0600
+    others    wait for the file of a rank 0 that runs
+
+Over the file ranks exchange the loopback addresses at which they then connect.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import stat
 import sys
+import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from nsa.engine.rendezvous import SCHEME, remove_rendezvous
-from nsa.engine.shared_memory_op import disable_shared_memory_op
+from nsa.engine import disable_shared_memory_op
 from nsa.system import free_port, interface_towards
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
@@ -29,6 +42,9 @@ INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 ROOT_CAUSE_GRACE_SECONDS = 5  # for the rank that failed first to report before its peers do
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+POLL_SECONDS = 0.02
+SCHEME = "private"  # of the rendezvous' init_method
+_created: list[Path] = []  # rendezvous files of this process, if it is rank 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,85 @@ def _join(ranks: Ranks, backend: str) -> None:
         ) from None
 
 
+def private_folder() -> Path:
+    """Return a folder of this user in the temporary directory; refuse another user's."""
+    folder = Path(tempfile.gettempdir()) / f"nsa-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()  # anyone can create this name, also as a link
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not own or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ValueError(
+            f"{folder}: is not a folder that only you can enter, so another user could join the "
+            "run; remove it, or set TMPDIR to a folder of yours"
+        )
+    return folder
+
+
+def run_name() -> str:
+    """Return what the ranks of this run have in common: launcher and port.
+
+    Without DeepSpeed's launcher ranks may have several parents.
+    """
+    port = os.environ["MASTER_PORT"]
+    launcher = os.getppid() if "CROSS_RANK" in os.environ else 0
+    return f"{launcher}-{port}"
+
+
+def create_rendezvous(run: str) -> Path:
+    """Create the file at which the other ranks of `run` meet this process, rank 0."""
+    folder = private_folder()
+    for other in folder.glob(f"{run}.*"):
+        if _creator_runs(other):
+            _, port, process, _ = other.name.replace("-", ".").split(".")
+            raise ValueError(
+                f"--master_port {port}: in use by another run, process {process}; choose another "
+                "with deepspeed --master_port"
+            )
+        other.unlink(missing_ok=True)
+    path = folder / f"{run}.{os.getpid()}.{_start_time(os.getpid())}"
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    _created.append(path)
+    return path
+
+
+def find_rendezvous(run: str, timeout: timedelta) -> Path:
+    """Wait for the file of the rank 0 of `run`, and return it."""
+    folder, deadline = private_folder(), time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        for path in folder.glob(f"{run}.*"):
+            if _creator_runs(path):
+                return path
+        time.sleep(POLL_SECONDS)
+    raise ValueError(f"{folder}: rank 0 did not come within {timeout}; read its error")
+
+
+def _creator_runs(path: Path) -> bool:
+    _, process, start = path.name.split(".")
+    return _start_time(int(process)) == start
+
+
+def _start_time(process: int) -> str | None:
+    """Return a process's start in ticks since boot; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _rendezvous(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Any, int, int]]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    path = find_rendezvous(run_name(), timeout) if rank else create_rendezvous(run_name())
+    store = dist.FileStore(str(path), world_size)
+    store.set_timeout(timeout)
+    yield store, rank, world_size
+    raise RuntimeError("rendezvous ran twice; a run joins its ranks once")
+
+
+dist.register_rendezvous_handler(SCHEME, _rendezvous)
+
+
 def stop_ranks() -> NoReturn:
     """Wait for all ranks, leave the process group and exit with code 0.
 
@@ -112,7 +207,8 @@ def stop_ranks() -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """Exit with `code` without waiting for threads."""
-    remove_rendezvous()
+    for path in _created:
+        path.unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

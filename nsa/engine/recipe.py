@@ -47,7 +47,7 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
 
     try:
         if flags.dry_run:
-            from nsa.engine.dry_run import dry_run
+            from nsa.engine.trainer import dry_run
 
             if lock is not None:
                 lock.undo()

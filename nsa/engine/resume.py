@@ -12,12 +12,10 @@ from nsa.checkpoint.state_file import Topology, check_loadable, layout_of
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
-from nsa.engine.ds_config import load_ds_config
+from nsa.engine.ds_config import has_muon, load_ds_config, zero_mode
 from nsa.engine.process_group import Ranks
-from nsa.engine.run_request import RunRequest
+from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import RankProcess
-from nsa.engine.train_state import TrainState
-from nsa.engine.zero_mode import has_muon, zero_mode
 from nsa.untrusted import matches, parse_json, read_text, short_repr
 
 NONE = type(None)

@@ -16,11 +16,10 @@ from nsa.engine.load_run import StoredRun
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_dir import FolderLock
-from nsa.engine.run_request import RunRequest
+from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import RankProcess, ShutdownMonitor
 from nsa.engine.teacher import Teacher
 from nsa.engine.telemetry import RankTelemetry
-from nsa.engine.train_state import TrainState
 from nsa.gates.results import Gate
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo
@@ -60,7 +59,6 @@ class Run:
     # Progress of the training loop.
     loader_state: dict[str, Any] | None  # of this rank, after the last step
     saved_step = 0  # of the newest checkpoint; 0: none
-    bad_steps = 0  # since launch
     validation_note_logged = False
 
     def __init__(self, request: RunRequest, lock: FolderLock | None) -> None:

@@ -1,4 +1,4 @@
-"""RunRequest: one run, resolved and validated before anything expensive starts."""
+"""RunRequest: one run, resolved before anything expensive starts; TrainState: its progress."""
 
 from __future__ import annotations
 
@@ -56,3 +56,19 @@ class RunRequest:
             "config.yaml": to_yaml(self.config),
             "ds_config.json": json.dumps(self.ds_config, indent=2) + "\n",
         }
+
+
+@dataclass
+class TrainState:
+    """Training state besides weights and optimizer, equal on all ranks, saved in each checkpoint.
+
+    The learning rate is a function of the step, the data order a function of the samples consumed,
+    and the forward pass uses no random numbers. State that differs by rank (loader position, RNG)
+    is saved separately, as rank state.
+    """
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # consumed by all ranks
+    samples: int = 0  # consumed by all ranks: the position in the data order
+    data: str = ""  # fingerprint of the dataset and its order
+    skipped: int = 0  # steps not applied because gradients were not finite

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.engine.process_group import Ranks
-from nsa.engine.run_request import RunRequest
-from nsa.engine.train_state import TrainState
+from nsa.engine.run_request import RunRequest, TrainState
 from nsa.monitor.config import HEARTBEAT_SECONDS
 from nsa.monitor.csv_files import FallbacksCsv, MetricsCsv, SelectionCsv, TeacherCsv
 from nsa.monitor.dtypes import DtypeReport

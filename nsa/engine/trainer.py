@@ -5,10 +5,12 @@
     train()     the training loop; closes everything, however it ends
 
 Cheap and likely failures come first. A run that prepare() or build() refuses leaves no folder.
+dry_run() builds the same, takes one step on random tokens and writes nothing.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -18,6 +20,8 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.checkpoint.commit import trial_commit
+from nsa.data.batches import Batch
+from nsa.data.source import SourceUnreachable
 from nsa.doctor.node import (
     OK,
     Check,
@@ -31,24 +35,28 @@ from nsa.doctor.node import (
 from nsa.doctor.ranks import rank_checks
 from nsa.engine import loop, resume
 from nsa.engine.build import build_engine, check_length
+from nsa.engine.checks import check_kernels_on_all_ranks
+from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import AllRanksError, CpuCollectives, RunAborted
 from nsa.engine.data import open_data
-from nsa.engine.kernel_check import check_on_all_ranks
+from nsa.engine.ds_config import TRACKERS
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.micro_batch import fit_on_all_ranks
-from nsa.engine.process_group import crash, start_ranks, stop_ranks
+from nsa.engine.process_group import Ranks, crash, start_ranks, stop_ranks
+from nsa.engine.resolve import to_yaml
+from nsa.engine.resume import find_initial_weights
 from nsa.engine.run import Run
 from nsa.engine.run_dir import FolderLock, record_run
-from nsa.engine.run_request import RunRequest
+from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.teacher import check_tokenizer, find_teacher, load_teacher
 from nsa.engine.telemetry import RankTelemetry, build_observers, trackers, write_final_report
-from nsa.engine.train_state import TrainState
 from nsa.gates.criteria import preflight
 from nsa.gates.results import record_result, schedule
 from nsa.gpus import peak_flops
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
+from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import RunInfo, warn
 from nsa.monitor.throughput import Throughput
 from nsa.text import as_one_line
@@ -151,7 +159,7 @@ def build(run: Run) -> None:
         raise RunAborted(f"preflight: {failures(checks)}")
     if run.resume_from is not None and request.universal:
         run.resume_from = resume.convert_to_universal(run.collectives, run.resume_from, run.ranks)
-    kernels, kernel_rows = check_on_all_ranks(config, run.device, run.collectives)
+    kernels, kernel_rows = check_kernels_on_all_ranks(config, run.device, run.collectives)
     checks.append(kernels)
     if request.fits_micro_batch and config.train.sequence_parallel == 1:
         request = _fit_micro_batch(run)
@@ -265,3 +273,52 @@ def train(run: Run) -> None:
             write_final_report(run.request.run_dir, status)
         run.telemetry.close(status)
         run.data.close()
+
+
+def dry_run(request: RunRequest) -> None:
+    """Run the dry run on this rank; rank 0 prints the summary."""
+    ranks = Ranks.from_environment()
+    config = request.config
+    stored = find_teacher(config)
+    data_notes = _check_data(config, ranks)
+    device = start_ranks(ranks)
+    weights = find_initial_weights(config)
+    # A tracker would begin a run, or write into the working directory.
+    ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
+    engine = build_engine(config, ds_config, device, weights)
+    teacher = None if stored is None else load_teacher(stored, config, engine.module, device)
+    shape = (config.train.rows, config.data.seq_len // config.train.sequence_parallel)
+    tokens_per_step = config.tokens_per_step(ranks.world_size)
+    if ranks.rank == 0:
+        for note in [*request.notes, *data_notes]:
+            print(note)
+        print(f"# configuration ({request.profile})\n{to_yaml(config)}")
+        print(f"# DeepSpeed\n{json.dumps(request.ds_config, indent=2)}\n")
+        flops = flops_per_token(config.model, config.data.seq_len)
+        dense_flops = flops_per_token(config.model, config.data.seq_len, dense_equivalent=True)
+        print(f"parameters          {parameter_count(config.model):,}")
+        print(f"FLOPs per token     {flops:,.0f} (dense twin: {dense_flops:,.0f})")
+        print(f"tokens per step     {tokens_per_step:,}")
+        print(f"run folder          {request.run_dir}")
+        print(f"taking one step of {tokens_per_step:,} tokens …", flush=True)
+    for _ in range(config.train.accumulation):
+        tokens = torch.randint(config.model.vocab_size, shape, device=device)
+        batch = Batch(tokens, tokens.roll(-1, dims=1))
+        more = {} if teacher is None else teacher.arguments(batch)
+        loss = engine(batch.input_ids, labels=batch.labels, **more)
+        engine.backward(loss)
+        engine.step()
+    if ranks.rank == 0:
+        print(f"peak memory, rank 0 {memory_gb():.2f} GB after one step")
+        print(f"loss                {loss.item():.4f} on random tokens")
+    stop_ranks()
+
+
+def _check_data(config: RunConfig, ranks: Ranks) -> list[str]:
+    """Open the dataset and return its notes; an unreachable hub does not fail a dry run."""
+    try:
+        data = open_data(config, ranks, TrainState())
+    except SourceUnreachable as error:
+        return [f"DATA NOT REACHED, and not checked: {error}"]
+    data.close()
+    return data.notes

@@ -23,7 +23,7 @@ from nsa.data.source import DataError, HeldOut
 from nsa.data.validation_data import ValidationData
 from nsa.engine.data import open_data
 from nsa.engine.process_group import Ranks
-from nsa.engine.train_state import TrainState
+from nsa.engine.run_request import TrainState
 from tests.data.texts import (
     HELD_OUT,
     documents_of,

@@ -20,7 +20,7 @@ from nsa.data.source import DataError, State
 from nsa.data.token_store import coverage
 from nsa.engine.data import open_data
 from nsa.engine.process_group import Ranks
-from nsa.engine.train_state import TrainState
+from nsa.engine.run_request import TrainState
 from tests.data.test_prepare import contents
 from tests.data.texts import Rows, configure, open_store
 from tests.engine.small import small_request

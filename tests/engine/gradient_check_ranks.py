@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from nsa.engine.gradient_check import inspect_gradients
+from nsa.engine.checks import inspect_gradients
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
 from nsa.model.attention_metadata import AttentionMetadata

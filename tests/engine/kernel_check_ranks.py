@@ -9,8 +9,8 @@ if "TRITON_INTERPRET" not in os.environ:  # read when triton is first imported
 import torch
 import torch.distributed as dist
 
+from nsa.engine.checks import fall_back
 from nsa.engine.cpu_collectives import CpuCollectives
-from nsa.engine.kernel_check import fall_back
 from nsa.model import AttentionConfig, ModelConfig, kernel_check
 from nsa.ops.backend import dispatch
 from nsa.ops.triton import activation

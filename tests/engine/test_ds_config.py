@@ -11,8 +11,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import load_ds_config, resolve_ds_config
-from nsa.engine.ds_keys import OTHER_WAYS, REFUSED
+from nsa.engine.ds_config import OTHER_WAYS, REFUSED, load_ds_config, resolve_ds_config
 from nsa.engine.resolve import walk
 from tests.engine.stock_configs import REFUSED_IN, STOCK, fixed, refused_keys
 

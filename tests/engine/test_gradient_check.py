@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa.engine.build import check_length
-from nsa.engine.gradient_check import check_gradients, inspect_gradients
+from nsa.engine.checks import check_gradients, inspect_gradients
 from tests.engine.gradient_check_ranks import build
 from tests.engine.small import small
 from tests.ranks import launch

@@ -1,23 +1,26 @@
-"""LossGuard turns bad losses into NaN and leaves good ones untouched."""
+"""LossGuard turns bad losses into NaN, leaves good ones untouched, skips or aborts bad steps."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from nsa.engine.config import TrainConfig
+from nsa.engine.cpu_collectives import RunAborted
 from nsa.engine.loss_guard import MIN_LOSSES, BadLosses, LossGuard, skip_nonfinite_steps
 
 
-def new_guard(on_spike: str = "warn") -> LossGuard:
-    return LossGuard(TrainConfig(on_spike=on_spike), torch.device("cpu"))
+def new_guard(on_spike: str = "warn", **settings: Any) -> LossGuard:
+    return LossGuard(TrainConfig(on_spike=on_spike, **settings), torch.device("cpu"))
 
 
-def trained_guard(on_spike: str = "warn", losses: int = MIN_LOSSES) -> LossGuard:
+def trained_guard(on_spike: str = "warn", losses: int = MIN_LOSSES, **settings: Any) -> LossGuard:
     """Return a guard that has checked losses close to 3."""
-    guard = new_guard(on_spike)
+    guard = new_guard(on_spike, **settings)
     for number in range(losses):
         guard.check(torch.tensor(3.0 + 0.05 * math.sin(number)))
     return guard
@@ -112,3 +115,53 @@ def test_a_plain_optimizer_skips_a_step_that_is_not_finite() -> None:
     optimizer.step()
     assert not optimizer.overflow
     assert not torch.equal(weight.detach(), torch.ones(2))
+
+
+def recover(guard: LossGuard, messages: list[str]) -> None:
+    """Let a run of one rank recover from its step 7."""
+    one_rank: Any = SimpleNamespace(gather=lambda value, kind: [value])
+    guard.recover(7, one_rank, messages.append)
+
+
+def test_more_bad_steps_than_the_budget_end_the_run() -> None:
+    messages: list[str] = []
+    guard = new_guard()
+    for _ in range(20):
+        guard.check(torch.tensor(math.nan))
+        recover(guard, messages)
+    cause = "step 7: a loss is not finite on rank 0"
+    assert messages == [f"{cause}; step skipped ({n} of at most 20)" for n in range(1, 21)]
+    with pytest.raises(RunAborted, match="21 bad steps since launch, more than 20"):
+        recover(guard, messages)
+
+
+@pytest.mark.parametrize(
+    ("losses", "cause"),
+    [
+        ([], "a gradient is not finite"),
+        ([math.nan], "a loss is not finite on rank 0"),
+        ([50.0], "a gradient is not finite; a loss is far above the recent ones on rank 0"),
+    ],
+)
+def test_the_cause_is_named_and_abort_ends_the_run_at_the_first_bad_step(
+    losses: list[float], cause: str
+) -> None:
+    messages: list[str] = []
+    guard = trained_guard(on_bad_step="abort")
+    for loss in losses:
+        guard.check(torch.tensor(loss))
+    with pytest.raises(RunAborted, match="before updating the weights") as aborted:
+        recover(guard, messages)
+    assert str(aborted.value).startswith(f"step 7: {cause}; train.on_bad_step = abort")
+    assert messages == []
+
+
+def test_a_gradient_that_overflows_in_fp16_is_no_bad_step() -> None:
+    """DeepSpeed lowers the loss scale, many times in the first steps."""
+    messages: list[str] = []
+    guard = new_guard(precision="fp16", on_bad_step="abort")
+    recover(guard, messages)
+    assert (guard.bad_steps, messages) == (0, [])
+    guard.check(torch.tensor(math.nan))
+    with pytest.raises(RunAborted, match="a loss is not finite"):
+        recover(guard, messages)

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from nsa.engine import command_line
+from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.engine.plan_command import load_profile
-from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.planner.forecast import required
 from nsa.planner.memory import memory

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.engine.rendezvous import (
+from nsa.engine.process_group import (
     create_rendezvous,
+    end_process,
     find_rendezvous,
     private_folder,
-    remove_rendezvous,
     run_name,
 )
 
@@ -92,7 +92,9 @@ def test_runs_of_two_launchers_may_have_the_same_port(monkeypatch: pytest.Monkey
     assert run_name() == f"{os.getppid()}-29500"
 
 
-def test_a_rank_0_removes_its_file_as_it_ends() -> None:
+def test_a_rank_0_removes_its_file_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
     path = create_rendezvous("7-29500")
-    remove_rendezvous()
+    with pytest.raises(SystemExit, match="5"):
+        end_process(5)
     assert not path.exists()

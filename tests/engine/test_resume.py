@@ -17,8 +17,7 @@ from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.process_group import Ranks
 from nsa.engine.resume import check_switch, read_checkpoint, read_state
 from nsa.engine.run_dir import record_run
-from nsa.engine.run_request import Recipe, RunRequest
-from nsa.engine.train_state import TrainState
+from nsa.engine.run_request import Recipe, RunRequest, TrainState
 from tests.engine.small import small, small_request
 
 RECIPE = Recipe("small", "", {"demo": small, "production": small})

@@ -21,7 +21,7 @@ from transformers import (
 
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import load_run
-from nsa.engine.planner_inputs import batch_of, model_of, zero_of
+from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.export.from_hf import read_model
 from nsa.export.to_hf import export
 from nsa.model import AttentionConfig, parameter_count

@@ -16,7 +16,7 @@ import pytest
 
 from nsa import cli
 from nsa.engine.config import RunConfig
-from nsa.engine.planner_inputs import batch_of, model_of, zero_of
+from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.gpus import GPUS
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa.engine.config import RunConfig
-from nsa.engine.planner_inputs import batch_of, model_of, zero_of
+from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.model.config import ModelConfig
 from nsa.planner.activations import activations, count_layers, loss_bytes
 from nsa.planner.forecast import traffic
