@@ -117,11 +117,6 @@ class BlockPool(nn.Module):
         """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any."""
         assert metadata.block_tokens is not None
         assert metadata.token_blocks is not None
-        tables = rotary, metadata.block_tokens, metadata.token_blocks
-        return pool(x, *self._own_heads(x, metadata), *tables, backend=backend)
-
-    def _own_heads(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parameters of the heads of x [B, T, K, D]."""
         weight: Tensor = self.weight
         position: Tensor = self.position
         scale: Tensor = self.scale
@@ -130,10 +125,11 @@ class BlockPool(nn.Module):
             own = slice(sequence.rank * heads, (sequence.rank + 1) * heads)
             weight, position = weight[own], position[own]
             scale = scale.view(-1, x.shape[3])[own].flatten()
-        return weight, position, scale
+        tables = rotary, metadata.block_tokens, metadata.token_blocks
+        return pool(x, weight, position, scale, *tables, backend=backend)
 
     def pool_blocks(self, blocks_BNlKD: Tensor) -> Tensor:
-        """The same of blocks that are cut already, without RoPE: [B, N, K, D]."""
+        """Pool blocks [B, N, l, K, D] to [B, N, K, D], without RoPE."""
         return pool_blocks(blocks_BNlKD, self.weight, self.position, self.scale)
 
 

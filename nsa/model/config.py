@@ -19,14 +19,13 @@ ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": (
-        *("factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
-}
+}  # fmt: skip
 YARN_OPTIONS = (
-    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-)
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+)  # fmt: skip
 # Attention with an index: a query's first block, its last 8 and the best 13 of the others.
 INDEXED = NSASpec(block_len=64, block_stride=64, select_len=64, select_top=22, local_blocks=8)
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
@@ -158,12 +157,14 @@ class ModelConfig:
     def _validate_rope(self) -> None:
         one_of("model", self, rope_type=tuple(ROPE_TYPES))
         needed, given = ROPE_TYPES[self.rope_type], self.rope_extension or {}
+        options = YARN_OPTIONS if self.rope_type == "yarn" else ()
         where = f"model.rope_extension = {self.rope_extension}: rope_type {self.rope_type}"
         for name in needed:
             if name not in given:
                 raise ValueError(f"{where} needs {name}; add it")
         for name, value in given.items():
-            if name not in (*needed, *(YARN_OPTIONS if self.rope_type == "yarn" else ())):
+            if name not in needed and name not in options:
                 raise ValueError(f"{where} does not read {name}; remove it")
-            if not isinstance(value, int | float) or value < (name == "factor"):
-                raise ValueError(f"{where}: {name} = {value!r} must be a number, 1 or more")
+            least = 1 if name == "factor" else 0
+            if not isinstance(value, int | float) or value < least:
+                raise ValueError(f"{where}: {name} = {value!r} must be a number, {least} or more")

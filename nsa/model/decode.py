@@ -93,13 +93,13 @@ def extend_states(
 
     Tokens may be embeddings [B, T, width] here. Each block's input is appended to `hidden`.
     """
-    states, inputs = [], []
+    states, inputs = [], []  # of each step
     for column in tokens.unbind(1):
         blocks: list[Tensor] | None = None if hidden is None else []
         states.append(step_states(model, column, cache, blocks))
         inputs.append(blocks or [])
     if hidden is not None:
-        hidden += [torch.stack(columns, 1) for columns in zip(*inputs, strict=True)]
+        hidden += [torch.stack(steps, 1) for steps in zip(*inputs, strict=True)]
     return torch.stack(states, 1)
 
 
@@ -271,8 +271,8 @@ def _token_entries(
     content = {}
     for buffer in cache.buffers:
         if buffer.entries == "tokens":
-            pair = parts.kv_sets[layer.branches.index(buffer.branch)]
-            content[buffer] = pair["kv".index(buffer.kind)]
+            keys, values = parts.kv_sets[layer.branches.index(buffer.branch)]
+            content[buffer] = keys if buffer.kind == "k" else values
         elif buffer.entries == "pre_rope":
             pre_rope = index_keys if parts.compressed is None else parts.compressed[0]
             assert pre_rope is not None

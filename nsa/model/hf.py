@@ -211,35 +211,31 @@ class NSAModel(NSAPreTrainedModel):
             raise ValueError(f"past_key_values is a {kind}; pass an NSACache, or use_cache=True")
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
+        loss, hidden = None, list[Tensor]()  # each block's input, and last the states
         if cache is not None:
             if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
                 raise ValueError(
                     "cu_seq_lens_q: with a cache a sequence is one document; set use_cache=False"
                 )
-            inputs: list[Tensor] | None = [] if output_hidden_states else None
+            inputs = hidden if output_hidden_states else None
             states = self._states_with_cache(tokens, attention_mask, position_ids, cache, inputs)
-            every = None if inputs is None else (*inputs, states)
-            return NSAModelOutput(
-                last_hidden_state=states, past_key_values=cache, hidden_states=every
+        else:
+            offset = self.core.loss_offset(tokens)
+            tokens, real, metadata = pack(
+                self.core.config, tokens, attention_mask, position_ids, cu_seq_lens_q, offset
             )
-        offset = self.core.loss_offset(tokens)
-        tokens, real, metadata = pack(
-            self.core.config, tokens, attention_mask, position_ids, cu_seq_lens_q, offset
-        )
-        hidden: tuple[Tensor, ...] | None = () if output_hidden_states else None
 
-        def collect(x: Tensor) -> Tensor:
-            """Return what was collected, so that its gradient can be read."""
-            nonlocal hidden
-            hidden = (*(hidden or ()), unpack(x, real))
-            return x if real is None else hidden[-1][real][None]
+            def collect(x: Tensor) -> Tensor:
+                """Return what was collected, so that its gradient can be read."""
+                hidden.append(unpack(x, real))
+                return x if real is None else hidden[-1][real][None]
 
-        x = self.embed(tokens) if inputs_embeds is None else tokens
-        x, loss = self.core.run_blocks(x, metadata, None if hidden is None else collect)
-        states = unpack(x, real)
-        if hidden is not None:
-            hidden = (*hidden, states)
-        outputs: dict[str, Any] = {"last_hidden_state": states, "hidden_states": hidden}
+            x = self.embed(tokens) if inputs_embeds is None else tokens
+            x, loss = self.core.run_blocks(x, metadata, collect if output_hidden_states else None)
+            states = unpack(x, real)
+        outputs: dict[str, Any] = {"last_hidden_state": states, "past_key_values": cache}
+        if output_hidden_states:
+            outputs["hidden_states"] = (*hidden, states)
         return NSAModelOutput(**outputs, selector_loss=loss)  # transformers 5.20: FloatTensor
 
     @torch.compiler.disable
@@ -339,13 +335,6 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=cache, hidden_states=output.hidden_states
         )
-
-
-AutoConfig.register(NSAConfig.model_type, NSAConfig, exist_ok=True)
-AutoModel.register(NSAConfig, NSAModel, exist_ok=True)
-AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM, exist_ok=True)
-# Trainer shifts labels for label smoothing only for classes listed here.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name__
 
 
 @contextmanager
@@ -479,3 +468,10 @@ def last_tokens(states: Tensor, mask: Tensor) -> Tensor:
     check_rows(real)
     columns = torch.arange(real.shape[1], device=real.device)
     return states.take_along_dim((columns * real).argmax(1)[:, None, None], 1)
+
+
+AutoConfig.register(NSAConfig.model_type, NSAConfig, exist_ok=True)
+AutoModel.register(NSAConfig, NSAModel, exist_ok=True)
+AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM, exist_ok=True)
+# Trainer shifts labels for label smoothing only for classes listed here.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name__

@@ -223,7 +223,9 @@ def _attention(
             how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": backend}
             k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
             if backend == "triton":
-                inputs = GatedInputs._make([q, *x, cu_seqlens, spec, q.shape[-1] ** -0.5])
+                pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+                rest = gates, cu_seqlens, spec, q.shape[-1] ** -0.5
+                inputs = GatedInputs(q, *pairs, *rest)
                 o, index = nsa_attention_and_blocks(inputs, backend)
                 selected[:] = [index]
                 return o
@@ -341,33 +343,27 @@ def decoding(config: ModelConfig, device: torch.device) -> Operation:
     if config.attention.has_index:
         k_index, _, k, v = buffers[:4]
         ranking = random(2, config.kv_heads, sizes[0])
-
-        @torch.no_grad()
-        def attend_indexed(*inputs: Tensor, backend: str) -> Tensor:
-            q, ranking, k_index, k, v, at = inputs
-            rest = k_index, None, k, v, None, None, None, at, spec
-            how: Any = {"q_cmp": ranking, "branches": ("sel",), "backend": backend}
-            return decode.decode_attention(q, *rest, **how)
-
-        return Operation("decode_attention", (q, ranking, k_index, k, v, at), attend_indexed)
+        inputs: tuple[Tensor | None, ...] = q, k_index, None, k, v, None, None, None, at, ranking
+    else:
+        inputs = q, *buffers, gates, at, None
 
     @torch.no_grad()
-    def attend(*inputs: Tensor, backend: str) -> Tensor:
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, at = inputs
-        pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
-        return decode.decode_attention(q, *pairs, gates, at, spec, backend=backend)
+    def attend(*inputs: Any, backend: str) -> Tensor:
+        *call, ranking = inputs
+        how: Any = {"spec": spec, "branches": config.attention.branch_names, "backend": backend}
+        return decode.decode_attention(*call, q_cmp=ranking, **how)
 
-    return Operation("decode_attention", (q, *buffers, gates, at), attend)
+    return Operation("decode_attention", inputs, attend)
 
 
 def problems_of(results: Sequence[Sequence[KernelResult]]) -> dict[str, str]:
     """Return each operation with a problem on any rank, and the first such rank's."""
-    return {
-        result.operation: f"kernel check on rank {rank}: {result.problem}"
-        for rank, of_rank in reversed([*enumerate(results)])
-        for result in of_rank
-        if result.problem
-    }
+    problems: dict[str, str] = {}
+    for rank, of_rank in enumerate(results):
+        for x in of_rank:
+            if x.problem:
+                problems.setdefault(x.operation, f"kernel check on rank {rank}: {x.problem}")
+    return problems
 
 
 def table(results: Sequence[KernelResult]) -> list[str]:
