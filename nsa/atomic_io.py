@@ -1,4 +1,4 @@
-"""Atomic file writes: a reader finds the old file or the new one, even after a crash."""
+"""Atomic writes of files and folders: a reader finds all of one or nothing, even after a crash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import errno
 import io
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,31 @@ def fsync_dir(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def draft_folder(to: Path) -> Iterator[Path]:
+    """Yield a new folder beside `to`; publish it as `to` at the end, delete it after an error."""
+    draft = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        publish(draft, to)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def publish(draft: Path, to: Path) -> None:
+    """Flush a folder with all that it holds to disk, and rename it to `to`."""
+    paths = sorted(draft.rglob("*"))
+    for path in paths:
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for folder in (draft, *(path for path in paths if path.is_dir())):
+        fsync_dir(folder)
+    draft.rename(to)
+    fsync_dir(to.parent)
 
 
 def check_new_folder(to: Path) -> None:

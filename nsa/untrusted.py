@@ -1,21 +1,23 @@
 """Untrusted files: read them without blocking, parse them without recursion, print them safely.
 
 A checkpoint, an export, a dataset or a run's folder may come from anyone (docs/design/security.md).
-A pipe or a device in place of a file would block, deep nesting would end in a RecursionError, and
-control characters would reach the terminal.
+A pipe or a device in place of a file would block, deep nesting would end in a RecursionError, a
+pickle could run code, and control characters would reach the terminal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
+import pickle
 import re
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ MAX_YAML_CHARS = 2**18  # PyYAML is slow
 # Control characters, Unicode's line ends and marks that reorder text, and surrogates.
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 OTHER_BASE = re.compile("[-+]?(0[0-9_xXbB]|.*:)")  # octal, hexadecimal, binary, base 60
+FORCE_DATA, FORCE_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 MAX_DEPTH = 100  # levels of nesting; ours have fewer than ten
 
 
@@ -90,14 +93,14 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     return value
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise a ValueError that names the file."""
+def read_object(path: Path, of: str = "a configuration", fix: str = "") -> dict[str, Any]:
+    """Return the object in a JSON file; raise a ValueError that names the file and the fix."""
     try:
         tree = parse_json(read_text(path))
+        if not isinstance(tree, dict):
+            raise ValueError("it is no object")
     except ValueError as error:
-        raise ValueError(f"{path}: not the JSON of a configuration: {error}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: not the JSON of a configuration: it is no object")
+        raise ValueError(f"{path}: not the JSON of {of}: {error}{fix}") from None
     return tree
 
 
@@ -194,6 +197,41 @@ def matches(value: Any, shape: Any) -> bool:
     if type(value) is int:
         return shape is int and 0 <= value < 2**62
     return type(value) is shape and (shape is not float or math.isfinite(value))
+
+
+@contextlib.contextmanager
+def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
+    """Make every torch.load of the block restricted; raise a ValueError if a file needs more.
+
+    DeepSpeed calls torch.load(weights_only=False), which calls any function that a pickle names.
+    PyTorch's restricted unpickler reads tensors and plain types. `optimizer`: allow the classes in
+    DeepSpeed's optimizer files too, which only hold values; imports DeepSpeed, which is slow.
+    """
+    import torch
+
+    classes: list[Any] = []
+    if optimizer:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        classes = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
+    before = {name: os.environ.pop(name, None) for name in (FORCE_DATA, FORCE_CODE)}
+    os.environ[FORCE_DATA] = "1"  # torch.load reads it at each call
+    try:
+        with torch.serialization.safe_globals(classes):
+            yield
+    except (pickle.UnpicklingError, EOFError) as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise ValueError(f"{checkpoint}: a file is damaged; use another checkpoint") from error
+        raise ValueError(
+            f"{checkpoint}: a file holds {named[1]}, which could run code, and was not loaded; "
+            "use a checkpoint that this project wrote"
+        ) from None
+    finally:
+        del os.environ[FORCE_DATA]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def printable(text: str, keep: str = "") -> str:

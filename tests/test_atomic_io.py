@@ -1,4 +1,4 @@
-"""atomic_write_text: files are written completely or not at all."""
+"""Files and folders are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.atomic_io import atomic_write_text, fsync_dir, no_symlink
+from nsa.atomic_io import atomic_write_text, draft_folder, fsync_dir, no_symlink
 from tests.monitor.records import files_no_longer_than
 
 
@@ -69,3 +69,28 @@ def test_no_file_is_written_through_a_symbolic_link(tmp_path: Path) -> None:
         file.write("text")
     assert (tmp_path / "new").read_text() == "text"
     assert not (tmp_path / "new").stat().st_mode & 0o111
+
+
+def test_all_of_a_folder_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, synced = tmp_path / "new", list[str]()
+
+    def fsync(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append(f"{name}, {'published' if to.exists() else 'draft'}")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with draft_folder(to) as draft:
+        (draft / "inner").mkdir()
+        (draft / "inner/file").touch()
+    names = ("file", f".new.{os.getpid()}", "inner")
+    assert synced == [*(f"{name}, draft" for name in names), f"{tmp_path.name}, published"]
+    assert (to / "inner/file").exists()
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_an_error_leaves_neither_a_folder_nor_its_draft(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="disk"), draft_folder(tmp_path / "new"):
+        raise OSError("disk")
+    assert os.listdir(tmp_path) == []

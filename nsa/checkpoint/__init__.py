@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from nsa.checkpoint.engine_state import load
-from nsa.checkpoint.manifest import newest_valid, read_manifest
-from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver
+from nsa.checkpoint.commit import newest_valid, read_manifest
+from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver, load
 from nsa.checkpoint.state_file import SavedState, read_rank_state, read_state_file
 from nsa.checkpoint.universal import needs_universal, to_universal
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nsa.dtypes import DTYPES
-from nsa.untrusted import matches, parse_json, read_text
+from nsa.untrusted import matches, read_object
 
 STATE = "state.json"
 MAX_RANKS = 65_536
+OF_CHECKPOINT = ("a checkpoint", "; use another")  # of read_object
 ANY_RANKS = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 
@@ -26,7 +27,8 @@ def layout_of(stage: int, muon: bool = False) -> str:
     The state is complete in stage 0, sharded in stages 1 and 2, and sharded together with the
     weights in stage 3. AdamW's state cannot be read as Muon's.
     """
-    return ("0", "1 or 2", "1 or 2", "3")[stage] + " with Muon" * muon
+    layout = "1 or 2" if stage in (1, 2) else str(stage)
+    return f"{layout} with Muon" if muon else layout
 
 
 LAYOUTS = [layout_of(stage, muon) for stage in range(4) for muon in (False, True)]
@@ -68,7 +70,7 @@ class SavedState:
 
 def read_state_file(checkpoint: Path) -> SavedState:
     """Read state.json; raise a ValueError if a part that readers need is missing or wrong."""
-    content = _read_object(checkpoint / STATE)
+    content = read_object(checkpoint / STATE, *OF_CHECKPOINT)
     saved: Any = content.get("saved_under")
     tokenizer = content.get("tokenizer")
     if not (
@@ -96,17 +98,7 @@ def rank_file(rank: int) -> str:
 def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
     """Return the state of one rank; None if it had none."""
     path = checkpoint / rank_file(rank)
-    return _read_object(path) if path.exists() else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(read_text(path))
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}; use another checkpoint") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; use another checkpoint")
-    return content
+    return read_object(path, *OF_CHECKPOINT) if path.exists() else None
 
 
 def check_loadable(checkpoint: Path, saved: Topology, current: Topology) -> None:

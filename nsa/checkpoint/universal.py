@@ -14,11 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from nsa.checkpoint.commit import PARTIAL, publish, write_errors
-from nsa.checkpoint.manifest import find_problem, read_manifest, rng_file, sync_and_hash
-from nsa.checkpoint.safe_load import data_only
+from nsa.checkpoint.commit import (
+    PARTIAL,
+    find_problem,
+    publish_checkpoint,
+    read_manifest,
+    rng_file,
+    sync_and_hash,
+    write_errors,
+)
 from nsa.checkpoint.state_file import ANY_RANKS, STATE, SavedState, layout_of, rank_file
 from nsa.system import isolated_environment
+from nsa.untrusted import data_only
 
 
 def needs_universal(saved: SavedState, ranks: int) -> bool:
@@ -55,7 +62,8 @@ def to_universal(saved: SavedState) -> SavedState:
                     shutil.copyfile(checkpoint / name, converted / name)
         files = sorted(path for path in converted.rglob("*") if path.is_file())
         entries = {str(path.relative_to(converted)): sync_and_hash(path) for path in files}
-        publish(converted, target, {**source, "made_from": source["files"], "files": entries})
+        manifest = {**source, "made_from": source["files"], "files": entries}
+        publish_checkpoint(converted, target, manifest)
     return universal
 
 

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.manifest import MANIFEST, find_problem, newest_valid
-from nsa.checkpoint.safe_load import data_only
+from nsa.checkpoint.commit import MANIFEST, find_problem, newest_valid
 from nsa.checkpoint.state_file import ANY_RANKS, read_state_file
 from nsa.dtypes import DTYPES
-from nsa.untrusted import open_regular, parse_json, parse_yaml, printable, read_text
+from nsa.untrusted import data_only, open_regular, parse_json, parse_yaml, printable, read_text
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"

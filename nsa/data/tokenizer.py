@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nsa.atomic_io import draft_folder
 from nsa.data.config import DataConfig
 from nsa.data.hub import hub_url, probe
 from nsa.data.source import DataError, Source
 from nsa.system import with_timeout
 from nsa.text import first_line
-from nsa.untrusted import matches, read_settings
+from nsa.untrusted import matches, read_object
 
 TokenArray = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
@@ -297,7 +298,7 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
     file = tokenizer_folder(tokenizer.name) / "generation_config.json"
     stops: Any = []
     if isinstance(tokenizer, HubTokenizer) and file.is_file():
-        stops = read_settings(file).get("eos_token_id")
+        stops = read_object(file).get("eos_token_id")
     stops = stops if isinstance(stops, list) else [stops]
     ids = (id for id in stops if matches(id, int) and id < tokenizer.vocab_size)
     return sorted({tokenizer.eos_id, *ids})
@@ -378,10 +379,9 @@ def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(_pieces(source), trainer)
-    draft = out.with_name(f".{out.name}.draft")
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT).save_pretrained(draft)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft.replace(out)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
+    with draft_folder(out) as draft:
+        tokenizer.save_pretrained(draft)
     return _load(f"hf:{out}")
 
 

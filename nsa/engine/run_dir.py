@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nsa.atomic_io import atomic_write_text, no_symlink
-from nsa.checkpoint.manifest import newest_valid, read_manifest
+from nsa.checkpoint.commit import newest_valid, read_manifest
 from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest

@@ -23,7 +23,7 @@ from nsa.export.hf_tokenizer import TOKENIZER_FILES
 from nsa.export.origin import HUB_NAME
 from nsa.model.config import ROPE_TYPES, AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
-from nsa.untrusted import check_links, read_settings, short_repr
+from nsa.untrusted import check_links, read_object, short_repr
 
 CONFIG = "config.json"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # each is enough for a tokenizer
@@ -95,7 +95,7 @@ def read_model(folder: Path) -> SourceModel:
             f"{folder}: {CONFIG} without model.safetensors; save the model with transformers' "
             "save_pretrained"
         )
-    tree = read_settings(path)
+    tree = read_object(path)
     model_type = tree.get("model_type")
     if tree.get("configuration_files", [CONFIG]) != [CONFIG]:
         raise ValueError(

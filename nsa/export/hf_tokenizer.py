@@ -26,7 +26,7 @@ from nsa.data.tokenizer import (
     load_pretrained,
     tokenizer_folder,
 )
-from nsa.untrusted import check_links, read_settings
+from nsa.untrusted import check_links, read_object
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -49,7 +49,7 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
         if not file.name.endswith("_config.json"):
             shutil.copyfile(file, folder / file.name)
             continue
-        settings = read_settings(file)
+        settings = read_object(file)
         kept = {name: value for name, value in settings.items() if name not in DROPPED}
         text = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
         (folder / file.name).write_text(text, encoding="utf-8")

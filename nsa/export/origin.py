@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from nsa.data.tokenizer import ORIGIN
-from nsa.untrusted import matches, printable, read_settings, read_text
+from nsa.untrusted import matches, printable, read_object, read_text
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -51,7 +51,7 @@ def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
     for folder in (run_folder, *([Path(start_from)] if start_from else [])):
         file = folder / ORIGIN
         if file.is_file():
-            saved = {"config": None} | read_settings(file)
+            saved = {"config": None} | read_object(file)
             shape = {"name": str, "license": (str, type(None)), "config": (dict, type(None))}
             if matches(saved, shape):
                 return Origin(printable(saved["name"]), saved["license"], saved["config"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
-from nsa.atomic_io import check_new_folder, fsync_dir
+from nsa.atomic_io import check_new_folder, draft_folder
 from nsa.checkpoint.weights import SAFETENSORS
 from nsa.data.tokenizer import ORIGIN, stop_ids
 from nsa.dtypes import DTYPES
@@ -116,19 +115,10 @@ def output_folder(to: Path) -> Iterator[Path]:
     given, to = to, Path(os.path.realpath(to))  # resolves "." and links
     if to.exists() and (to.is_mount() or to == Path.cwd()):
         raise ValueError(f"--to {given}: cannot be replaced; name a new folder inside it")
-    draft = to.with_name(f".{to.name}.{os.getpid()}")
-    try:
-        draft.mkdir(parents=True)
+    with draft_folder(to) as draft:
         yield draft
         for file in draft.iterdir():
             file.chmod(draft.stat().st_mode & 0o666)  # safetensors restricts its file to the owner
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        fsync_dir(draft)
-        draft.replace(to)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    fsync_dir(to.parent)
 
 
 def write_weights(weights: dict[str, Tensor], folder: Path) -> None:

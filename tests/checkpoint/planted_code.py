@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa.checkpoint.manifest import MANIFEST, manifest_text, read_manifest, sync_and_hash
+from nsa.checkpoint.commit import MANIFEST, manifest_text, read_manifest, sync_and_hash
 
 KINDS = {"model": "*model_states.pt", "optimizer": "*optim_states.pt", "rng": "rng_rank*.pt"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nsa.checkpoint import newest_valid
-from nsa.checkpoint.manifest import manifest_text, read_manifest
+from nsa.checkpoint.commit import manifest_text, read_manifest
 from tests.checkpoint.conftest import Rows
 
 FILES = (

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.checkpoint.manifest import find_problem
-from nsa.checkpoint.safe_load import data_only
+from nsa.checkpoint.commit import find_problem
 from nsa.checkpoint.state_file import read_state_file
 from nsa.checkpoint.universal import to_universal
 from nsa.checkpoint.weights import read_weights
+from nsa.untrusted import data_only
 from tests.checkpoint.planted_code import KINDS, Code, forge_layout, plant
 from tests.ranks import launch
 

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.checkpoint.commit import commit, new_draft, write_part
-from nsa.checkpoint.manifest import manifest_text, read_manifest
+from nsa.checkpoint.commit import commit, manifest_text, new_draft, read_manifest, write_part
 from nsa.checkpoint.state_file import SavedState, Topology, layout_of
 from nsa.engine import command_line
 from nsa.engine.config import RunConfig, TrainConfig

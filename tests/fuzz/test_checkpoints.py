@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from nsa.checkpoint.manifest import MANIFEST, manifest_text, newest_valid, sync_and_hash
+from nsa.checkpoint.commit import MANIFEST, manifest_text, newest_valid, sync_and_hash
 from nsa.checkpoint.state_file import read_state_file
 from nsa.data import DataConfig, loader
 from nsa.data.dataset import open_dataset
