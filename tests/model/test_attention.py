@@ -12,7 +12,7 @@ from nsa.model import LanguageModel
 from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from tests.model.models import ATTENTIONS, SPEC, build, tiny
-from tests.model.test_rotary import by_hand
+from tests.model.test_attention_metadata import by_hand
 from tests.ops import naive
 
 LENGTH = 21

@@ -65,12 +65,10 @@ def test_flops_are_what_pytorch_counts_without_the_masked_pairs(
     ranking = config.kv_heads if config.attention.has_index else config.heads
     score, pair = 2 * ranking * config.head_dim, 2 * config.heads * (config.head_dim + 5)
     computed, visible = _pairs(length, config.attention)
-    if config.attention.has_index:  # compressed keys rank blocks, and nothing else
-        masked = score * (computed[0] - visible[0]) + 3 * pair * (computed[1] - visible[1])
-        expected = counted(config, length) - config.layers * masked
-        assert flops_per_token(config, length) * length == pytest.approx(expected, rel=1e-12)
-        return
-    masked = 3 * pair * (sum(computed) - sum(visible)) + score * (computed[0] - visible[0])
+    more = [a - b for a, b in zip(computed, visible, strict=True)]
+    # The compressed keys of an index rank blocks, and nothing else.
+    attended = more[1:2] if config.attention.has_index else more
+    masked = 3 * pair * sum(attended) + score * more[0]
     expected = counted(config, length) - config.layers * masked
     assert flops_per_token(config, length) * length == pytest.approx(expected, rel=1e-12)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import operator
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ KINDS: dict[str, AttentionConfig] = {
     **ATTENTIONS,
     "no cmp": AttentionConfig(spec=SPEC, branches="sel+win"),
 }
+GREEDY = {"do_sample": False, "pad_token_id": 0}
 MASK = torch.ones(3, 24, dtype=torch.long)
 MASK[0, :9] = MASK[1, :21] = 0  # to the left, so that the second has three tokens
 
@@ -123,7 +125,7 @@ def test_shifted_labels_replace_labels() -> None:
 
 
 def test_an_untied_head_is_trained_saved_resized_and_used_to_generate(tmp_path: Path) -> None:
-    ids, greedy = tokens(24), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    ids, greedy = tokens(24), {"max_new_tokens": 4, **GREEDY}
     config = NSAConfig.of(tiny("mean", tied_head=False), initializer_range=0.3)
     assert config.tie_word_embeddings is False
     model = NSAForCausalLM(config).double()
@@ -186,9 +188,7 @@ def test_documents_packed_by_position_ids_are_independent() -> None:
 @pytest.mark.parametrize("kind", ["dense", "mlp", "no cmp"])
 def test_generate_continues_as_the_parallel_forward_pass_would(kind: str) -> None:
     model, ids = wrapped(kind), tokens(24, batch=3)
-    output = model.generate(
-        ids, attention_mask=MASK, max_new_tokens=8, do_sample=False, pad_token_id=0
-    )
+    output = model.generate(ids, attention_mask=MASK, max_new_tokens=8, **GREEDY)
     for row, mask in enumerate(MASK.bool()):
         expected = greedy_parallel(model, ids[row : row + 1, mask], 8)[0]
         assert torch.equal(output[row, -len(expected) :], expected)
@@ -197,7 +197,7 @@ def test_generate_continues_as_the_parallel_forward_pass_would(kind: str) -> Non
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_right_padding_does_not_change_generated_text(use_cache: bool) -> None:
     model, ids, mask = wrapped(), tokens(24, batch=3), MASK.flip(1)
-    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+    greedy = {"max_new_tokens": 4, "use_cache": use_cache, **GREEDY}
     output = model.generate(ids, attention_mask=mask, **greedy)
     for row, real in enumerate(mask.bool()):
         expected = greedy_parallel(model, ids[row : row + 1, real], 4)[0]
@@ -205,9 +205,8 @@ def test_right_padding_does_not_change_generated_text(use_cache: bool) -> None:
     mask[1] = 0
     with pytest.raises(ValueError, match="attention_mask: row 1 has no token to continue; give"):
         model.generate(ids, attention_mask=mask, **greedy)
-    assert model(
-        ids, attention_mask=mask, labels=ids
-    ).loss.isfinite()  # an empty row has no part in a loss
+    loss = model(ids, attention_mask=mask, labels=ids).loss  # an empty row has no part in it
+    assert loss.isfinite()
 
 
 @pytest.mark.parametrize(
@@ -223,16 +222,8 @@ def test_beam_search_and_sampling_are_the_same_with_a_cache(how: dict[str, Any])
     outputs = []
     for use_cache in (True, False):
         torch.manual_seed(1)
-        outputs.append(
-            model.generate(
-                ids,
-                attention_mask=MASK,
-                max_new_tokens=9,
-                pad_token_id=0,
-                use_cache=use_cache,
-                **how,
-            )
-        )
+        how |= {"max_new_tokens": 9, "pad_token_id": 0, "use_cache": use_cache}
+        outputs.append(model.generate(ids, attention_mask=MASK, **how))
     assert torch.equal(*outputs)
 
 
@@ -240,7 +231,7 @@ def test_beam_search_and_sampling_are_the_same_with_a_cache(how: dict[str, Any])
 def test_module_hooks_have_the_same_effect_with_a_cache(part: str) -> None:
     """As LoRA on the head and activation steering need."""
     model, ids = wrapped("mlp"), tokens(24, batch=2)
-    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    greedy = {"max_new_tokens": 6, **GREEDY}
     before = model.generate(ids, **greedy)
     module = model.get_submodule(part)
     more = torch.nn.Linear(24, 61 if part == "lm_head" else 24, bias=False).double()
@@ -259,7 +250,7 @@ def test_module_hooks_have_the_same_effect_with_a_cache(part: str) -> None:
 
 def test_generation_continues_from_a_returned_cache() -> None:
     model, ids, mask = wrapped(), tokens(24, batch=2), MASK[:2]
-    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    greedy = {"max_new_tokens": 4, **GREEDY}
     first = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **greedy)
     assert isinstance(first.past_key_values, NSACache)
     longer = torch.cat([first.sequences, tokens(5, batch=2, seed=1)], 1)
@@ -273,14 +264,14 @@ def test_generation_continues_from_a_returned_cache() -> None:
 
 def test_chunked_prefill_changes_nothing() -> None:
     model, ids = wrapped(), tokens(24, batch=2)
-    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    greedy = {"max_new_tokens": 4, **GREEDY}
     chunks = {"past_key_values": NSACache(), "prefill_chunk_size": 10}
     assert torch.equal(model.generate(ids, **chunks, **greedy), model.generate(ids, **greedy))
 
 
 def test_autocast_does_not_change_generated_text() -> None:
     model, ids = wrapped(dtype=torch.float32), tokens(24)
-    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    greedy = {"max_new_tokens": 8, **GREEDY}
     with torch.autocast("cpu", torch.bfloat16):
         output = model.generate(ids, **greedy)
     assert torch.equal(output, model.generate(ids, **greedy))
@@ -366,7 +357,7 @@ def test_resizing_the_vocabulary_keeps_the_other_logits() -> None:
     torch.testing.assert_close(model(ids).logits[..., :61], before)
     assert model.config.vocab_size == model.model.core.config.vocab_size == 70
     new = torch.full((1, 3), 69)
-    assert model.generate(new, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 5)
+    assert model.generate(new, max_new_tokens=2, **GREEDY).shape == (1, 5)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # its new name's
@@ -377,20 +368,18 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
     expected = torch.autograd.grad(model(ids, labels=ids).loss, list(model.parameters()))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert model.is_gradient_checkpointing
-    blocks, computed = model.model.blocks, [0, 0]
+    blocks, calls = model.model.blocks, Counter[int]()
     for i, block in enumerate(blocks):
-        block.attention.register_forward_pre_hook(lambda *_, i=i: operator.setitem(
-            computed, i, computed[i] + 1
-        ))  # fmt: skip
+        block.attention.register_forward_pre_hook(lambda *_, i=i: calls.update([i]))
     model(ids, labels=ids).loss.backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
     blocks[1].gradient_checkpointing = False  # each block has its own switch
     model(ids, labels=ids).loss.backward()
-    assert computed == [4, 3]
+    assert calls == {0: 4, 1: 3}
     model.gradient_checkpointing_disable()
     model(ids, labels=ids).loss.backward()
-    assert computed == [5, 4]
+    assert calls == {0: 5, 1: 4}
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -466,14 +455,27 @@ def test_settings_given_at_load_keep_the_other_saved_settings(tmp_path: Path) ->
     expected["spec"]["window"], expected["backend"] = 64, "reference"
     assert config.attention == expected
     assert config.model_config().attention.spec == replace(SPEC, window=64)
-    for wrong, message in (
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
         ({"attention": {"spec": {"window": -1}}}, "NSASpec.window = -1"),
         ({"attention": {"compressor": "max"}}, "model.attention.compressor = 'max'"),
         ({"attention": "dense"}, "attention = 'dense': must be a dict of settings"),
+        ({"attention": {"kinds": "nsa"}}, "attention.kinds: no such setting"),
+        ({"attention": {"spec": {"block": 1}}}, "attention.spec.block: no such"),
+        ({"attention": {"selector_loss": -1.0}}, "attention.selector_loss = -1.0: must be 0"),
         ({"heads": 7}, "model.heads = 7"),
-    ):
+    ],
+)
+def test_an_invalid_configuration_is_refused(
+    given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    NSAConfig.of(tiny(KINDS["mlp"])).save_pretrained(tmp_path)
+    for build_config in (NSAConfig, partial(AutoConfig.from_pretrained, tmp_path)):
         with pytest.raises(ValueError, match=message):
-            AutoConfig.from_pretrained(tmp_path, **wrong)
+            build_config(**given)
 
 
 def test_the_selector_loss_is_not_exported_and_can_be_given_at_load(tmp_path: Path) -> None:
@@ -554,20 +556,6 @@ def test_device_maps_keep_the_model_on_one_device() -> None:
         model, max_memory=limits, no_split_module_classes=model._no_split_modules
     )
     assert set(devices.values()) == {1}, devices
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"attention": {"kinds": "nsa"}}, "attention.kinds: no such setting"),
-        ({"attention": {"spec": {"block": 1}}}, "attention.spec.block: no such"),
-        ({"attention": {"selector_loss": -1.0}}, "attention.selector_loss = -1.0: must be 0"),
-        ({"heads": 7}, "model.heads = 7"),
-    ],
-)
-def test_an_invalid_configuration_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NSAConfig(**given)
 
 
 def test_importing_nsa_imports_nothing_heavy() -> None:

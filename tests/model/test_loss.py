@@ -1,12 +1,12 @@
-"""Fused cross-entropy against the plain loss: values, gradients, rounding and memory."""
+"""Cross-entropy and distillation against PyTorch's: values, gradients, rounding and memory."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +16,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import loss
-from nsa.model.loss import linear_cross_entropy, loss_and_gradients
+from nsa.model.loss import (
+    distillation_loss,
+    linear_cross_entropy,
+    loss_and_gradients,
+    token_divergence,
+)
+from tests.model.models import build, tiny, tokens
+from tests.ranks import ROOT
 
-ROOT = Path(__file__).parents[2]
 TOKENS, WIDTH, VOCABULARY = 700, 48, 900
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -223,3 +229,75 @@ def test_peak_memory_excludes_the_float32_logits_of_all_tokens() -> None:
     assert 0 < four_chunks < 0.45 * logits  # one chunk, and the softmax of a few rows
     assert 0 < one_chunk < 0.8 * logits  # bf16, and the softmax of a few rows
     assert usual > 2 * logits
+
+
+def heads(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(90, 12), (50, 12), (90, 24), (50, 24)]
+    drawn = [torch.randn(size, generator=draw, dtype=torch.float64).to(dtype) for size in sizes]
+    labels = torch.randint(50, (90,), generator=draw)
+    labels[::7] = -100
+    return [x.requires_grad_() for x in drawn[:2]], drawn[2:], labels
+
+
+def plain_kl(model: list[Tensor], teacher: list[Tensor], labels: Tensor) -> Tensor:
+    log_p, log_t = (F.log_softmax(F.linear(*head), -1) for head in (model, teacher))
+    kl = F.kl_div(log_p, log_t, reduction="none", log_target=True).sum(-1)
+    return kl[labels != -100].mean()
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_distillation_and_its_gradients_equal_pytorchs(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", 4 * 90 * 50 // number)
+    model, teacher, labels = heads()
+    expected, actual = (f(model, teacher, labels) for f in (plain_kl, distillation_loss))
+    torch.testing.assert_close(actual, expected)
+    for a, e in zip(*(torch.autograd.grad(x / 3, model) for x in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_in_bf16_distillation_loses_no_more_than_pytorchs() -> None:
+    exact = plain_kl(*heads())
+    model, teacher, labels = heads(torch.bfloat16)
+    theirs = plain_kl([x.float() for x in model], [x.float() for x in teacher], labels)
+    ours = distillation_loss(model, teacher, labels)
+    assert (ours - exact).abs() <= 2 * (theirs - exact).abs() + 0.01 * exact
+    assert ours.dtype == torch.float32
+
+
+def test_distillation_without_labels_is_0_without_a_gradient() -> None:
+    model, teacher, labels = heads()
+    value = distillation_loss(model, teacher, torch.full_like(labels, -100))
+    assert value == 0
+    assert not any(x.any() for x in torch.autograd.grad(value, model))
+
+
+def test_divergence_of_known_distributions() -> None:
+    """The losses of the second token, and KL((½, ½) ‖ (¼, ¾)); nothing for an ignored label."""
+    one = torch.ones(2, 1)
+    half, quarter = (torch.tensor([p]).log().T.contiguous() for p in ([0.5, 0.5], [0.25, 0.75]))
+    rows = token_divergence((one, quarter), (one, half), torch.tensor([1, -100])).tolist()
+    kl = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    assert rows[0] == pytest.approx([math.log(4 / 3), math.log(2), kl, 0])
+    assert rows[1] == [0, 0, 0, 0]
+
+
+def test_the_model_adds_the_teachers_gradient_and_keeps_the_losss_value() -> None:
+    model, teacher = build(tiny("pool")), build(tiny("dense"), seed=1).requires_grad_(False)
+    ids, labels = tokens(30), tokens(30).roll(-1, 1)
+    labels[:, :9] = -100
+    head = teacher.hidden(ids).flatten(0, 1), teacher.head_weight
+    parameters = list(model.parameters())
+    both = model(ids, labels=labels, loss_weight=0.5, teacher=head)
+    alone = model(ids, labels=labels, loss_weight=0.5)
+    assert torch.equal(both, alone)
+    log_p, log_t = (F.log_softmax(x(ids), -1)[labels != -100] for x in (model, teacher))
+    kl = (log_t.exp() * (log_t - log_p)).sum(-1).mean()
+    expected = torch.autograd.grad(alone + 0.5 * kl, parameters)
+    for a, e in zip(torch.autograd.grad(both, parameters), expected, strict=True):
+        torch.testing.assert_close(a, e)
+    assert token_divergence(
+        (model.hidden(ids).flatten(0, 1), model.head_weight), head, labels.flatten()
+    )[:, 2].sum() == pytest.approx(float(kl.detach() * (labels != -100).sum()))
