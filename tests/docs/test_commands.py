@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 
-import nsa.ops
 from tests.docs.commands import check
 from tests.docs.pages import FRAMEWORKS, PAGES, Block, blocks, commands, name, prose
 from tests.ranks import ROOT
@@ -53,7 +50,6 @@ def test_the_commands_of_the_pages_work(block: Block, clone: Path) -> None:
 
 @pytest.mark.parametrize("page", PYTHON, ids=name)
 def test_the_python_of_the_pages_prints_what_they_say(page: Path) -> None:
-    """A function that a page defines under a name of `nsa.ops` has the same parameters."""
     namespace: dict[str, object] = {"__name__": "page"}
     for block in blocks(page):
         if block.language != "python":
@@ -67,15 +63,6 @@ def test_the_python_of_the_pages_prints_what_they_say(page: Path) -> None:
                     raise
                 pytest.skip(f"{location(block)} needs {error.name}: pip install -e '.[eval]'")
         assert printed.getvalue() == (block.output or ""), location(block)
-        for function in namespace.values():
-            if isinstance(function, FunctionType) and function.__module__ == "page":
-                ours = getattr(nsa.ops, function.__name__, function)
-                assert parameters(function) == parameters(ours), location(block)
-
-
-def parameters(function: FunctionType) -> list[tuple[str, object, object]]:
-    values = inspect.signature(function).parameters.values()
-    return [(parameter.name, parameter.kind, parameter.default) for parameter in values]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import nsa.ops
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.withdrawn import SETTINGS, VALUES
@@ -77,6 +79,18 @@ def test_names_in_the_code_exist(page: Path) -> None:
     for word in quoted(page):
         if re.fullmatch(r"nsa(\.\w+)+", word):
             pkgutil.resolve_name(word)
+
+
+def test_functions_have_the_parameters_that_the_page_of_the_api_shows() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)(\(.+?\))` \|", (ROOT / "docs/reference/api.md").read_text(), re.M
+    )
+    assert len(rows) >= 8
+    for function, shown in rows:
+        signature = inspect.signature(getattr(nsa.ops, function))
+        plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+        bare = signature.replace(parameters=plain, return_annotation=signature.empty)
+        assert shown == str(bare), function
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
