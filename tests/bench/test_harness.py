@@ -103,6 +103,8 @@ def test_cases_beyond_the_time_limit_are_listed(tmp_path: Path) -> None:
         (["module", "--shapes", "12x5x64"], "heads a multiple of KV heads"),
         (["train", "--lengths", "8m"], "8k for 8,192"),
         (["module", "--kinds", "modules"], "same-pattern"),
+        (["aot", "--arch", "sm_85"], "--arch: 'sm_85': choose from sm_80, sm_86, sm_89, sm_90"),
+        (["aot", "--operation", "attend"], "'attend': choose from compressed_attention, "),
     ],
 )
 def test_wrong_flags_are_refused_by_name(

@@ -1,0 +1,258 @@
+"""Tests of the compile check on toy kernels and on real ones; test_compile.py runs this file.
+
+In a process of its own, because the other tests' process has imported Triton as an interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+import nsa.ops.triton
+from nsa.ops.triton.configs import Config
+from nsa.ops.triton.launch import Launch, launch, recording
+from tests.bench.__main__ import main as bench
+from tests.compile import check, launches, toys
+from tests.compile.check import CHIPS, MAX_SPILLED_FIRST, Variant
+from tests.compile.launches import OPERATIONS, SUBSET, Case, record_launches
+
+CASE = Case("toy", 1, 1, 64, 64, 1000, "bf16", False)
+Rows = list[dict[str, Any]]
+
+
+def checked(
+    *starts: Callable[[], None], case: Case = CASE, chips: tuple[str, ...] = ("sm_80",)
+) -> tuple[Rows, list[str]]:
+    """Return the compile check's rows and failures for these launches."""
+    with recording() as recorded:
+        for start in starts:
+            start()
+    return check.check([(case, one, chip) for one in recorded for chip in chips])
+
+
+def test_a_kernel_within_every_limit_passes_on_every_chip_and_is_compiled_once() -> None:
+    plain = partial(toys.attention, Config(64, 64, 4, 2))
+    rows, failures = checked(plain, plain, chips=tuple(CHIPS))
+    assert failures == []
+    assert [row["chip"] for row in rows] == list(CHIPS)
+    for row in rows:
+        assert row["products"] == 2
+        assert row["tensor_core"] > 0
+        assert row["registers"] > 32
+        assert row["shared"] >= 64 * 64 * 2
+        assert row["blocks_per_sm"] >= 2
+
+
+def test_a_sample_compiles_for_amd() -> None:
+    """Decoding, whose kernels compile fast."""
+    case, chip = Case("decode_attention", *SUBSET[0], "bf16", False), "gfx942"
+    recorded = [(case, one, chip) for one in record_launches(case, 1, chip)]
+    rows, failures = check.check(recorded, max_spilled=MAX_SPILLED_FIRST)
+    assert failures == []
+    assert len({row["kernel"] for row in rows}) > 3
+    assert all(row["tensor_core"] for row in rows if row["products"])
+
+
+def test_more_threads_than_a_block_may_have_are_a_failure() -> None:
+    """32 warps are 1,024 threads of NVIDIA's chips and 2,048 of AMD's."""
+
+    def thirty_two_warps() -> None:
+        arguments = toys.every_kind_of_argument("meta")
+        launch(toys.take_all, (1,), Config(1, 1, 32, 1), **arguments, WIDTH=32)
+
+    (nvidia, amd), _ = checked(thirty_two_warps, chips=("sm_80", "gfx942"))
+    assert nvidia["failures"] == []
+    assert amd["failures"] == ["2,048 threads a block, limit 1,024"]
+
+
+SINGLE = Config(16, 32, 4, 1), torch.float32
+
+
+def test_float32_in_three_passes_counts_as_tensor_cores() -> None:
+    assert checked(partial(toys.attention, *SINGLE, precision="tf32x3"))[1] == []
+
+
+def test_a_kernel_for_one_position_may_lack_products() -> None:
+    """AMD's compiler keeps the products."""
+    blind = partial(toys.attention, Config(64, 64, 4, 2), keys=1)
+    rows, failures = checked(blind, case=replace(CASE, seq_len=1), chips=("sm_80", "sm_100"))
+    assert failures == []
+    assert [(row["products"], row["tensor_core"]) for row in rows] == [(2, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("start", "named"),
+    [
+        (toys.too_deep, ["16/128/4/4", "bytes of shared memory a block, limit 166,912"]),
+        (
+            partial(toys.attention, Config(64, 64, 1, 1)),
+            ["64/64/1/1", "bytes spilled a thread, limit"],
+        ),
+        (
+            partial(toys.attention, *SINGLE, precision="ieee"),
+            ["16/32/4/1", "matrix products without tensor cores, limit 0"],
+        ),
+        (
+            partial(toys.attention, Config(64, 48, 4, 1)),
+            ["64/48/4/1", "does not compile", "power of 2"],
+        ),
+    ],
+    ids=["deep", "crowded", "without tensor cores", "not a power of two"],
+)
+def test_a_failure_names_kernel_case_config_chip_figure_and_limit(
+    start: Callable[[], None], named: list[str]
+) -> None:
+    """And leaves the next kernel checked."""
+    rows, failures = checked(start, partial(toys.attention, Config(64, 64, 4, 2)))
+    for part in ["attend", "toy 1/1 heads 64 bf16 T=1000", "sm_80", *named]:
+        assert part in failures[0]
+    assert [bool(row["failures"]) for row in rows] == [True, False]
+    if "without tensor cores" in named[1]:
+        assert "matrix products, and no tensor-core instruction" in rows[0]["failures"]
+
+
+def test_products_that_the_assembler_serialises_are_a_failure() -> None:
+    """By ptxas' warning C7510, of which Triton shows nothing; only Hopper's are asynchronous."""
+    (ampere, hopper), _ = checked(toys.serialised, chips=("sm_80", "sm_90"))
+    assert ampere["failures"] == []
+    assert hopper["failures"] == ["1 warnings of serialised products, limit 0"]
+
+
+def test_every_kernel_compiles_within_the_limits_of_an_a100() -> None:
+    """With M7C's shape where that launches it."""
+    recorded: dict[str, tuple[Case, Launch, str]] = {}
+    for case in launches.cases("first", OPERATIONS):
+        for one in record_launches(case, 1):
+            recorded.setdefault(one.kernel.fn.__name__, (case, one, "sm_80"))
+    rows, failures = check.check(recorded.values(), max_spilled=MAX_SPILLED_FIRST)
+    assert failures == []
+    assert all(row["tensor_core"] for row in rows if row["products"])
+    # Functions that kernels call have other names.
+    library = [
+        x.fn.__name__
+        for module in pkgutil.iter_modules(nsa.ops.triton.__path__)
+        for x in vars(importlib.import_module(f"nsa.ops.triton.{module.name}")).values()
+        if isinstance(x, triton.JITFunction) and x.fn.__name__.endswith("_kernel")
+    ]
+    assert len(set(library)) > 5
+    assert {row["kernel"] for row in rows} == set(library)
+
+
+def test_another_number_of_documents_recompiles_nothing() -> None:
+    """It would stall a run, each rank at another step."""
+    case = Case("nsa_attention", *SUBSET[0], "bf16", True)
+    variants = []
+    for documents in (launches.DOCUMENTS, 1, 16, 37):
+        with mock.patch.object(launches, "DOCUMENTS", documents):
+            variants.append({repr(Variant.of(x, "sm_90")) for x in record_launches(case, 1)})
+    assert len(variants[0]) > 5
+    assert all(others <= variants[0] for others in variants)
+
+
+def test_the_command_fails_if_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPERATIONS, "toy", lambda case: toys.too_deep())
+    with pytest.raises(SystemExit) as end:
+        bench(["aot", "--operation", "toy", "--arch", "sm_80", "--jobs", "1"])
+    assert end.value.code == 1
+
+
+class Device:
+    """The part of a GPU driver that Triton uses before it compiles."""
+
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(lambda: triton.backends.compiler.GPUTarget("cuda", 80, 32))
+
+
+def variant_of_all() -> Variant:
+    """The check's variant of a launch with `meta` tensors."""
+    with recording() as recorded:
+        arguments = toys.every_kind_of_argument("meta")
+        launch(toys.take_all, (1,), Config(1, 1, 4, 2), **arguments, WIDTH=32)
+    return Variant.of(recorded[0], "sm_80")
+
+
+def test_meta_tensors_compile_what_real_tensors_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, hooked = variant_of_all().source(), list[dict[str, Any]]()
+
+    def skip_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
+        hooked.append(compile)
+        return True
+
+    triton.runtime.driver.set_active(Device())
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", skip_compiling)
+    arguments = toys.every_kind_of_argument("cpu")
+    toys.take_all[(1,)](**arguments, WIDTH=32, num_warps=4, num_stages=2)
+    (real,) = hooked
+    assert "tt.divisibility" in repr(source.attrs)
+    mine = source.signature, source.constants, source.attrs
+    theirs = real["signature"], real["constants"], *real["configs"]
+    assert [repr(x) for x in mine] == [repr(x) for x in theirs]
+
+
+def test_a_launch_finds_the_checks_binaries_in_tritons_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And no other launch's."""
+    check.compile_variant(variant_of_all())
+    hits: list[bool] = []
+    listener = lambda **facts: hits.append(facts["cache_hit"])  # noqa: E731
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    triton.runtime.driver.set_active(Device())
+    for width in (32, 16):
+        arguments = toys.every_kind_of_argument("cpu")
+        toys.take_all.warmup(**arguments, WIDTH=width, num_warps=4, num_stages=2, grid=(1,))
+    assert hits == [True, False]
+
+
+def test_a_repeated_launch_runs_the_binary_that_triton_would_choose() -> None:
+    """For every kind of argument: dtypes, alignment, integers that Triton compiles for, None.
+
+    Each set of arguments comes twice. Only the start on a GPU is left out.
+    """
+    given = toys.every_kind_of_argument("cpu")
+    x = given["x"]
+    others = {"x": [x[1:], x[8:], x.half(), x.float()], "one": [2, 16, 2**40], "nothing": [x]}
+    others |= {"sixteens": [1, 17], "scale": [0.25]}
+    sets = [given, *({**given, name: y} for name, ys in others.items() for y in ys)]
+    configs = Config(1, 1, 4, 2), Config(1, 1, 4, 2, maxnreg=64)
+    ran: list[Any] = []  # binaries, by hash, with grid and arguments
+    looked_up: list[None] = []
+
+    def without_a_gpu(binary: CompiledKernel) -> None:
+        binary._run = lambda *launched: ran.append(
+            [
+                binary.hash,
+                *launched[:3],
+                *(y.data_ptr() if isinstance(y, torch.Tensor) else y for y in launched[9:]),
+            ]
+        )
+
+    def by_triton(arguments: dict[str, Any], config: Config) -> None:
+        toys.take_all[(3, 2)](**arguments, WIDTH=32, **config.options())
+
+    def by_launch(arguments: dict[str, Any], config: Config) -> None:
+        launch(toys.take_all, (3, 2), config, **arguments, WIDTH=32)
+
+    triton.runtime.driver.set_active(Device())
+    toys.take_all.pre_run_hooks.append(lambda *_, **__: looked_up.append(None))
+    with mock.patch.object(CompiledKernel, "_init_handles", without_a_gpu):
+        for run in (by_triton, by_launch):
+            for config in configs:
+                for arguments in [*sets, *sets]:
+                    run(arguments, config)
+    toys.take_all.pre_run_hooks.clear()
+    half = len(ran) // 2
+    assert ran[half:] == ran[:half]
+    assert len({binary for binary, *_ in ran}) > 15
+    assert len(looked_up) - half <= half / 2  # the second time without Triton
