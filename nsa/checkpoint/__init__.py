@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from nsa.checkpoint.commit import newest_valid, read_manifest
 from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver, load
-from nsa.checkpoint.state_file import SavedState, read_rank_state, read_state_file
+from nsa.checkpoint.state_file import Checkpoint, read_rank_state, read_state_file
 from nsa.checkpoint.universal import needs_universal, to_universal
 
 __all__ = [
+    "Checkpoint",
     "CheckpointConfig",
     "SaveFailed",
-    "SavedState",
     "Saver",
     "load",
     "needs_universal",

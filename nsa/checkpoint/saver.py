@@ -42,7 +42,7 @@ from nsa.checkpoint.commit import (
 from nsa.checkpoint.state_file import (
     ANY_RANKS,
     STATE,
-    SavedState,
+    Checkpoint,
     Topology,
     check_loadable,
     layout_of,
@@ -109,7 +109,7 @@ class Saver:
             files[rank_file(self._rank)] = json.dumps(rank_state) + "\n"
         if self._rank == 0:
             topology = engine_topology(self.engine)
-            files[STATE] = SavedState(draft, state, topology, self.tokenizer).to_json()
+            files[STATE] = Checkpoint(draft, state, topology, self.tokenizer).to_json()
             files.update(self.attachments)
         self._on_all_ranks(step, lambda: self._write(draft, files, finite))
         self._on_all_ranks(step, lambda: self._rank == 0 and self._commit(step))
@@ -208,9 +208,9 @@ def write_file(path: Path, content: Any) -> None:
         torch.save(content, file)
 
 
-def load(engine: Any, saved: SavedState) -> None:
+def load(engine: Any, saved: Checkpoint) -> None:
     """Restore weights, optimizer and random numbers on every rank from a checkpoint."""
-    checkpoint = saved.checkpoint
+    checkpoint = saved.folder
     check_loadable(checkpoint, saved.topology, engine_topology(engine))
     # DeepSpeed reads this at each load. An engine may load a universal checkpoint, then another.
     engine._config.load_universal_checkpoint = saved.topology.ranks == ANY_RANKS

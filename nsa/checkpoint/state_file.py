@@ -44,10 +44,10 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class SavedState:
+class Checkpoint:
     """Content of a checkpoint's state.json."""
 
-    checkpoint: Path
+    folder: Path
     train_state: dict[str, Any]  # the same on all ranks
     topology: Topology  # of the run that saved it
     tokenizer: Mapping[str, str] | None = None  # name and fingerprint, if they are recorded
@@ -57,7 +57,7 @@ class SavedState:
         """Number of optimizer steps before the checkpoint."""
         step = self.train_state.get("step")
         if type(step) is not int or not 0 <= step < 2**62:
-            raise ValueError(f"{self.checkpoint / STATE}: step = {step!r}; use another checkpoint")
+            raise ValueError(f"{self.folder / STATE}: step = {step!r}; use another checkpoint")
         return step
 
     def to_json(self) -> str:
@@ -68,7 +68,7 @@ class SavedState:
         return json.dumps(content, indent=2) + "\n"
 
 
-def read_state_file(checkpoint: Path) -> SavedState:
+def read_state_file(checkpoint: Path) -> Checkpoint:
     """Read state.json; raise a ValueError if a part that readers need is missing or wrong."""
     content = read_object(checkpoint / STATE, *OF_CHECKPOINT)
     saved: Any = content.get("saved_under")
@@ -83,7 +83,7 @@ def read_state_file(checkpoint: Path) -> SavedState:
     ):
         raise ValueError(f"{checkpoint / STATE} holds no state of a checkpoint; use another")
     topology = Topology(saved["layout"], saved["precision"], saved["ranks"])
-    return SavedState(checkpoint, content["state"], topology, tokenizer)
+    return Checkpoint(checkpoint, content["state"], topology, tokenizer)
 
 
 def read_tokenizer(folder: Path) -> Mapping[str, str] | None:

@@ -23,29 +23,29 @@ from nsa.checkpoint.commit import (
     sync_and_hash,
     write_errors,
 )
-from nsa.checkpoint.state_file import ANY_RANKS, STATE, SavedState, layout_of, rank_file
+from nsa.checkpoint.state_file import ANY_RANKS, STATE, Checkpoint, layout_of, rank_file
 from nsa.system import isolated_environment
 from nsa.untrusted import data_only
 
 
-def needs_universal(saved: SavedState, ranks: int) -> bool:
+def needs_universal(saved: Checkpoint, ranks: int) -> bool:
     """Return whether loading on `ranks` ranks requires conversion; ZeRO stage 0 loads on any."""
     return saved.topology.layout != "0" and saved.topology.ranks not in (ranks, ANY_RANKS)
 
 
-def to_universal(saved: SavedState) -> SavedState:
+def to_universal(saved: Checkpoint) -> Checkpoint:
     """Return the universal form of a valid checkpoint; call on one rank while the others wait.
 
     If the converter fails, raise a ValueError with its last line and leave no files.
     """
-    checkpoint, topology = saved.checkpoint, saved.topology
+    checkpoint, topology = saved.folder, saved.topology
     if topology.layout not in ("0", layout_of(1)):
         raise ValueError(
             f"{checkpoint} was saved with ZeRO stage {topology.layout}, which cannot be "
             f"converted; start {topology.ranks} ranks"
         )
     target = checkpoint.with_name(f"{checkpoint.name}.universal")
-    universal = replace(saved, checkpoint=target, topology=replace(topology, ranks=ANY_RANKS))
+    universal = replace(saved, folder=target, topology=replace(topology, ranks=ANY_RANKS))
     source = read_manifest(checkpoint)
     if find_problem(target) is None and read_manifest(target).get("made_from") == source["files"]:
         return universal

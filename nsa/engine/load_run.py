@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -26,20 +27,14 @@ CONFIG = "config.yaml"
 
 @dataclass(kw_only=True)
 class StoredRun:
-    """A run on disk, without its weights."""
+    """A run on disk; only `load_run` sets its model."""
 
     config: RunConfig  # data.tokenizer names the tokenizer that the model was trained with
     tokenizer: Tokenizer | None  # None, after a warning, if it is not available
     folder: Path  # the run's folder, or `weights_folder` outside a run
     weights_folder: Path
     step: int | None  # step of the checkpoint; None for an export
-
-
-@dataclass(kw_only=True)
-class LoadedRun(StoredRun):
-    """A run with its model."""
-
-    model: LanguageModel  # in eval mode
+    model: LanguageModel = field(init=False, repr=False)  # in eval mode
 
 
 def find_run(path: Path | str) -> StoredRun:
@@ -70,17 +65,17 @@ def load_run(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> LoadedRun:
+) -> StoredRun:
     """Load a run from a path that `find_run` accepts, or from its result.
 
     `device` defaults to CUDA if available, `dtype` to that of training; float32 loads the
     optimizer's master weights.
     """
-    stored = run if isinstance(run, StoredRun) else find_run(run)
-    weights = read_weights(stored.weights_folder, dtype)
-    model = model_with(weights, stored.config, stored.weights_folder)
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return LoadedRun(**vars(stored), model=model)
+    loaded = copy(run) if isinstance(run, StoredRun) else find_run(run)
+    weights = read_weights(loaded.weights_folder, dtype)
+    loaded.model = model_with(weights, loaded.config, loaded.weights_folder)
+    loaded.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return loaded
 
 
 def model_with(weights: dict[str, torch.Tensor], config: RunConfig, source: Path) -> LanguageModel:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa import checkpoint
-from nsa.checkpoint import SavedState
+from nsa.checkpoint import Checkpoint
 from nsa.checkpoint.state_file import Topology, check_loadable, layout_of
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
@@ -15,7 +15,6 @@ from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.ds_config import has_muon, load_ds_config, zero_mode
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest, TrainState
-from nsa.engine.shutdown import RankProcess
 from nsa.untrusted import matches, parse_json, read_text, short_repr
 
 NONE = type(None)
@@ -29,7 +28,7 @@ WORKER = {"rows": int, "sources": {str: CURSOR}}
 LOADER_STATE = ({"under": dict, "workers": [(WORKER, NONE)]}, NONE)
 
 
-def read_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | None, list[str]]:
+def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | None, list[str]]:
     """Return the state of the checkpoint to resume from and notes; raise if it cannot be loaded."""
     path, notes = request.checkpoint, list[str]()
     if path is None:
@@ -76,18 +75,18 @@ def _count(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
-def read_state(saved: SavedState, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
+def read_state(saved: Checkpoint, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
     """Return a checkpoint's TrainState and this rank's state, {} if the world size differs."""
     rank_state: dict[str, Any] = {}
     if saved.topology.ranks == ranks.world_size:
-        rank_state = checkpoint.read_rank_state(saved.checkpoint, ranks.rank) or {}
+        rank_state = checkpoint.read_rank_state(saved.folder, ranks.rank) or {}
     if not matches(rank_state.get("feed"), LOADER_STATE):
-        file = saved.checkpoint / f"rank{ranks.rank}.json"
+        file = saved.folder / f"rank{ranks.rank}.json"
         raise ValueError(f"{file}: feed is not valid; use another checkpoint")
     return _train_state(saved), rank_state
 
 
-def _train_state(saved: SavedState) -> TrainState:
+def _train_state(saved: Checkpoint) -> TrainState:
     """Return a checkpoint's TrainState; raise a ValueError if a field has another type."""
     state = TrainState(step=saved.step)
     for name, value in saved.train_state.items():
@@ -97,7 +96,7 @@ def _train_state(saved: SavedState) -> TrainState:
         if type(value) is not type(expected):
             shown = short_repr(value)
             raise ValueError(
-                f"{saved.checkpoint}: {name} = {shown} is not valid; use another checkpoint"
+                f"{saved.folder}: {name} = {shown} is not valid; use another checkpoint"
             )
         setattr(state, name, value)
     return state
@@ -132,13 +131,14 @@ def _refuse_other_models(weights: Path) -> None:
 
 def agree_on_run(
     collectives: CpuCollectives, run_dir: Path, path: Path | None
-) -> tuple[Path, list[RankProcess]]:
-    """Return rank 0's run folder and every rank's process; refuse different checkpoints.
+) -> tuple[Path, list[tuple[str, int]]]:
+    """Return rank 0's run folder and every rank's host and process; refuse different checkpoints.
 
     Without --run-dir, ranks may disagree: one that sees rank 0's new folder takes the next name.
     """
-    process = RankProcess(os.uname().nodename, os.getpid())
-    of_ranks = collectives.gather((run_dir, path, process), tuple[Path, Path | None, RankProcess])
+    process = os.uname().nodename, os.getpid()
+    kind = tuple[Path, Path | None, tuple[str, int]]
+    of_ranks = collectives.gather((run_dir, path, process), kind)
     folders, paths, processes = zip(*of_ranks, strict=True)
     for rank, other in enumerate(paths):
         if other != paths[0]:
@@ -150,8 +150,8 @@ def agree_on_run(
 
 
 def convert_to_universal(
-    collectives: CpuCollectives, saved: SavedState, ranks: Ranks
-) -> SavedState:
+    collectives: CpuCollectives, saved: Checkpoint, ranks: Ranks
+) -> Checkpoint:
     """Let rank 0 convert a checkpoint if another number of ranks saved it; return the result."""
     if not checkpoint.needs_universal(saved, ranks.world_size):
         return saved
@@ -162,4 +162,4 @@ def convert_to_universal(
         except ValueError as raised:
             error = raised
     collectives.barrier(error)
-    return collectives.broadcast(saved, SavedState)
+    return collectives.broadcast(saved, Checkpoint)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa.checkpoint import SavedState, Saver
+from nsa.checkpoint import Checkpoint, Saver
 from nsa.doctor.node import Check
 from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
@@ -17,9 +17,9 @@ from nsa.engine.loss_guard import LossGuard
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import RunRequest, TrainState
-from nsa.engine.shutdown import RankProcess, ShutdownMonitor
+from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.teacher import Teacher
-from nsa.engine.telemetry import RankTelemetry
+from nsa.engine.telemetry import Telemetry
 from nsa.gates.results import Gate
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo
@@ -31,7 +31,7 @@ class Run:
     """One rank's parts and progress."""
 
     # Set by prepare(), without a process group.
-    resume_from: SavedState | None = None  # state of the checkpoint
+    resume_from: Checkpoint | None = None
     weights: Path | None = None  # initial weights of a fresh run
     stored_teacher: StoredRun | None = None
     state: TrainState
@@ -42,8 +42,8 @@ class Run:
     # Set by build().
     device: torch.device
     collectives: CpuCollectives
-    processes: list[RankProcess]  # of all ranks
-    telemetry: RankTelemetry
+    processes: list[tuple[str, int]]  # host and process id of each rank
+    telemetry: Telemetry
     engine: Any  # DeepSpeed's
     teacher: Teacher | None = None  # of train.teacher
     info: RunInfo

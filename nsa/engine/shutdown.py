@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import NamedTuple
 
 import psutil
 
@@ -27,13 +26,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CTRL_C_AGAIN_SECONDS = 3.0  # a second Ctrl-C after this time ends the run at once
 PEER_LOSS_GRACE_SECONDS = 5.0  # between a peer's loss and this rank's end
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-
-
-class RankProcess(NamedTuple):
-    """Host and process of a rank."""
-
-    host: str
-    pid: int
 
 
 class Interrupted(BaseException):
@@ -76,12 +68,12 @@ class ShutdownMonitor:
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, name="nsa shutdown", daemon=True).start()
 
-    def watch(self, processes: Sequence[RankProcess]) -> None:
-        """Watch those of all ranks' `processes` that run on this host."""
-        for rank, process in enumerate(processes):
-            if process.host == os.uname().nodename and process.pid != os.getpid():
+    def watch(self, processes: Sequence[tuple[str, int]]) -> None:
+        """Watch those of all ranks' `processes`, (host, process id), that run on this host."""
+        for rank, (host, process_id) in enumerate(processes):
+            if host == os.uname().nodename and process_id != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    self._processes[rank] = psutil.Process(process.pid)
+                    self._processes[rank] = psutil.Process(process_id)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:

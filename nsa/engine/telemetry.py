@@ -29,7 +29,7 @@ from nsa.ops import fallback_counts
 from nsa.report.report import write_report
 
 
-class RankTelemetry:
+class Telemetry:
     """Writes heartbeats from its creation on, everything else at each step."""
 
     def __init__(self, request: RunRequest, ranks: Ranks, state: TrainState) -> None:

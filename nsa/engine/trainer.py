@@ -50,7 +50,7 @@ from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.teacher import check_tokenizer, find_teacher, load_teacher
-from nsa.engine.telemetry import RankTelemetry, build_observers, trackers, write_final_report
+from nsa.engine.telemetry import Telemetry, build_observers, trackers, write_final_report
 from nsa.gates.criteria import preflight
 from nsa.gates.results import record_result, schedule
 from nsa.gpus import peak_flops
@@ -148,7 +148,7 @@ def build(run: Run) -> None:
         run.collectives, run.request.run_dir, run.request.checkpoint
     )
     request = run.request = replace(run.request, run_dir=run_dir)
-    run.telemetry = RankTelemetry(request, run.ranks, run.state)
+    run.telemetry = Telemetry(request, run.ranks, run.state)
     checks = rank_checks(
         device=run.device,
         gather=run.collectives.gather,
@@ -177,7 +177,7 @@ def build(run: Run) -> None:
     # Nothing is refused from here on, so the run's folder may change.
     passed_gate = preflight(checks)
     if run.ranks.rank == 0:
-        hosts = [process.host for process in run.processes]
+        hosts = [host for host, _ in run.processes]
         run.run_id = record_run(request, hosts, kernel_rows)
         record_result(run_dir, passed_gate)
     dist.barrier()

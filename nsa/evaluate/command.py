@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nsa.data.dataset import Dataset
     from nsa.data.tokenizer import Tokenizer
     from nsa.engine.config import RunConfig
-    from nsa.engine.load_run import LoadedRun, StoredRun
+    from nsa.engine.load_run import StoredRun
     from nsa.evaluate.perplexity import EvalData
     from nsa.evaluate.results import Result, Row
 
@@ -223,7 +223,7 @@ def _open_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) 
     return opened
 
 
-def _evaluate(name: str, run: LoadedRun, data: EvalData, stride: int, seq_len: int) -> Result:
+def _evaluate(name: str, run: StoredRun, data: EvalData, stride: int, seq_len: int) -> Result:
     from tqdm import tqdm
 
     from nsa.evaluate.perplexity import eval_batches, evaluate

@@ -15,7 +15,7 @@ from nsa.data.config import DataConfig
 from nsa.data.hub import FINEWEB_EDU
 from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import is_path
-from nsa.engine.load_run import LoadedRun
+from nsa.engine.load_run import StoredRun
 from nsa.export.origin import Origin
 from nsa.model.config import AttentionConfig
 from nsa.model.count import parameter_count
@@ -73,7 +73,7 @@ RECORDED = (  # in env.json
 )
 
 
-def model_card(run: LoadedRun, origin: Origin | None = None, dense: bool = False) -> str:
+def model_card(run: StoredRun, origin: Origin | None = None, dense: bool = False) -> str:
     """Return Markdown with the figures that were logged up to the exported step.
 
     Without a step nothing is known of a training: it is an import, or an export of an export.
@@ -96,7 +96,7 @@ def model_card(run: LoadedRun, origin: Origin | None = None, dense: bool = False
     )
 
 
-def _about(run: LoadedRun, origin: Origin | None, dense: bool) -> str:
+def _about(run: StoredRun, origin: Origin | None, dense: bool) -> str:
     model, attention = run.config.model, run.config.model.attention
     kind = "dense causal attention"
     if attention.has_index and dense:
@@ -118,7 +118,7 @@ def _about(run: LoadedRun, origin: Origin | None, dense: bool) -> str:
 
 
 def _metadata(
-    run: LoadedRun, sources: list[str], origin: Origin | None, dense: bool
+    run: StoredRun, sources: list[str], origin: Origin | None, dense: bool
 ) -> ModelCardData:
     """Return license, tags, languages, and the datasets on the Hub."""
     public = [name for name in sources if _local_path(name) is None]
@@ -137,7 +137,7 @@ def _metadata(
     )
 
 
-def _training(run: LoadedRun, sources: list[str]) -> str:
+def _training(run: StoredRun, sources: list[str]) -> str:
     """Return the table of the run's datasets, figures and versions; nothing without a step."""
     if run.step is None:
         return ""

@@ -21,7 +21,7 @@ from nsa.atomic_io import check_new_folder, draft_folder
 from nsa.checkpoint.weights import SAFETENSORS
 from nsa.data.tokenizer import ORIGIN, stop_ids
 from nsa.dtypes import DTYPES
-from nsa.engine.load_run import LoadedRun, find_run, load_run
+from nsa.engine.load_run import StoredRun, find_run, load_run
 from nsa.engine.resolve import to_yaml
 from nsa.export.from_hf import parse_config
 from nsa.export.hf_tokenizer import imported_files, write_tokenizer
@@ -49,7 +49,7 @@ def export(path: Path, to: Path, dtype: str | None = None, dense: bool = False) 
     return to
 
 
-def _write(run: LoadedRun, folder: Path, dense: bool) -> None:
+def _write(run: StoredRun, folder: Path, dense: bool) -> None:
     weights = dict(run.model.state_dict())
     weights, rename = (without_index(weights), dense_name) if dense else (weights, _name)
     write_weights({rename(name): weight for name, weight in weights.items()}, folder)
@@ -83,7 +83,7 @@ def _write(run: LoadedRun, folder: Path, dense: bool) -> None:
         print(f"config.json: {line}")
 
 
-def _fields(run: LoadedRun, original: PretrainedConfig | None) -> dict[str, Any]:
+def _fields(run: StoredRun, original: PretrainedConfig | None) -> dict[str, Any]:
     """Return dtype, positions and the ids for generate(); an imported model keeps its own.
 
     Of other models a text starts with the token that ended the previous one.

@@ -12,7 +12,7 @@ import torch
 
 from nsa.checkpoint.state_file import (
     ANY_RANKS,
-    SavedState,
+    Checkpoint,
     Topology,
     check_loadable,
     read_state_file,
@@ -80,7 +80,7 @@ def test_the_converted_checkpoint_is_reused_until_it_is_damaged(
 ) -> None:
     saved = read_state_file(root / "1_from_2" / "step00000004")
     universal = to_universal(saved)
-    converted = universal.checkpoint
+    converted = universal.folder
     assert read_state_file(converted) == universal
     assert needs_universal(saved, 1)
     assert not needs_universal(saved, 2)
@@ -102,7 +102,7 @@ def test_the_converted_checkpoint_is_reused_until_it_is_damaged(
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_converted_weights_equal_the_original(root: Path, dtype: torch.dtype | None) -> None:
     saved = root / "1_from_2" / "step00000004"
-    converted = to_universal(read_state_file(saved)).checkpoint
+    converted = to_universal(read_state_file(saved)).folder
     expected, weights = (read_weights(find_weights(p), dtype) for p in (saved, converted))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -121,7 +121,7 @@ def test_another_number_of_ranks_is_refused_with_the_flag_to_add() -> None:
 def test_only_what_ranks_divided_is_converted_for_another_number_of_them(
     layout: str, saved_on: int | str, needed: bool
 ) -> None:
-    saved = SavedState(Path("step00000004"), {}, Topology(layout, "bf16", saved_on))
+    saved = Checkpoint(Path("step00000004"), {}, Topology(layout, "bf16", saved_on))
     assert needs_universal(saved, ranks=1) == needed
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 from nsa.engine import shutdown
-from nsa.engine.shutdown import Interrupted, RankProcess, ShutdownMonitor
+from nsa.engine.shutdown import Interrupted, ShutdownMonitor
 
 shutdown.PEER_LOSS_GRACE_SECONDS = 0.5
 
@@ -18,7 +18,7 @@ def main(time_limit: str, peer: str, waits_in: str) -> None:
     monitor.start()
     if int(peer):
         host = os.uname().nodename
-        monitor.watch([RankProcess(host, os.getpid()), RankProcess(host, int(peer))])
+        monitor.watch([(host, os.getpid()), (host, int(peer))])
     if waits_in != "data":
         print("ready", flush=True)
     started = time.monotonic()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa.checkpoint.commit import commit, manifest_text, new_draft, read_manifest, write_part
-from nsa.checkpoint.state_file import SavedState, Topology, layout_of
+from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
 from nsa.engine import command_line
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.process_group import Ranks
@@ -35,7 +35,7 @@ def saved(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     request = small_request(f"--run-dir={run}", "--set=train.micro_batch=4", "--set=data.seq_len=8")
     draft = new_draft(run / "checkpoints", 3)
-    state = SavedState(draft, {"step": 3}, Topology(layout_of(1), "bf16", 2))
+    state = Checkpoint(draft, {"step": 3}, Topology(layout_of(1), "bf16", 2))
     files = request.config_files() | {"state.json": state.to_json(), "rng_rank0.pt": ""}
     for name, text in files.items():
         (draft / name).write_text(text)
@@ -150,6 +150,6 @@ def test_a_checkpoint_of_an_earlier_version_has_no_run_and_resumes(saved: Path) 
 
 
 def test_the_rolled_back_samples_of_an_earlier_version_are_ignored() -> None:
-    saved = SavedState(Path("x"), {"step": 3, "passed_over": [8]}, Topology("0", "bf16", 1))
+    saved = Checkpoint(Path("x"), {"step": 3, "passed_over": [8]}, Topology("0", "bf16", 1))
     state, _ = read_state(saved, Ranks(1, 1, 2))
     assert state == TrainState(step=3)

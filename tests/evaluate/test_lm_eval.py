@@ -13,7 +13,7 @@ import yaml
 
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
-from nsa.engine.load_run import LoadedRun, load_run
+from nsa.engine.load_run import StoredRun, load_run
 from nsa.evaluate import perplexity
 from nsa.evaluate.perplexity import eval_batches, open_eval_data
 from nsa.export.to_hf import export
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedRun:
+def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoredRun:
     """The exported model, in a working folder and cache of this test."""
     from datasets import config
 
@@ -75,7 +75,7 @@ def evaluate(task: str) -> dict[str, Any]:
 
 
 def test_likelihoods_of_choices_equal_ours_and_the_likeliest_is_the_answer(
-    opened: LoadedRun, tmp_path: Path
+    opened: StoredRun, tmp_path: Path
 ) -> None:
     (lines,) = (block.text for block in blocks(PAGE) if block.language == "json")
     (tmp_path / "brackets.jsonl").write_text(lines)
@@ -92,7 +92,7 @@ def test_likelihoods_of_choices_equal_ours_and_the_likeliest_is_the_answer(
 
 
 @torch.no_grad()
-def log_likelihood(run: LoadedRun, start: str, end: str) -> float:
+def log_likelihood(run: StoredRun, start: str, end: str) -> float:
     assert run.tokenizer is not None
     ids = torch.from_numpy(run.tokenizer.encode((start + end).encode()).astype("int64"))
     labels = ids[1:].clone()
@@ -102,7 +102,7 @@ def log_likelihood(run: LoadedRun, start: str, end: str) -> float:
 
 
 def test_bits_per_byte_equal_those_of_nsa_eval_on_the_same_windows(
-    opened: LoadedRun, tmp_path: Path
+    opened: StoredRun, tmp_path: Path
 ) -> None:
     """They evaluate a document after an end of text; ours follows another document."""
     first, second = text(1, SEQ_LEN)[:SEQ_LEN], text(2, 3 * SEQ_LEN)[: 3 * SEQ_LEN]
