@@ -81,19 +81,18 @@ def draft_folder(to: Path) -> Iterator[Path]:
     try:
         draft.mkdir(parents=True)
         yield draft
+        for path in draft.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         publish(draft, to)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def publish(draft: Path, to: Path) -> None:
-    """Flush a folder with all that it holds to disk, and rename it to `to`."""
-    paths = sorted(draft.rglob("*"))
-    for path in paths:
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    for folder in (draft, *(path for path in paths if path.is_dir())):
+    """Flush the entries of a folder, whose files are on disk, and rename it to `to`."""
+    for folder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
         fsync_dir(folder)
     draft.rename(to)
     fsync_dir(to.parent)

@@ -28,7 +28,6 @@ from nsa.engine.run_dir import choose_run_dir, find_saved
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
 from nsa.gates.results import until_step
-from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json
 from nsa.monitor.profile import parse_steps
@@ -73,67 +72,23 @@ def build_parser(recipe: Recipe) -> Parser:
 
 
 def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
-    """Resolve and validate the flags, without a process group; raise ValueError on a mistake."""
-    profile, notes = _choose_profile(flags.profile)
-    run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
-    checkpoint, saved, more = find_saved(run_dir) if flags.resume else (None, None, [])
-    if saved is not None:
-        base, withdrawn = read_saved_config(saved / "config.yaml")
-        profile, notes = _saved_profile(run_dir, profile, flags.profile)
-        notes += withdrawn
-    else:
-        base = recipe.profiles[profile]()
-        if recipe.model_of_start:
-            base = with_model_of_start(base, resolve_config(base, flags.config, flags.set))
-    notes += more
-    overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
-    config = resolve_config(base, flags.config, overrides)
-    vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
-    if vocab_size and saved is None and config.train.start_from is None:
-        base = replace(base, model=replace(base.model, vocab_size=vocab_size))
-        config = resolve_config(base, flags.config, overrides)  # which --config and --set override
-        if config.model.vocab_size != before:
-            notes.append(
-                f"model.vocab_size = {vocab_size} instead of {before}: the ids of "
-                f"{config.data.source_names()}, rounded up to a multiple of 64"
-            )
-    # Absolute, so that the run resumes from any folder. A resumed run keeps the path as its config
-    # spells it, because checkpoints store the cursors of streams under that.
-    source = absolute_source(config.data.source)
-    unchanged = saved is not None and source == absolute_source(base.data.source)
-    config.data.source = base.data.source if unchanged else source
-    if config.train.teacher is not None:
-        config.train.teacher = _pinned(config.train.teacher)
-    changes: dict[str, tuple[Any, Any]] = {}
-    if saved is not None:
-        changes = _changes(base, config)
-        for name, (before, after) in changes.items():
-            _check_change(name, before, after, run_dir)
-            notes.append(f"changed since {saved.name}: {name}: {before} -> {after}")
-    warmup = scaled_warmup(base.train.warmup_steps, base.train.steps, config.train.steps)
-    if config.train.warmup_steps == warmup != base.train.warmup_steps:
-        notes.append(
-            f"train.warmup_steps = {warmup}, scaled with train.steps: "
-            f"{base.train.warmup_steps:,} of {base.train.steps:,}"
-        )
-    notes += _warnings(config, auto=base.train.dense_steps == AUTO)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    _check_precision(config.train.precision)
-    _check_memory(config.model)
-    _check_world_size(config.train.sequence_parallel, world_size)
-    gpu_memory, fits = _gpu_memory(), config.train.micro_batch == AUTO
-    path, raw = _load_ds_config(flags.deepspeed_config, saved)
-    config, ds_config, more = _resolve_auto(config, raw, path, world_size, gpu_memory)
-    notes += more
-    if has_muon(ds_config):
-        notes.append("Muon: the first step compiles its update, a minute or more without output")
-    if config.train.compile:
-        _check_compile(config, ds_config["zero_optimization"])
+    """Resolve and validate the flags, without a process group; raise ValueError on a mistake.
+
+    Folder, settings, data and DeepSpeed are resolved in this order. What the user may not expect
+    is added to the notes.
+    """
+    if flags.universal and not flags.resume:
+        raise ValueError("--universal: requires --resume; add it")
+    notes: list[str] = []
+    profile, run_dir, checkpoint, saved = _resolve_folder(recipe, flags, notes)
+    base, config = _resolve_settings(recipe, flags, profile, saved, notes)
+    _resolve_data(config, None if saved is None else base)
+    changed = [] if saved is None else _check_changes(base, config, run_dir, saved.name, notes)
+    notes += _warnings(base, config)
+    config, ds_config, fits_micro_batch = _resolve_deepspeed(config, flags, saved, notes)
     stop_step = config.train.steps
     if flags.until is not None:
         stop_step = until_step(flags.until, config.monitor.ladder, config.train.steps)
-    if flags.universal and not flags.resume:
-        raise ValueError("--universal: requires --resume; add it")
     return RunRequest(
         recipe=recipe.name,
         profile=profile,
@@ -143,22 +98,107 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         resume=flags.resume,
         checkpoint=checkpoint,
         resumed_config=None if saved is None else base,
-        data_changed=any(map(_determines_data, changes)),
+        data_changed=any(map(_determines_data, changed)),
         stop_step=stop_step,
         notes=notes,
         time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
         profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
-        fits_micro_batch=fits and gpu_memory is not None,
+        fits_micro_batch=fits_micro_batch,
         universal=flags.universal,
     )
 
 
-def _pinned(path: str) -> str:
-    """Return the newest checkpoint of a run, so that a resumed run has the same teacher."""
-    full = Path(path).expanduser().absolute()
-    with contextlib.suppress(ValueError):  # `find_teacher` raises it, with the setting's name
-        full = find_weights(full)
-    return str(full)
+def _resolve_folder(
+    recipe: Recipe, flags: argparse.Namespace, notes: list[str]
+) -> tuple[str, Path, Path | None, Path | None]:
+    """Return profile, run folder, checkpoint to resume from and folder of the saved settings."""
+    profile = flags.profile
+    on_accelerator = get_accelerator().device_name() != "cpu"
+    if profile is None:
+        profile = "production" if on_accelerator else "demo"
+    run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
+    checkpoint, saved, found = find_saved(run_dir) if flags.resume else (None, None, [])
+    began_with = read_json(run_dir / "env.json").get("profile")
+    if saved is not None and isinstance(began_with, str):
+        if flags.profile not in (None, began_with):
+            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {began_with}")
+        profile = began_with
+    elif flags.profile is None and not on_accelerator and saved is None:
+        notes.append(
+            "NO ACCELERATOR FOUND: running the `demo` profile, few steps on short sequences, "
+            "instead of `production`; --profile production overrides this"
+        )
+    notes += found
+    return profile, run_dir, checkpoint, saved
+
+
+def _resolve_settings(
+    recipe: Recipe, flags: argparse.Namespace, profile: str, saved: Path | None, notes: list[str]
+) -> tuple[RunConfig, RunConfig]:
+    """Return the config of the recipe or of the saved run, and what the flags make of it."""
+    overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
+    if saved is not None:
+        base, withdrawn = read_saved_config(saved / "config.yaml")
+        notes += withdrawn
+        return base, resolve_config(base, flags.config, overrides)
+    base = recipe.profiles[profile]()
+    if recipe.model_of_start:
+        base = with_model_of_start(base, resolve_config(base, flags.config, flags.set))
+    config = resolve_config(base, flags.config, overrides)
+    vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
+    if vocab_size and config.train.start_from is None:
+        base = replace(base, model=replace(base.model, vocab_size=vocab_size))
+        config = resolve_config(base, flags.config, overrides)  # which --config and --set override
+        if config.model.vocab_size != before:
+            notes.append(
+                f"model.vocab_size = {vocab_size} instead of {before}: the ids of "
+                f"{config.data.source_names()}, rounded up to a multiple of 64"
+            )
+    return base, config
+
+
+def _resolve_data(config: RunConfig, saved: RunConfig | None) -> None:
+    """Make paths absolute, so that the run resumes from any folder, and pin the teacher."""
+    source = absolute_source(config.data.source)
+    # Checkpoints store the cursors of streams under the path as the saved config spells it.
+    if saved is not None and source == absolute_source(saved.data.source):
+        source = saved.data.source
+    config.data.source = source
+    if config.train.teacher is not None:  # its newest checkpoint: that of a resumed run is the same
+        teacher = Path(config.train.teacher).expanduser().absolute()
+        with contextlib.suppress(ValueError):  # `find_teacher` raises it, with the setting's name
+            teacher = find_weights(teacher)
+        config.train.teacher = str(teacher)
+
+
+def _resolve_deepspeed(
+    config: RunConfig, flags: argparse.Namespace, saved: Path | None, notes: list[str]
+) -> tuple[RunConfig, dict[str, Any], bool]:
+    """Replace each "auto"; return config, DeepSpeed's config, and whether a GPU is to measure it.
+
+    Without --deepspeed_config a resumed run keeps DeepSpeed's config of its checkpoint.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    _check_hardware(config, ranks)
+    path = flags.deepspeed_config or DEFAULT_DS_CONFIG
+    if flags.deepspeed_config is None and saved is not None:
+        path = saved / "ds_config.json"
+        raw = leave_to_recipe(load_ds_config(path))
+    else:
+        raw = load_ds_config(path)
+    resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(path))
+    ds_config, gpu_memory = resolve(config), _gpu_memory()
+    fits_micro_batch = config.train.micro_batch == AUTO and gpu_memory is not None
+    if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
+        zero = resolved_zero(ds_config, config)
+        config, batch_notes, mode_notes = resolve_auto(config, zero, ranks, gpu_memory)
+        ds_config = resolve(config)
+        notes += [*batch_notes, *mode_notes]
+    if has_muon(ds_config):
+        notes.append("Muon: the first step compiles its update, a minute or more without output")
+    if config.train.compile:
+        _check_compile(config, ds_config["zero_optimization"])
+    return config, ds_config, fits_micro_batch
 
 
 def with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:
@@ -182,49 +222,6 @@ def with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:
     return replace(base, model=start.model, data=data)
 
 
-def _choose_profile(requested: str | None) -> tuple[str, list[str]]:
-    """Return the profile, and a note if it is `demo` for lack of an accelerator."""
-    if requested is not None:
-        return requested, []
-    if get_accelerator().device_name() != "cpu":
-        return "production", []
-    return "demo", [
-        "NO ACCELERATOR FOUND: running the `demo` profile, few steps on short sequences, instead "
-        "of `production`; --profile production overrides this"
-    ]
-
-
-def _saved_profile(run_dir: Path, chosen: str, requested: str | None) -> tuple[str, list[str]]:
-    """Return the profile that a resumed run began with, and a note if another one is requested."""
-    saved = read_json(run_dir / "env.json").get("profile")
-    if not isinstance(saved, str):
-        return chosen, []
-    ignored = requested not in (None, saved)
-    return saved, [f"--profile {requested}: {run_dir} keeps its own, {saved}"] * ignored
-
-
-def _load_ds_config(given: Path | None, saved: Path | None) -> tuple[Path, dict[str, Any]]:
-    """Return path and content of DeepSpeed's JSON; without a flag, a resumed run keeps its own."""
-    if given is not None or saved is None:
-        path = given or DEFAULT_DS_CONFIG
-        return path, load_ds_config(path)
-    path = saved / "ds_config.json"
-    return path, leave_to_recipe(load_ds_config(path))
-
-
-def _resolve_auto(
-    config: RunConfig, raw: dict[str, Any], source: Path, ranks: int, gpu_memory: float | None
-) -> tuple[RunConfig, dict[str, Any], list[str]]:
-    """Replace each "auto"; return config, DeepSpeed's config and lines for the log."""
-    resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(source))
-    ds_config, notes = resolve(config), list[str]()
-    if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
-        zero = resolved_zero(ds_config, config)
-        config, batch_notes, mode_notes = resolve_auto(config, zero, ranks, gpu_memory)
-        ds_config, notes = resolve(config), [*batch_notes, *mode_notes]
-    return config, ds_config, notes
-
-
 def _gpu_memory() -> float | None:
     """Return the bytes of this node's smallest GPU, so that its ranks agree; None without one."""
     accelerator = get_accelerator()
@@ -233,12 +230,18 @@ def _gpu_memory() -> float | None:
     return min(accelerator.total_memory(i) for i in range(accelerator.device_count()))
 
 
-def _warnings(config: RunConfig, auto: bool) -> Iterator[str]:
-    """Yield a line for the log for each setting that is probably a mistake or a surprise.
+def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
+    """Yield a line for each setting of `config` that is probably a mistake or a surprise.
 
-    `auto`: the recipe's train.dense_steps is.
+    `base` is the config before the flags changed it.
     """
     train = config.train
+    warmup = scaled_warmup(base.train.warmup_steps, base.train.steps, train.steps)
+    if train.warmup_steps == warmup != base.train.warmup_steps:
+        yield (
+            f"train.warmup_steps = {warmup}, scaled with train.steps: "
+            f"{base.train.warmup_steps:,} of {base.train.steps:,}"
+        )
     if train.warmup_steps >= train.steps:
         yield (
             f"train.warmup_steps = {train.warmup_steps}: not below train.steps = {train.steps}, so "
@@ -259,32 +262,36 @@ def _warnings(config: RunConfig, auto: bool) -> Iterator[str]:
                 f"train.dense_steps = {train.switch_step}: without the selector loss compressed "
                 "keys learn nothing in them; set model.attention.selector_loss=1"
             )
-    elif auto and config.model.attention.kind == "nsa":
+    elif base.train.dense_steps == AUTO and config.model.attention.kind == "nsa":
         yield (
             "attention is sparse from the first step: train.dense_steps=auto needs the selector "
             f"loss, new weights and {SHORT_RUN} steps"
         )
 
 
-def _changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the values before and after of each setting that differs, by name."""
+def _check_changes(
+    base: RunConfig, config: RunConfig, run_dir: Path, checkpoint: str, notes: list[str]
+) -> list[str]:
+    """Return the names of the settings that a resumed run changes; refuse what cannot change."""
     before, after = (
         {name: value for name, value in walk(asdict(one)) if not isinstance(value, dict)}
-        for one in (saved, config)
+        for one in (base, config)
     )
-    pairs = {name: (before.get(name), after.get(name)) for name in sorted(before | after)}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _check_change(name: str, before: Any, after: Any, run_dir: Path) -> None:
-    """Refuse to resume with a change that does not fit the checkpoints."""
-    fixed = name.startswith("model.") or name == "train.sequence_parallel"
     changeable = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
-    if fixed and name.removeprefix("model.") not in changeable:
-        raise ValueError(
-            f"{name} = {after!r}: {run_dir} was created with {before!r}; drop the change, or start "
-            "a fresh run in another folder"
-        )
+    changed = []
+    for name in sorted(before | after):
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        fixed = name.startswith("model.") or name == "train.sequence_parallel"
+        if fixed and name.removeprefix("model.") not in changeable:
+            raise ValueError(
+                f"{name} = {new!r}: {run_dir} was created with {old!r}; drop the change, or start "
+                "a fresh run in another folder"
+            )
+        notes.append(f"changed since {checkpoint}: {name}: {old} -> {new}")
+        changed.append(name)
+    return changed
 
 
 def _determines_data(name: str) -> bool:
@@ -321,32 +328,27 @@ def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:
             raise ValueError(f"train.compile = true: not with {problem}; {fix}")
 
 
-def _check_precision(precision: str) -> None:
-    accelerator = get_accelerator()
+def _check_hardware(config: RunConfig, ranks: int) -> None:
+    """Refuse what the accelerator, the host's memory or the number of ranks cannot do."""
+    accelerator, train, model = get_accelerator(), config.train, config.model
     supported = [name for name, dtype in DTYPES.items() if dtype in accelerator.supported_dtypes()]
-    if precision not in supported:
+    if train.precision not in supported:
         raise ValueError(
-            f"train.precision = {precision!r}: DeepSpeed does not support it on "
+            f"train.precision = {train.precision!r}: DeepSpeed does not support it on "
             f"{accelerator.device_name()} here; set train.precision to {' or '.join(supported)}"
         )
-
-
-def _check_memory(model: ModelConfig) -> None:
-    """Refuse weights that do not fit: every rank builds them in the host's memory, in float32."""
-    ranks, available = int(os.environ.get("LOCAL_SIZE", 1)), available_memory()
-    needed = 4 * parameter_count(model) * ranks
+    # Every rank builds the weights in the host's memory, in float32.
+    local_ranks, available = int(os.environ.get("LOCAL_SIZE", 1)), available_memory()
+    needed = 4 * parameter_count(model) * local_ranks
     if needed > available:
         raise ValueError(
             f"model.width = {model.width}, model.layers = {model.layers}: the weights alone take "
-            f"{needed / 1e9:,.1f} GB on {ranks} ranks of this machine, which has "
+            f"{needed / 1e9:,.1f} GB on {local_ranks} ranks of this machine, which has "
             f"{available / 1e9:,.1f} GB available; make the model smaller"
         )
-
-
-def _check_world_size(sequence_parallel: int, world_size: int) -> None:
-    if world_size % sequence_parallel:
+    if ranks % train.sequence_parallel:
         raise ValueError(
-            f"train.sequence_parallel = {sequence_parallel}: does not divide the world size, "
-            f"{world_size}; launch a multiple of it (deepspeed --num_gpus {sequence_parallel}), or "
-            "set train.sequence_parallel=1"
+            f"train.sequence_parallel = {train.sequence_parallel}: does not divide the world size, "
+            f"{ranks}; launch a multiple of it (deepspeed --num_gpus {train.sequence_parallel}), "
+            "or set train.sequence_parallel=1"
         )

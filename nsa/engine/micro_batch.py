@@ -39,7 +39,8 @@ def resolve_auto(
     batch, notes, mode_notes = batch_of(config), list[str](), list[str]()
     mode, measures = batch.checkpointing, config.train.micro_batch == AUTO
     if gpu_memory is None:
-        notes += ["micro-batch: 1 sequence (there is no GPU)"] * measures
+        if measures:
+            notes.append("micro-batch: 1 sequence (there is no GPU)")
         if mode == "auto":
             mode, mode_notes = "none", ["activation checkpointing: none (there is no GPU)"]
     else:

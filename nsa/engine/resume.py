@@ -72,7 +72,7 @@ def check_switch(before: RunConfig, config: RunConfig, step: int) -> None:
 
 
 def _count(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks > 1)}"
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def read_state(saved: Checkpoint, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:

@@ -103,7 +103,8 @@ def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
         notes.append(f"--resume: {none}; starting at step 0")
     else:
         _refuse_other_run(run_dir, path)
-        notes += [f"resuming from {path.name}"] * bool(notes)
+        if notes:
+            notes.append(f"resuming from {path.name}")
         if all((path / name).exists() for name in CONFIG_FILES):
             return path, path, notes
     file = run_dir / CONFIG_FILES[0]

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.launcher import runner
 
 from nsa import cli
+from nsa.dtypes import DTYPES
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
 from nsa.watchdog.command import split_command
@@ -69,7 +71,8 @@ def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
     loaded = replace(_recipe_of(ROOT / script), model_of_start=False)
     flags = build_parser(loaded).parse_args(arguments)
     flags.resume = flags.universal = False
-    any_device = mock.patch("nsa.engine.command_line._check_precision")
+    any_dtype = {"supported_dtypes": lambda: list(DTYPES.values())}
+    any_device = mock.patch.multiple(get_accelerator(), **any_dtype)
     with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)), any_device:
         resolve_request(loaded, flags)
 

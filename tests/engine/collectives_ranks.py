@@ -56,7 +56,7 @@ own = Entry(Path("ä" * 50), math.inf) if rank else Entry(None, 0.5)
 print("gathered:", *collectives.gather([own], list[Entry]))
 print("from rank 0:", collectives.broadcast(f"rank {rank}", str))
 folder, processes = agree_on_run(collectives, Path(f"runs/{rank}"), None)
-print("folder:", folder, [process.pid for process in processes].index(os.getpid()) == rank)
+print("folder:", folder, [process_id for _, process_id in processes].index(os.getpid()) == rank)
 if rank == 1:
     with contextlib.suppress(pickle.UnpicklingError):  # rank 0's JSON
         dist.all_gather_object([None, None], Pickle(), group=collectives._group)
