@@ -40,3 +40,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory, mounts: list[Path]) -> tuple
     output = launch(worker, str(root), *map(str, mounts))
     rows = [[json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output]
     return root, [{row["name"]: row for row in trials} for trials in rows]
+
+
+@pytest.fixture(scope="session")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of stage_ranks.py: checkpoints of each ZeRO stage, and copies with code."""
+    folder = tmp_path_factory.mktemp("stages")
+    launch(Path(__file__).with_name("stage_ranks.py"), str(folder))
+    return folder

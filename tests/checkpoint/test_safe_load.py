@@ -16,28 +16,20 @@ from nsa.checkpoint.universal import to_universal
 from nsa.checkpoint.weights import read_weights
 from nsa.untrusted import data_only
 from tests.checkpoint.planted_code import KINDS, Code, forge_layout, plant
-from tests.ranks import launch
 
 REFUSED = r"step00000003: a file holds \S+, which could run code, and was not loaded; use a"
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("planted")
-    launch(Path(__file__).with_name("planted_code_ranks.py"), str(folder))
-    return folder
-
-
-def test_loading_into_an_engine_refuses_code_in_any_file(root: Path) -> None:
+def test_loading_into_an_engine_refuses_code_in_any_file(stages: Path) -> None:
     """What `--resume` does. Stage 0 has no optimizer files."""
     expected = {f"{stage}_{kind}" for stage in range(4) for kind in KINDS} - {"0_optimizer"}
     for rank in range(2):
-        errors = json.loads((root / f"errors{rank}.json").read_text())
+        errors = json.loads((stages / f"errors{rank}.json").read_text())
         assert errors.keys() == expected
         for name, error in errors.items():
             assert "which could run code, and was not loaded" in error, name
             assert len(error.splitlines()) == 1
-    assert not (root / "ran").exists()
+    assert not (stages / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -46,23 +38,23 @@ def test_loading_into_an_engine_refuses_code_in_any_file(root: Path) -> None:
 )
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_reading_weights_never_runs_code(
-    root: Path, stage: int, kind: str, dtype: torch.dtype | None
+    stages: Path, stage: int, kind: str, dtype: torch.dtype | None
 ) -> None:
     """What generate, eval, export and import do; files that are not needed are not opened."""
     opened = kind == "model" or stage == 3 or dtype == torch.float32
-    checkpoint = root / f"{stage}_{kind}" / "step00000003"
+    checkpoint = stages / f"{stage}_{kind}" / "step00000003"
     assert find_problem(checkpoint) is None, "the hashes are right"
     if opened:
         with pytest.raises(ValueError, match=REFUSED):
             read_weights(checkpoint, dtype)
     else:
         read_weights(checkpoint, dtype)
-    assert not (root / "ran").exists()
+    assert not (stages / "ran").exists()
 
 
-def test_a_forged_layout_reads_no_pickles(root: Path, tmp_path: Path) -> None:
+def test_a_forged_layout_reads_no_pickles(stages: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "step00000003"
-    shutil.copytree(root / "1" / "step00000003", checkpoint)
+    shutil.copytree(stages / "1" / "step00000003", checkpoint)
     plant(checkpoint, "model", tmp_path / "ran")
     plant(checkpoint, "optimizer", tmp_path / "ran")
     forge_layout(checkpoint, "3")
@@ -72,10 +64,10 @@ def test_a_forged_layout_reads_no_pickles(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer"])
-def test_conversion_to_another_number_of_ranks_refuses_code(root: Path, kind: str) -> None:
+def test_conversion_to_another_number_of_ranks_refuses_code(stages: Path, kind: str) -> None:
     with pytest.raises(ValueError, match=r"could not be converted: .*could run code"):
-        to_universal(read_state_file(root / f"1_{kind}" / "step00000003"))
-    assert not (root / "ran").exists()
+        to_universal(read_state_file(stages / f"1_{kind}" / "step00000003"))
+    assert not (stages / "ran").exists()
 
 
 def test_the_attack_works_without_the_defence(tmp_path: Path) -> None:

@@ -11,22 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from nsa.checkpoint.weights import find_weights, read_weights, set_weights
-from tests.ranks import launch
 
 STAGES = (0, 1, 2, 3)
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each ZeRO stage, saved by two ranks."""
-    folder = tmp_path_factory.mktemp("weights")
-    launch(Path(__file__).with_name("weights_ranks.py"), str(folder))
-    return folder
-
-
-def checkpoint(root: Path, stage: int) -> Path:
-    return root / str(stage) / "step00000003"
+def checkpoint(stages: Path, stage: int) -> Path:
+    return stages / str(stage) / "step00000003"
 
 
 def equal(weights: Weights, expected: Weights) -> bool:
@@ -38,35 +29,35 @@ def equal(weights: Weights, expected: Weights) -> bool:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_equal_the_trained_ones(root: Path, stage: int) -> None:
-    expected = torch.load(root / f"{stage}.pt", weights_only=True)
-    assert equal(read_weights(find_weights(checkpoint(root, stage))), expected["trained"])
+def test_weights_equal_the_trained_ones(stages: Path, stage: int) -> None:
+    expected = torch.load(stages / f"{stage}.pt", weights_only=True)
+    assert equal(read_weights(find_weights(checkpoint(stages, stage))), expected["trained"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_float32_weights_equal_the_optimizers_master_weights(root: Path, stage: int) -> None:
-    expected = torch.load(root / f"{stage}.pt", weights_only=True)
-    weights = read_weights(checkpoint(root, stage), torch.float32)
+def test_float32_weights_equal_the_optimizers_master_weights(stages: Path, stage: int) -> None:
+    expected = torch.load(stages / f"{stage}.pt", weights_only=True)
+    weights = read_weights(checkpoint(stages, stage), torch.float32)
     assert equal(weights, expected["master"])
     rounded = {name: weight.bfloat16() for name, weight in weights.items()}
     assert equal(rounded, expected["trained"])
     assert not torch.equal(weights["0.weight"], rounded["0.weight"].float()), "only rounded weights"
 
 
-def test_weights_do_not_depend_on_the_file_after_reading(root: Path, tmp_path: Path) -> None:
+def test_weights_do_not_depend_on_the_file_after_reading(stages: Path, tmp_path: Path) -> None:
     """A training run removes old checkpoints."""
     copied = tmp_path / "step00000003"
-    shutil.copytree(checkpoint(root, 1), copied)
+    shutil.copytree(checkpoint(stages, 1), copied)
     weights = read_weights(copied)
     for file in copied.glob("*.pt"):
         file.write_bytes(bytes(file.stat().st_size))
-    assert equal(weights, torch.load(root / "1.pt", weights_only=True)["trained"])
+    assert equal(weights, torch.load(stages / "1.pt", weights_only=True)["trained"])
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(root: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(stages: Path, tmp_path: Path) -> None:
     older, newer = (tmp_path / "checkpoints" / f"step0000000{step}" for step in (3, 4))
     for path in (older, newer):
-        shutil.copytree(checkpoint(root, 3), path)
+        shutil.copytree(checkpoint(stages, 3), path)
     with pytest.warns(UserWarning, match=r"skipped: step00000004: manifest.json is that of"):
         assert find_weights(tmp_path) == older
     (older / "state.json").write_text("{}")

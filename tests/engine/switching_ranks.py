@@ -1,4 +1,8 @@
-"""Runs on two ranks: saves a checkpoint under each DeepSpeed config, loads it under each other."""
+"""Runs on two ranks: DeepSpeed configs, each with checkpoints of the others; their updates.
+
+Saves a checkpoint under each config and loads it under each other. Then takes a step of Muon, and
+looks where the stages place weights. Prints a JSON object per row.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from nsa.engine.build import initialise
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
+from nsa.model.fused import are_adjacent
 from tests.checkpoint.save_once import save_once
 from tests.engine.small import small
 from tests.ranks import ROOT
@@ -49,9 +54,7 @@ def weights(engine: Any) -> torch.Tensor:
         return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
 
 
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    start_ranks(Ranks.from_environment())
+def switch(folder: Path, names: list[str]) -> None:
     saved, next_step = {}, {}
     for name in names:
         engine = build(name, seed=1)
@@ -78,6 +81,55 @@ def main() -> None:
                 row["error"] = f"{type(error).__name__}: {error}"[:300]
             print(json.dumps(row), flush=True)
             engine.destroy()
+
+
+def take_a_muon_step(folder: Path) -> None:
+    """Print the singular values of each update, at rates at which bf16 shows them."""
+    layers, rate = 3, 0.5  # 21 equal matrices: the two ranks divide one of them
+    engine = build("zero1_muon", seed=1, layers=layers)
+    for group in engine.optimizer.param_groups:
+        if group["use_muon"]:
+            group["lr"], group["weight_decay"] = rate, 0.0
+    before = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+    step(engine, 0)
+    for name, parameter in engine.module.named_parameters():
+        update = (before[name] - parameter.detach().float()) / rate
+        if update.dim() == 2:
+            rows, columns = update.shape
+            values = torch.linalg.svdvals(update) / max(1, rows / columns) ** 0.5
+            row = {"muon": name, "low": values.min().item(), "high": values.max().item()}
+            print(json.dumps(row | {"sum": update.sum().item()}), flush=True)
+    save_once(engine, folder, 1, {"step": 1})
+    factors = [group.get("lr_factor") for group in engine.optimizer.param_groups]
+    engine.destroy()
+    other = build("zero1_muon", seed=2, layers=layers)
+    for group in other.optimizer.param_groups:
+        group.pop("lr_factor", None)
+    checkpoint.load(other, checkpoint.read_state_file(folder / "step00000001"))
+    assert [group.get("lr_factor") for group in other.optimizer.param_groups] == factors
+    other.destroy()
+
+
+def joint_products(name: str) -> list[bool]:
+    """Per product of several weights of the model: whether they are one view of memory."""
+    engine = build(name, seed=1)
+    step(engine, 0)
+    products = []
+    for block in engine.module.blocks:
+        attention, mlp = block.attention, block.mlp
+        products += [[attention.q, attention.k, attention.v, attention.gates], [mlp.gate, mlp.up]]
+    weights = [[linear.weight for linear in linears] for linears in products]
+    engine.destroy()
+    return [are_adjacent(x, -(-sum(map(len, x)) // 8) * 8) for x in weights]
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    start_ranks(Ranks.from_environment())
+    switch(folder, names)
+    take_a_muon_step(folder / "muon")
+    for name in ("zero1_pcie", "zero1_bf16acc", "zero2_pcie"):
+        print(json.dumps({"layout": name, "adjacent": joint_products(name)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,34 +25,27 @@ def resolved(name: str, precision: str) -> dict[str, Any]:
     return resolve_ds_config(load_ds_config(FOLDER / f"{name}.json"), config, world_size=1)
 
 
-def rows(output: str) -> list[Any]:
-    return [json.loads(line) for line in output.splitlines() if line.startswith('["')]
-
-
 @pytest.fixture(scope="module")
-def trained() -> Results:
-    """Optimizer and losses of each config and precision."""
-    (output,) = launch(WORKER, "bf16,fp32", *NAMES, world_size=1, timeout=120)
-    return {(name, precision): result for name, precision, result in rows(output)}
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Optimizer and losses of each shipped config and precision, and of other projects' configs."""
+    cases = [f"{precision}={name}" for name in NAMES for precision in ("bf16", "fp32")]
+    folder = tmp_path_factory.mktemp("stock")
+    for name, config in STOCK.items():
+        text = json.dumps(fixed(config, refused_keys(config)))
+        (folder / name).with_suffix(".json").write_text(text)
+        cases.append(f"bf16={folder / name}")
+    (output,) = launch(WORKER, *cases, world_size=1, timeout=120)
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
+    return {(Path(name).name, precision): result for name, precision, result in rows}
 
 
-def test_the_engine_trains_with_the_shipped_configs(trained: Results) -> None:
-    assert trained.keys() == {(name, x) for name in NAMES for x in ("bf16", "fp32")}
+def test_the_engine_trains_with_shipped_configs_and_with_other_projects_once_fixed(
+    trained: Results,
+) -> None:
+    shipped = {(name, precision) for name in NAMES for precision in ("bf16", "fp32")}
+    assert trained.keys() == shipped | {(name, "bf16") for name in STOCK}
     for case, result in trained.items():
         assert result["losses"][-1] < 0.5 * result["losses"][0], case
-
-
-def test_the_engine_trains_with_the_fixed_configs_of_other_projects(tmp_path: Path) -> None:
-    files = []
-    for name, config in STOCK.items():
-        refused = refused_keys(config)
-        files.append(tmp_path / name)
-        files[-1].with_suffix(".json").write_text(json.dumps(fixed(config, refused)))
-    (output,) = launch(WORKER, "bf16", *map(str, files), world_size=1, timeout=120)
-    results = {Path(name).name: result for name, _, result in rows(output)}
-    for name in STOCK:
-        losses = results[name]["losses"]
-        assert losses[-1] < 0.5 * losses[0], name
 
 
 def test_adam_starts_one_step_ahead_in_stage_0_with_bf16(trained: Results) -> None:
@@ -79,10 +72,3 @@ def test_deepspeed_builds_the_optimizer_that_the_refusals_assume(
     in_buckets = "DeepSpeedZero" in optimizer
     zero = resolved(name, precision)["zero_optimization"]
     assert ("reduce_bucket_size" in zero) == in_buckets
-
-
-def test_zero_1_and_2_place_the_weights_of_a_fused_product_adjacently() -> None:
-    """What `parallel_linear` needs to copy none, and what `tests/operations.py` counts."""
-    names = "zero1_pcie", "zero1_bf16acc", "zero2_pcie"
-    for output in launch(WORKER, "layout", *names, timeout=120):
-        assert rows(output) == [[name, [True] * 4] for name in names]

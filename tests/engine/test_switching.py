@@ -1,4 +1,4 @@
-"""A checkpoint saved under one DeepSpeed config loads under another of the same layout."""
+"""DeepSpeed configs on two ranks: checkpoints of one under another, Muon's step, fused weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.test_muon import HIDDEN
 from tests.ranks import launch
 
 SHARDED = ("zero1_pcie", "zero1_bf16acc", "zero2_pcie", "zero2_overlap")
@@ -21,23 +22,27 @@ PAIRS = [
 
 
 @pytest.fixture(scope="module")
-def loads(
+def rows(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], dict[str, Any]]:
+) -> list[dict[str, Any]]:
+    """What switching_ranks.py prints; the same on both ranks, except an error's text."""
     names = [name for name in ALL if name in DEFAULT or request.config.getoption("--full")]
     program = Path(__file__).with_name("switching_ranks.py")
     output = launch(program, str(tmp_path_factory.mktemp("saved")), *names)
-    rows = [[json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output]
-    for first, second in zip(*rows, strict=True):
-        assert ("error" in first) == ("error" in second), "one rank failed, the other continued"
-    return {(row["from"], row["to"]): row for row in rows[0]}
+    first, second = (
+        [json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output
+    )
+    for one, other in zip(first, second, strict=True):
+        assert ("error" in one) == ("error" in other), "one rank failed, the other continued"
+        assert one == other or "error" in one, "the ranks have different weights"
+    return first
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_a_checkpoint_resumes_unchanged_or_is_refused_with_the_fix(
-    loads: dict[tuple[str, str], dict[str, Any]], source: str, target: str
+    rows: list[dict[str, Any]], source: str, target: str
 ) -> None:
-    row = loads[source, target]
+    (row,) = (row for row in rows if (row.get("from"), row.get("to")) == (source, target))
     if source == target or {source, target} <= set(SHARDED):
         assert row["weights"], "the weights are not the saved ones"
         # The next step equals that of the saved run, so Adam's moments were loaded; without them
@@ -47,3 +52,25 @@ def test_a_checkpoint_resumes_unchanged_or_is_refused_with_the_fix(
         assert "ValueError" in row["error"]
         assert "ZeRO stage" in row["error"]
         assert "choose a DeepSpeed config of ZeRO stage" in row["error"]
+
+
+def test_two_ranks_orthogonalise_whole_matrices(rows: list[dict[str, Any]]) -> None:
+    """All their updates' singular values are near 1, except where the gradient has nearly none."""
+    updates = [row for row in rows if "muon" in row]
+    hidden = [row for row in updates if any(f".{name}." in row["muon"] for name in HIDDEN)]
+    assert len(hidden) == 3 * len(HIDDEN)
+    for row in hidden:
+        assert 0.9 < row["high"] < 1.3, row
+        if not row["muon"].endswith(("attention.v.weight", "attention.o.weight")):
+            assert row["low"] > 0.6, row
+    others = [row for row in updates if row not in hidden]
+    assert others
+    assert all(row["high"] < 0.7 for row in others), "AdamW takes its own, smaller rate"
+
+
+def test_zero_1_and_2_place_the_weights_of_a_fused_product_adjacently(
+    rows: list[dict[str, Any]],
+) -> None:
+    """What `parallel_linear` needs to copy none, and what `tests/operations.py` counts."""
+    layouts = {row["layout"]: row["adjacent"] for row in rows if "layout" in row}
+    assert layouts == dict.fromkeys(("zero1_pcie", "zero1_bf16acc", "zero2_pcie"), [True] * 4)

@@ -1,7 +1,11 @@
-"""Runs on two ranks; rank 1 stops, passes an error, and at last sends a pickle.
+"""On two ranks: join the process group, then rank 1 stops, passes an error and sends a pickle.
 
-Each prints what it sees. Argument: the file that the pickle would create.
+Each prints, where the user set nothing, the folder from which torch.compile loads libraries, the
+number of threads and the addresses on which it listens; then what it sees of the other. Argument:
+the file that the pickle would create.
 """
+
+from __future__ import annotations
 
 import contextlib
 import math
@@ -14,10 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from nsa.data.worker import WorkerDied
 from nsa.engine.cpu_collectives import AllRanksCrash, CpuCollectives
+from nsa.engine.process_group import Ranks, end_process, start_ranks
 from nsa.engine.resume import agree_on_run
+
+LISTEN = "0A"  # of /proc/net/tcp
 
 
 class Entry(NamedTuple):
@@ -32,7 +40,27 @@ class Pickle:
         return Path(sys.argv[1]).touch, ()
 
 
-dist.init_process_group("gloo")
+def addresses() -> list[str]:
+    """Return the local addresses, hexadecimal, of this process's listening sockets."""
+    own = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # the descriptor of this listing
+            continue
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [row[1] for row in rows if row[3] == LISTEN and f"socket:[{row[9]}]" in own]
+
+
+os.environ.pop("OMP_NUM_THREADS")
+start_ranks(Ranks.from_environment())
+dist.all_reduce(torch.ones(1))  # ranks connect to each other
+print(cache_dir(), torch.get_num_threads())
+print("listening:", *addresses())
 collectives, rank = CpuCollectives(slowest=60), dist.get_rank()
 assert collectives._group is not None
 options = collectives._group._get_backend(torch.device("cpu")).options
@@ -66,3 +94,4 @@ else:
     except ValueError as raised:
         print("refused:", raised)
 dist.destroy_process_group()
+end_process(0)

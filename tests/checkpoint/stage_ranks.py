@@ -1,4 +1,4 @@
-"""On two ranks: save an engine of each ZeRO stage; plant code in a file; try to load it."""
+"""On two ranks, for each ZeRO stage: save an engine; plant code in copies and try to load them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 
 from nsa import checkpoint
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
@@ -17,15 +20,35 @@ from tests.checkpoint.save_once import save_once
 from tests.checkpoint.toy import build, step
 
 
+def weights(engine: Any, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the trained weights and the optimizer's fp32 weights, as DeepSpeed gathers them."""
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values()), enabled=stage == 3):
+        trained = {name: one.detach().clone() for name, one in named.items()}
+    if stage:
+        master = {name: safe_get_full_fp32_param(one).clone() for name, one in named.items()}
+        return {"trained": trained, "master": master}
+    pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+    masters = {
+        id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)
+    }
+    master = {name: masters[id(one)].detach().clone() for name, one in named.items()}
+    return {"trained": trained, "master": master}
+
+
 def main() -> None:
     root, errors = Path(sys.argv[1]), {}
     start_ranks(Ranks.from_environment())
     deepspeed.logger.setLevel("ERROR")
     for stage in (0, 1, 2, 3):
-        engine = build(seed=1, stage=stage)
-        step(engine, 0)
+        engine = build(seed=1, stage=stage, width=31)  # odd: shards are padded
+        for index in range(3):
+            step(engine, index)
         saved = root / str(stage)
         save_once(engine, saved, 3, {"step": 3})
+        expected = weights(engine, stage)
+        if dist.get_rank() == 0:
+            torch.save(expected, root / f"{stage}.pt")
         for kind in KINDS:
             attacked = root / f"{stage}_{kind}"
             if dist.get_rank() == 0:
