@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 
 
@@ -19,6 +20,7 @@ def read_gates(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_run_resumed_gate_by_gate_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
+    """With the settings in its folder; resumed at its last step it takes none."""
     steps = ["--set=monitor.ladder.smoke=3", "--set=monitor.ladder.extended=5", "--steps=7"]
     settings = [*TINY, *steps, "--set=train.warmup_steps=1", "--set=train.eval_every=0"]
     succeed(
@@ -44,7 +46,15 @@ def test_a_run_resumed_gate_by_gate_repeats_the_uninterrupted_one(tmp_path: Path
     assert checks["config"]["evidence"] == "the same on every rank"
     assert checks["gradient check"]["ok"]
     succeed(on_two_ranks("m7c.py", *settings, "--run-dir=uninterrupted", folder=tmp_path))
-    assert losses(tmp_path / "run") == losses(tmp_path / "uninterrupted")
+    stopped = read_metrics(tmp_path / "run/metrics.csv")
+    expected = read_metrics(tmp_path / "uninterrupted/metrics.csv")
+    for column in ("step", "tokens", "loss", "lr", "grad_norm"):
+        assert [row[column] for row in stopped] == [row[column] for row in expected], column
+    assert stopped[-1]["val_loss"] == expected[-1]["val_loss"]
+    output = succeed(on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
+    assert "no step to take" in output
+    assert "gate production at step 7: Go" in output
+    assert read_metrics(tmp_path / "run/metrics.csv") == stopped
 
 
 def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path) -> None:
@@ -104,11 +114,3 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert sorted(changed) == sorted(expected)
     assert all(abs(changed[step] - expected[step]) < 0.01 for step in expected)
     assert all(changed[step] == expected[step] for step in (1, 2, 3))
-
-
-def test_resuming_a_run_at_its_last_step_finishes_it(tmp_path: Path) -> None:
-    succeed(on_one_rank("m7c.py", *TINY, "--steps=2", "--run-dir=run", folder=tmp_path))
-    output = succeed(on_one_rank("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
-    assert "no step to take" in output
-    assert "gate production at step 2: Go" in output
-    assert sorted(losses(tmp_path / "run")) == [1, 2]

@@ -21,6 +21,7 @@ from nsa.engine.resolve import read_saved_config
 from nsa.monitor.csv_files import read_metrics
 from nsa.monitor.observer import METRICS_COLUMNS, SELECTOR_STATISTICS
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
+from tests.engine.small import small_request
 from tests.ranks import ROOT, free_port
 
 full = pytest.mark.full
@@ -155,24 +156,18 @@ def test_a_run_started_from_anothers_files_repeats_it(
     assert losses(tmp_path / "again") == {step: expected[step] for step in range(1, 5)}
 
 
-@pytest.mark.parametrize("config", ["zero1_pcie", pytest.param("zero2_overlap", marks=full)])
-def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(config: str, tmp_path: Path) -> None:
-    arguments = [*TINY, ds_config(config), "--steps=6"]
+@full  # test_gates_run.py: the same with zero1_pcie
+def test_a_resumed_run_with_zero_2_repeats_the_uninterrupted_one_exactly(tmp_path: Path) -> None:
+    arguments = [*TINY, ds_config("zero2_overlap"), "--steps=6"]
     succeed(on_two_ranks("m7c.py", *arguments, "--run-dir=uninterrupted", folder=tmp_path))
     succeed(on_two_ranks("m7c.py", *arguments, "--until=3", "--run-dir=resumed", folder=tmp_path))
-    assert set(losses(tmp_path / "resumed")) == {1, 2, 3}
-    # Settings and the DeepSpeed config come from the run's folder.
     succeed(on_two_ranks("m7c.py", "--run-dir=resumed", "--resume", folder=tmp_path))
     expected, resumed = (
         read_metrics(tmp_path / name / "metrics.csv") for name in ("uninterrupted", "resumed")
     )
-    for column in ("step", "tokens", "loss", "val_loss", "lr", "grad_norm"):
-        left, right = ([row[column] for row in rows] for rows in (expected, resumed))
-        if column == "val_loss":  # the stop at step 3 evaluates, too
-            left, right = left[3:], right[3:]
-        assert left == right, column
-    stage = json.loads((tmp_path / "resumed/ds_config.json").read_text())["zero_optimization"]
-    assert stage["stage"] == int(config[4])
+    for column in ("step", "tokens", "loss", "lr", "grad_norm"):
+        assert [row[column] for row in resumed] == [row[column] for row in expected], column
+    assert [row["val_loss"] for row in resumed[3:]] == [row["val_loss"] for row in expected[3:]]
 
 
 @pytest.mark.skipif(not FP16_WORKS, reason="DeepSpeed does not support fp16 on this device")
@@ -205,46 +200,45 @@ def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_leaves_an_existing_folder_as_it_is(tmp_path: Path) -> None:
-    (run := tmp_path / "run").mkdir(mode=0o755)
-    succeed(on_one_rank("m7c.py", *TINY, "--run-dir=run", "--dry-run", folder=tmp_path))
-    assert run.stat().st_mode & 0o777 == 0o755
-    assert list(run.iterdir()) == []
+def test_a_mistake_costs_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    for flags, end in (
+        (["--set=train.stpes=3"], "there is no setting 'train.stpes'; did you mean train.steps?"),
+        (["--setps=3"], "--setps=3 (did you mean --steps?)"),
+    ):
+        result = on_one_rank("m7c.py", *flags, folder=tmp_path)
+        assert result.returncode == 2
+        line = result.stderr.strip().splitlines()[-1]
+        assert line.startswith("m7c")
+        assert line.endswith(end)
+        assert "Traceback" not in result.stderr
+        assert list(tmp_path.iterdir()) == [], "refused before anything was created"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("flags", "words"),
     [
-        (["--set", "train.stpes=3"], ["train.stpes", "steps"]),
-        (["--deepspeed_config", "nowhere.json"], ["nowhere.json"]),
-        (["--resume"], ["--resume", "runs/m7c-demo"]),
-        (["--run-dir", "gone", "--resume"], ["gone", "--resume"]),
-        (["--until", "0"], ["--until", "0"]),
-        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
-        (["--set", "model.width=1000000"], ["model.width = 1000000", "make the model smaller"]),
+        (["--deepspeed_config=nowhere.json"], ["nowhere.json"]),
+        (["--resume"], ["--resume", "runs/small-demo"]),
+        (["--run-dir=gone", "--resume"], ["gone", "--resume"]),
+        (["--until=0"], ["--until", "0"]),
+        (["--universal"], ["--universal: requires --resume; add it"]),
+        (["--config=nowhere.yaml"], ["nowhere.yaml"]),
+        (["--set=model.width=1000000"], ["model.width = 1000000", "make the model smaller"]),
         pytest.param(
-            ["--set", "train.precision=fp16"],
+            ["--set=train.precision=fp16"],
             ["train.precision = 'fp16'", "set train.precision to bf16 or fp32"],
             marks=pytest.mark.skipif(FP16_WORKS, reason="this device computes in fp16"),
         ),
     ],
 )
-def test_a_mistake_costs_one_line_and_exit_code_2(
-    arguments: list[str], words: list[str], tmp_path: Path
+def test_a_wrong_flag_is_refused_by_name(
+    flags: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = on_one_rank("m7c.py", *arguments, folder=tmp_path)
-    assert result.returncode == 2
-    line = result.stderr.strip().splitlines()[-1]
-    assert line.startswith("m7c: ")
-    assert all(word in line for word in words), line
-    assert "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == [], "refused before anything was created"
-
-
-def test_a_misspelt_flag_gets_the_closest_one(tmp_path: Path) -> None:
-    result = on_one_rank("m7c.py", "--setps=3", folder=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr.endswith("--setps=3 (did you mean --steps?)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r".") as refused:
+        small_request(*flags)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
@@ -296,19 +290,13 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     assert {path: path.read_bytes() for path in stopped.rglob("*.[jy]*")} == before
 
 
-@pytest.mark.parametrize("damage", ["deleted", "cut"])
-def test_resuming_takes_the_settings_of_the_checkpoint(
-    stopped: Path, tmp_path: Path, damage: str
-) -> None:
-    """Not those of a config.yaml that is missing or damaged; what changes is logged."""
+def test_resuming_takes_the_settings_of_the_checkpoint(stopped: Path, tmp_path: Path) -> None:
+    """Not those of a file that is damaged or missing; what changes is logged."""
     run = tmp_path / "run"
     shutil.copytree(stopped, run)
-    for name in ("config.yaml", "ds_config.json"):
-        text = (run / name).read_text()
-        if damage == "cut":
-            (run / name).write_text(text[: len(text) // 2])
-        else:
-            (run / name).unlink()
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text[: len(text) // 2])
+    (run / "ds_config.json").unlink()
     changed = ["--resume", f"--run-dir={run}", "--set=train.clip=0.5"]
     output = succeed(on_one_rank("m7c.py", *changed, folder=tmp_path))
     assert "changed since step00000001: train.clip: 1.0 -> 0.5" in output
@@ -319,30 +307,24 @@ def test_resuming_takes_the_settings_of_the_checkpoint(
     assert after["train"].pop("clip") == 0.5
     assert before["train"].pop("clip") == 1.0
     assert after == before
+    assert json.loads((run / "ds_config.json").read_text())["zero_optimization"]["stage"] == 1
 
 
-def test_a_resumed_run_logs_another_zero_stage_and_all_samples_of_the_run(
+def test_a_run_resumed_with_changes_logs_them_and_keeps_its_rows_in_a_file_of_their_own(
     stopped: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(stopped, tmp_path / "run")
-    flags = ["--resume", "--run-dir=run", f"--deepspeed_config={ROOT}/ds_configs/zero2_pcie.json"]
-    output = succeed(on_one_rank("m7c.py", *flags, folder=tmp_path))
-    assert "changed since step00000001: ZeRO stage: 1 -> 2" in output
-    settings = yaml.safe_load((stopped / "config.yaml").read_text())["train"]
-    samples = 2 * settings["micro_batch"] * settings["accumulation"]  # of both steps
-    assert f"the run consumes {samples}:" in output
-
-
-def test_a_run_resumed_with_the_selector_loss_keeps_its_rows_in_a_file_of_their_own(
-    stopped: Path, tmp_path: Path
-) -> None:
+    """Another ZeRO stage, and the selector loss, which has columns of its own."""
     run = tmp_path / "run"
     shutil.copytree(stopped, run)
     earlier = (run / "selection.csv").read_text().splitlines()
-    flags = ["--resume", f"--run-dir={run}", "--set=attention.selector_loss=1"]
-    result = on_one_rank("m7c.py", *flags, folder=tmp_path)
+    changes = [ds_config("zero2_pcie"), "--set=attention.selector_loss=1"]
+    result = on_one_rank("m7c.py", "--resume", "--run-dir=run", *changes, folder=tmp_path)
     output = succeed(result)
+    assert "changed since step00000001: ZeRO stage: 1 -> 2" in output
     assert "changed since step00000001: model.attention.selector_loss: 0.0 -> 1.0" in output
+    settings = yaml.safe_load((stopped / "config.yaml").read_text())["train"]
+    samples = 2 * settings["micro_batch"] * settings["accumulation"]  # of both steps
+    assert f"the run consumes {samples}:" in output
     assert "moved to selection.1.csv" in result.stderr
     assert (run / "selection.1.csv").read_text().splitlines() == earlier
     header, *lines = (run / "selection.csv").read_text().splitlines()

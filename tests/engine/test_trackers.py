@@ -109,9 +109,12 @@ def test_wandb_without_an_api_key_is_one_line_and_leaves_no_folder(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_sends_nothing_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_sends_nothing_and_leaves_an_existing_folder_as_it_is(tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir(mode=0o755)
     succeed(start(tmp_path, "--dry-run", WANDB_MODE="offline"))
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.json", "run"}
+    assert list(run.iterdir()) == []
+    assert run.stat().st_mode & 0o777 == 0o755
 
 
 @pytest.mark.parametrize("name", PACKAGES)
