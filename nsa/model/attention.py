@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.constants import BRANCHES
-from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.attention_metadata import AttentionMetadata, apply_rotary
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
-from nsa.model.fused import norm_columns, parallel_linear
+from nsa.model.fused import head_norm, is_plain, norm_columns, parallel_linear
 from nsa.model.index import Index, index_start
-from nsa.model.ranking_keys import ranking_loss
 from nsa.ops import (
     PackedLayout,
     compressed_attention,
@@ -25,6 +24,7 @@ from nsa.ops import (
     rotary_pool,
     select_blocks,
     selected_attention,
+    selector_loss,
     window_attention,
 )
 from nsa.ops.checks import check_documents
@@ -335,9 +335,42 @@ class NSAttention(Attention):
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         k = kv["sel"][0]
-        if self.index is None:
-            return ranking_loss(self, x, q, k, metadata)
-        return self.index.loss(q, k, kv["index"], self.spec, metadata)
+        if self.index is not None:
+            return self.index.loss(q, k, kv["index"], self.spec, metadata)
+        assert metadata.sampled is not None
+        options: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
+        k_cmp = self.ranking_keys(x, metadata)
+        return selector_loss(q, k_cmp, k, metadata.sampled, self.spec, **options)
+
+    def ranking_keys(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return the compressed branch's keys [B, N, Hkv, Dk] as a function of detached x.
+
+        They are projected and compressed again, a twelfth of M7C's projection and φ, so that the
+        selector loss trains the ranking and not the hidden states that other layers read.
+        """
+        x, rows = x.detach(), self.kv_heads * self.key_dim  # the first rows, which φ reads
+        if is_plain(self.k, nn.Linear):
+            bias = None if self.k.bias is None else self.k.bias[:rows]
+            k = F.linear(x, self.k.weight[:rows], bias)
+        else:
+            k = self.k(x)[..., :rows]
+        if self.config.qk_norm:
+            k = head_norm(k, self.k_norm)
+        layout = PackedLayout(0, self.kv_heads, self.key_dim, 0, 1, first_set=1, mean=True)
+        if metadata.sequence is not None:
+            k = metadata.sequence.tokens_to_heads(k, layout)
+            layout = metadata.sequence.shard(layout)
+        if self.layout.mean:
+            tables = *metadata.rotary, metadata.block_tokens, metadata.token_blocks
+            means = rotary_pool(k, layout, *tables, backend=self.backend).compressed
+            assert means is not None
+            return means[0]
+        k = k.unflatten(-1, (layout.kv_heads, self.key_dim))
+        if isinstance(self.compress, PoolCompressor):
+            return self.compress.key(k, metadata.block_rotary, metadata, self.backend)
+        if self.compress.rotate_first:
+            k = apply_rotary(k, metadata.rotary)
+        return self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)[0]
 
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata

@@ -21,7 +21,6 @@ from nsa.model.attention_metadata import (
 from nsa.model.block import compile_blocks
 from nsa.model.compressor import Compressor, cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.model.ranking_keys import ranking_keys
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
@@ -150,7 +149,7 @@ def check_ranked_keys(layer: NSAttention, cu_seqlens: Tensor | None) -> None:
     metadata = AttentionMetadata.build(layer.config, 128, cu_seqlens, x.device, loss_offset=offset)
     parts = layer.rotary_pool(layer.project(x, metadata), metadata)
     ranked = layer.branch_kv(x, parts, metadata)["cmp"][0]
-    torch.testing.assert_close(ranking_keys(layer, x, metadata), ranked)
+    torch.testing.assert_close(layer.ranking_keys(x, metadata), ranked)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
