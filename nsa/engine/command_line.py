@@ -83,7 +83,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     profile, run_dir, checkpoint, saved = _resolve_folder(recipe, flags, notes)
     base, config = _resolve_settings(recipe, flags, profile, saved, notes)
     _resolve_data(config, None if saved is None else base)
-    changed = [] if saved is None else _check_changes(base, config, run_dir, saved.name, notes)
+    data_changed = saved is not None and _check_changes(base, config, run_dir, saved.name, notes)
     notes += _warnings(base, config)
     config, ds_config, fits_micro_batch = _resolve_deepspeed(config, flags, saved, notes)
     stop_step = config.train.steps
@@ -98,7 +98,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         resume=flags.resume,
         checkpoint=checkpoint,
         resumed_config=None if saved is None else base,
-        data_changed=any(map(_determines_data, changed)),
+        data_changed=data_changed,
         stop_step=stop_step,
         notes=notes,
         time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
@@ -187,7 +187,9 @@ def _resolve_deepspeed(
     else:
         raw = load_ds_config(path)
     resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(path))
-    ds_config, gpu_memory = resolve(config), _gpu_memory()
+    ds_config, gpu_memory, accelerator = resolve(config), None, get_accelerator()
+    if accelerator.device_name() != "cpu":  # this node's smallest GPU, so that its ranks agree
+        gpu_memory = min(map(accelerator.total_memory, range(accelerator.device_count())))
     fits_micro_batch = config.train.micro_batch == AUTO and gpu_memory is not None
     if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
         zero = resolved_zero(ds_config, config)
@@ -220,14 +222,6 @@ def with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:
         seq_len=min(base.data.seq_len, start.data.seq_len),
     )
     return replace(base, model=start.model, data=data)
-
-
-def _gpu_memory() -> float | None:
-    """Return the bytes of this node's smallest GPU, so that its ranks agree; None without one."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return None
-    return min(accelerator.total_memory(i) for i in range(accelerator.device_count()))
 
 
 def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
@@ -271,14 +265,15 @@ def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
 
 def _check_changes(
     base: RunConfig, config: RunConfig, run_dir: Path, checkpoint: str, notes: list[str]
-) -> list[str]:
-    """Return the names of the settings that a resumed run changes; refuse what cannot change."""
+) -> bool:
+    """Refuse or log the changes of a resumed run; return whether they concern its data order."""
     before, after = (
         {name: value for name, value in walk(asdict(one)) if not isinstance(value, dict)}
         for one in (base, config)
     )
     changeable = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
-    changed = []
+    order_stays = ("data.packing", "data.timeout", "data.on_error")
+    data_changed = False
     for name in sorted(before | after):
         old, new = before.get(name), after.get(name)
         if old == new:
@@ -290,14 +285,9 @@ def _check_changes(
                 "a fresh run in another folder"
             )
         notes.append(f"changed since {checkpoint}: {name}: {old} -> {new}")
-        changed.append(name)
-    return changed
-
-
-def _determines_data(name: str) -> bool:
-    """Return whether a setting determines the training tokens and their order."""
-    irrelevant = ("data.packing", "data.timeout", "data.on_error")
-    return name == "train.seed" or (name.startswith("data.") and name not in irrelevant)
+        of_data = name.startswith("data.") and name not in order_stays
+        data_changed |= of_data or name == "train.seed"
+    return data_changed
 
 
 def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:

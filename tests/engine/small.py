@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import torch
+
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.config import RunConfig
 from nsa.engine.run_request import Recipe, RunRequest
@@ -23,3 +27,13 @@ def small_request(*flags: str) -> RunRequest:
     """Resolve the flags of a recipe whose profile `demo` is `small`."""
     recipe = Recipe("small", "", {"demo": small})
     return resolve_request(recipe, build_parser(recipe).parse_args(["--profile=demo", *flags]))
+
+
+def gpus(memory: float = 80e9) -> SimpleNamespace:
+    """A stand-in for DeepSpeed's accelerator on a machine with two GPUs, the second smaller."""
+    return SimpleNamespace(
+        device_name=lambda: "cuda",
+        device_count=lambda: 2,
+        total_memory=lambda index: memory * (2 - index),
+        supported_dtypes=lambda: [torch.bfloat16],
+    )

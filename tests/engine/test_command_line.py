@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from nsa.engine.command_line import _determines_data
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.model import AttentionConfig, ModelConfig
 from tests.engine.small import small, small_request
@@ -51,26 +50,6 @@ def test_the_dense_steps_are_logged_and_a_missing_selector_loss_too() -> None:
     assert "attention is dense in the first 5 of 20 steps" in text
     assert "without the selector loss" not in text
     assert "attention is dense" not in notes("--steps=20")
-
-
-@pytest.mark.parametrize(
-    ("name", "determines"),
-    [
-        ("train.seed", True),
-        ("data.source", True),
-        ("data.seq_len", True),
-        ("data.held_out", True),
-        ("data.packing", False),
-        ("data.timeout", False),
-        ("data.on_error", False),
-        ("train.steps", False),
-        ("model.layers", False),
-    ],
-)
-def test_a_resumed_run_starts_its_data_again_where_its_order_changed(
-    name: str, determines: bool
-) -> None:
-    assert _determines_data(name) == determines
 
 
 @pytest.mark.parametrize(

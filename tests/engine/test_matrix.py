@@ -27,7 +27,7 @@ PAIRWISE: list[Cell] = [
 # Every stage with reentrant checkpointing, and with one other mode.
 REENTRANT = [cell for cell in PAIRWISE if cell[1] == "reentrant"]
 OTHERS = [PAIRWISE[5 * row + (0, 2, 3, 4)[row % 4]] for row in range(len(ZERO))]
-# A block that two segments share, which crashes DDP (test_gradient_check.py).
+# A block that two segments share, which crashes DDP (test_checks.py).
 SHARED: list[Cell] = [
     *((zero, "shared reentrant", 2, "fp32") for zero in ("0", "1", "1-fp32acc")),
     *((zero, "shared non_reentrant", 1, "fp32") for zero in ZERO if zero != "3"),

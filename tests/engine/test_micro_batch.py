@@ -1,4 +1,4 @@
-"""`train.micro_batch=auto`: planned before a run starts, measured on each rank, then kept."""
+"""`auto`: the micro-batch is planned and then measured, activation checkpointing planned; kept."""
 
 from __future__ import annotations
 
@@ -6,20 +6,41 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from nsa.engine import micro_batch
+from nsa.engine import command_line, micro_batch
 from nsa.engine.config import RunConfig, TrainConfig
-from nsa.engine.cpu_collectives import CpuCollectives
+from nsa.engine.micro_batch import batch_of, model_of, zero_of
+from nsa.engine.plan_command import load_profile
 from nsa.engine.resolve import resolve_config
+from nsa.engine.run_request import Recipe, RunRequest
 from nsa.model.count import parameter_count
-from tests.engine.test_planner_inputs import request as production
+from nsa.planner.forecast import required
+from nsa.planner.memory import memory
+from tests.engine.small import gpus
+from tests.ranks import ROOT
 
 GB = 1e9
 CPU = torch.device("cpu")
+
+
+def production(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gpu_memory: float | None, *flags: str
+) -> RunRequest:
+    """The production run of m7c.py on two GPUs of this many bytes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    profile = load_profile(ROOT / "recipes/m7c.py", "production")
+    recipe = Recipe("m7c", "", {"production": lambda: profile})
+    if gpu_memory is not None:
+        monkeypatch.setattr(command_line, "get_accelerator", lambda: gpus(gpu_memory))
+    parser = command_line.build_parser(recipe)
+    arguments = ["--profile=production", f"--run-dir={folder}", *flags]
+    return command_line.resolve_request(recipe, parser.parse_args(arguments))
 
 
 def batch(folder: Path, monkeypatch: pytest.MonkeyPatch, memory: float | None, *flags: str) -> str:
@@ -139,8 +160,7 @@ def fitted(
     )
     one = production(folder, monkeypatch, 24 * GB)
     assert one.fits_micro_batch
-    alone = CpuCollectives.__new__(CpuCollectives)
-    alone._group = None
+    alone: Any = SimpleNamespace(gather=lambda value, kind: [value])
     fit, notes = micro_batch.fit_on_all_ranks(one, CPU, alone, 2)
     assert fit.ds_config["gradient_accumulation_steps"] == fit.config.train.accumulation
     assert fit.ds_config["train_micro_batch_size_per_gpu"] == fit.config.train.rows
@@ -223,3 +243,78 @@ def test_a_pass_is_measured_and_running_out_is_no_error(
         assert micro_batch.measure(one.config, one.ds_config, device, 2)[0] == float("inf")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def mode_and_note(one: RunRequest) -> tuple[str, str]:
+    """The mode in the run folder's config.yaml, and the lines of the log that name it."""
+    written = yaml.safe_load(one.config_files()["config.yaml"])
+    mode = written["model"]["activation_checkpointing"]
+    assert mode == one.config.model.activation_checkpointing
+    return mode, "\n".join(x for x in one.notes if x.startswith("activation checkpointing"))
+
+
+def needed(mode: str) -> float:
+    """Bytes of GPU memory that the production run needs in this mode, on two ranks."""
+    config = load_profile(ROOT / "recipes/m7c.py", "production")
+    zero = zero_of(command_line.DEFAULT_DS_CONFIG, config, 2)
+    batch = replace(batch_of(config), checkpointing=mode)
+    return required(memory(model_of(config), zero, batch, 2))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "reentrant"])
+def test_production_takes_the_fastest_mode_that_fits_and_logs_why(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_memory = 1.001 * needed(mode)
+    written, note = mode_and_note(production(tmp_path, monkeypatch, gpu_memory))
+    assert written == mode
+    assert note.startswith(f"activation checkpointing: {mode} (needs about ")
+    assert f" of {gpu_memory / 1e9:.1f} GB; " in note
+    assert "lower" not in note
+
+
+def test_80_gb_need_no_recomputation() -> None:
+    assert needed("reentrant") < needed("selective") < needed("none") < 80e9
+
+
+def test_too_little_memory_for_any_mode_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode, note = mode_and_note(production(tmp_path, monkeypatch, 3e9))
+    assert mode == "reentrant"
+    assert note.endswith("; does not fit: lower train.micro_batch)")
+
+
+def test_without_a_gpu_nothing_is_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode, note = mode_and_note(production(tmp_path, monkeypatch, None))
+    assert (mode, note) == ("none", "activation checkpointing: none (there is no GPU)")
+
+
+def test_a_mode_that_is_set_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = "--set=model.activation_checkpointing=reentrant"
+    assert mode_and_note(production(tmp_path, monkeypatch, 80e9, flag)) == ("reentrant", "")
+
+
+def test_a_resumed_run_keeps_its_mode_on_another_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = 1.001 * needed("selective")
+    for name, text in production(tmp_path, monkeypatch, small).config_files().items():
+        (tmp_path / name).write_text(text)
+    assert mode_and_note(production(tmp_path, monkeypatch, 80e9, "--resume")) == ("selective", "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [
+        ("m7c", "auto"),
+        ("m7c_dense", "auto"),
+        ("m7c_classic", "reentrant"),
+        ("m7c_32k", "reentrant"),
+    ],
+)
+def test_the_mode_of_each_recipe(recipe: str, mode: str) -> None:
+    config = load_profile(ROOT / f"recipes/{recipe}.py", "production")
+    assert config.model.activation_checkpointing == mode

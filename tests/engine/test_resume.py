@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from nsa.checkpoint.commit import commit, manifest_text, new_draft, read_manifest, write_part
 from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
@@ -17,7 +15,7 @@ from nsa.engine.process_group import Ranks
 from nsa.engine.resume import check_switch, read_checkpoint, read_state
 from nsa.engine.run_dir import record_run
 from nsa.engine.run_request import Recipe, RunRequest, TrainState
-from tests.engine.small import small, small_request
+from tests.engine.small import gpus, small, small_request
 
 RECIPE = Recipe("small", "", {"demo": small, "production": small})
 
@@ -95,23 +93,13 @@ def test_a_resumed_run_whose_steps_have_other_tokens_logs_both_numbers(
     assert [note for note in notes if "tokens" in note] == expected
 
 
-def gpu() -> SimpleNamespace:
-    """A stand-in for DeepSpeed's accelerator on a machine with a GPU."""
-    return SimpleNamespace(
-        device_name=lambda: "cuda",
-        device_count=lambda: 1,
-        total_memory=lambda index: 80e9,
-        supported_dtypes=lambda: [torch.bfloat16],
-    )
-
-
 @pytest.mark.parametrize(("profile", "on_gpu"), [("demo", True), ("production", False)])
 def test_a_run_resumed_on_another_kind_of_machine_keeps_its_profile(
     saved: Path, profile: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (saved / "env.json").write_text(json.dumps({"profile": profile}))
     if on_gpu:
-        monkeypatch.setattr(command_line, "get_accelerator", gpu)
+        monkeypatch.setattr(command_line, "get_accelerator", gpus)
     request = resumed(saved)
     assert request.profile == profile
     assert not any("ACCELERATOR" in note for note in request.notes)
@@ -121,6 +109,25 @@ def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) ->
     request = resumed(saved, "--profile=production")
     assert request.profile == "demo"
     assert f"--profile production: {saved} keeps its own, demo" in request.notes
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ("train.seed=7", True),
+        ("data.source=synthetic", True),
+        ("data.seq_len=16", True),
+        ("data.held_out=0.3", True),
+        ("data.packing=documents", False),
+        ("data.timeout=9", False),
+        ("data.on_error=skip", False),
+        ("train.clip=0.5", False),
+    ],
+)
+def test_a_resumed_run_starts_its_data_again_where_its_order_changed(
+    saved: Path, change: str, again: bool
+) -> None:
+    assert resumed(saved, f"--set={change}").data_changed == again
 
 
 def test_a_resumed_run_keeps_its_sequence_parallel(saved: Path) -> None:

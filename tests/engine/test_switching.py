@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_muon import HIDDEN
+from tests.engine.test_build import HIDDEN
 from tests.ranks import launch
 
 SHARDED = ("zero1_pcie", "zero1_bf16acc", "zero2_pcie", "zero2_overlap")

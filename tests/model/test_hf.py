@@ -362,7 +362,7 @@ def test_resizing_the_vocabulary_keeps_the_other_logits() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # its new name's
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
+def test_checkspointing_changes_no_gradient(reentrant: bool) -> None:
     model, ids = wrapped(), tokens(24, batch=2)
     model.train()
     expected = torch.autograd.grad(model(ids, labels=ids).loss, list(model.parameters()))

@@ -1,4 +1,5 @@
-"""Gradient check: what crashed or hung under DDP (F1, F2 in docs/design/security.md) is refused."""
+"""Checks before step 1: what crashed or hung under DDP (F1, F2 in docs/design/security.md) is
+refused, and a kernel that is wrong on one rank falls back on all."""
 
 from __future__ import annotations
 
@@ -66,3 +67,15 @@ def test_the_check_does_not_grow_with_the_sequence(seq_len: int, ranks: int, tok
     config = small()
     config.data.seq_len, config.train.sequence_parallel = seq_len, ranks
     assert check_length(config) == tokens
+
+
+def test_a_kernel_that_is_wrong_on_one_rank_falls_back_on_both() -> None:
+    program = Path(__file__).with_name("kernel_check_ranks.py")
+    first, second = launch(program, timeout=240)
+    assert first == second
+    refused, check, backends = first.splitlines()
+    problem = "swiglu: kernel check on rank 1: its error is 0.045"
+    assert refused.startswith(f"refused: model.attention.backend = 'triton': {problem}")
+    assert "set it to auto" in refused
+    assert check.startswith(f"warn: {problem}")
+    assert backends == "backends: blockwise triton"
