@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from nsa.model import LanguageModel
+from nsa.model import LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.model.language_model import checkpoint_function
 from nsa.ops import blockwise
@@ -46,9 +46,18 @@ def test_only_reentrant_records_no_graph_in_the_forward_pass(mode: str) -> None:
     assert recorded == [mode != "reentrant"]
 
 
+def config_of(attention: str) -> ModelConfig:
+    """The tiny model of a name in ATTENTIONS, with IMPORTED's properties if the name says so."""
+    name = attention.removesuffix(", imported")
+    return tiny(name, **(IMPORTED if name != attention else {}))
+
+
 @cache
 def without_checkpointing(attention: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    return step(build(tiny(attention), dtype))
+    model = build(config_of(attention), dtype)
+    loss, gradients = step(model)
+    assert len(gradients) == len(list(model.parameters()))
+    return loss, gradients
 
 
 class CountedOps(TorchDispatchMode):
@@ -65,36 +74,25 @@ class CountedOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@modes
-@pytest.mark.parametrize("attention", ["pool", "dense"])
-def test_a_model_with_imported_properties_has_the_gradients_without_checkpointing(
-    attention: str, mode: str
-) -> None:
-    config = tiny(attention, **IMPORTED)
-    loss, gradients = step(build(config))
-    again, recomputed = step(build(replace(config, activation_checkpointing=mode)))
-    assert torch.equal(again, loss)
-    assert len(gradients) == len(list(build(config).parameters()))
-    for name, gradient in gradients.items():
-        assert torch.equal(recomputed[name], gradient), name
-        assert gradient.any(), name
+SINGLE = pytest.param(torch.float32, marks=pytest.mark.full)
 
 
 @modes
-@attentions
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str
-)
+@pytest.mark.parametrize("dtype", [SINGLE, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("attention", [*ATTENTIONS, "pool, imported", "dense, imported"])
 def test_loss_and_gradients_are_those_without_checkpointing(
     attention: str, mode: str, dtype: torch.dtype
 ) -> None:
     """Bit for bit: recomputation runs the same ops on the same numbers."""
     loss, gradients = without_checkpointing(attention, dtype)
-    again, recomputed = step(build(tiny(attention, activation_checkpointing=mode), dtype))
+    config = replace(config_of(attention), activation_checkpointing=mode)
+    again, recomputed = step(build(config, dtype))
     assert torch.equal(again, loss)
     assert recomputed.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.equal(recomputed[name], gradient), name
+    if attention.endswith("imported"):
+        assert all(gradient.any() for gradient in gradients.values())
 
 
 @modes

@@ -109,16 +109,20 @@ def test_selection_without_a_compressed_branch_still_costs_its_softmax() -> None
     assert difference * LENGTH == pytest.approx(selection + attended, rel=1e-12)
 
 
-def test_layers_without_all_branches_are_not_observed() -> None:
-    assert not build(tiny(subset_of("cmp+sel"))).sparse_layers()
+UNKNOWN = r"^model\.attention\.branches = .*: choose one of cmp"
 
 
-@pytest.mark.parametrize("branches", ["sel+cmp", "", "window", "cmp+cmp"])
-def test_an_unknown_set_of_branches_is_refused(branches: str) -> None:
-    with pytest.raises(ValueError, match=r"^model\.attention\.branches = .*: choose one of cmp"):
-        tiny(subset_of(branches)).validate()
-
-
-def test_an_mlp_compressor_without_a_gradient_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"branches = 'sel\+win'; add cmp, or set it to mean$"):
-        tiny(subset_of("sel+win", compressor="mlp")).validate()
+@pytest.mark.parametrize(
+    ("branches", "message"),
+    [
+        ("sel+cmp", UNKNOWN),
+        ("", UNKNOWN),
+        ("window", UNKNOWN),
+        ("cmp+cmp", UNKNOWN),
+        ("sel+win", r"branches = 'sel\+win'; add cmp, or set it to mean$"),
+    ],
+)
+def test_branches_that_cannot_be_are_refused(branches: str, message: str) -> None:
+    """And an mlp compressor that would get no gradient."""
+    with pytest.raises(ValueError, match=message):
+        tiny(subset_of(branches, compressor="mlp")).validate()

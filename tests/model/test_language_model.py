@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nsa.model import LanguageModel, ModelConfig
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.count import parameter_count
 from nsa.model.decode import prefill, step
 from nsa.monitor.health import HealthRecorder
 from nsa.spec import NSASpec
-from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
+from tests.model.models import ATTENTIONS, SPEC, build, packed, tiny, tokens
 
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
 
@@ -208,10 +208,12 @@ def test_an_untied_head_is_another_matrix_with_the_gradient_of_the_logits_alone(
     torch.testing.assert_close(stepped, model(torch.cat([ids, labels[:, -1:]], 1))[:, -1])
 
 
-def test_only_nsa_layers_can_be_observed() -> None:
+def test_only_layers_that_can_rank_are_observed() -> None:
     names = list(build(tiny("mean")).sparse_layers())
     assert names == ["blocks.0.attention", "blocks.1.attention"]
-    assert build(tiny("dense")).sparse_layers() == {}
+    subset = AttentionConfig(spec=SPEC, branches="cmp+sel")
+    for attention in ("dense", subset):
+        assert build(tiny(attention)).sparse_layers() == {}
 
 
 @attentions
