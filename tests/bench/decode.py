@@ -2,14 +2,13 @@
 
 At growing context length, with M7C's heads; on a GPU replayed as a CUDA graph. Caches hold random
 numbers: the time of a token does not depend on them. Dense attention is PyTorch's without a mask,
-with a group's heads as rows of one query: its fastest form.
+its fastest form.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.constants import BRANCHES
 from nsa.model import ModelConfig
-from nsa.model.cache import KVCache
 from nsa.model.config import ATTENTION_KINDS as KINDS
 from nsa.ops.decode import decode_attention
 from tests.bench.harness import (
@@ -58,11 +55,9 @@ def run(report: Report) -> None:
 def _case(length: int, batch: int, report: Report) -> None:
     attention = {"nsa": sparse_attention, "dense": dense_attention}
     configs = {kind: model_config(report, kind) for kind in KINDS}
+    draw = partial(_normal, batch, report)
     calls, results = report.build(
-        {
-            kind: partial(attention[kind], random_cache(config, length, batch, report), length)
-            for kind, config in configs.items()
-        },
+        {kind: partial(attention[kind], config, length, draw) for kind, config in configs.items()},
         ("attention_timing",),
     )
     report.time(calls, results, "attention_timing", graph=True)
@@ -74,14 +69,8 @@ def _case(length: int, batch: int, report: Report) -> None:
     report.add(row | {"implementations": results, "dense_over_nsa": over})
 
 
-def random_cache(config: ModelConfig, length: int, batch: int, report: Report) -> KVCache:
-    """Return the cache of one layer, filled with random numbers."""
-    cache = KVCache(
-        replace(config, layers=1), batch, dtype=report.dtype, device=report.device, capacity=length
-    )
-    for buffer in cache.layers[0].buffers.values():
-        buffer.normal_()
-    return cache
+def _normal(batch: int, report: Report, *shape: int) -> Tensor:
+    return torch.randn(batch, *shape, device=report.device).to(report.dtype)
 
 
 def read_bytes(config: ModelConfig, length: int, dtype: torch.dtype) -> int:
@@ -95,28 +84,28 @@ def read_bytes(config: ModelConfig, length: int, dtype: torch.dtype) -> int:
     return positions * config.layers * config.kv_heads * sizes * dtype.itemsize
 
 
-def _queries(cache: KVCache) -> Tensor:
-    shape = cache.batch, cache.config.heads, cache.config.head_dim
-    return torch.randn(shape, device=cache.device).to(cache.dtype)
-
-
-def sparse_attention(cache: KVCache, length: int) -> Step:
-    """Return one layer's sparse attention for one token of each sequence."""
-    attention, q, read = cache.config.attention, _queries(cache), cache.layers[0].read
-    cmp, sel, win = ((read(f"k_{branch}"), read(f"v_{branch}")) for branch in BRANCHES)
+def sparse_attention(config: ModelConfig, length: int, draw: Callable[..., Tensor]) -> Step:
+    """Return a layer's sparse attention for one token of each sequence; `draw` takes shapes."""
+    spec, sizes = config.attention.spec, (config.head_dim, config.value_dim or config.head_dim)
+    q = draw(config.heads, config.head_dim)
+    caches = [
+        draw(entries, config.kv_heads, size)
+        for entries in (spec.compressed_len(length), length, min(spec.window, length))
+        for size in sizes
+    ]
     gates = q.new_full((*q.shape[:2], 3), 0.5)
-    lengths = torch.full((cache.batch,), length, device=cache.device)
-    spec, backend = attention.spec, attention.backend
-    return partial(decode_attention, q, *cmp, *sel, *win, gates, lengths, spec, backend=backend)
+    lengths = torch.full((len(q),), length, device=q.device)
+    backend = config.attention.backend
+    return partial(decode_attention, q, *caches, gates, lengths, spec, backend=backend)
 
 
-def dense_attention(cache: KVCache, length: int) -> Step:
-    """Return the same, dense."""
-    q = _queries(cache).unflatten(1, (cache.config.kv_heads, -1))
-    k, v = cache.layers[0].read("k_all"), cache.layers[0].read("v_all")
-    assert k is not None
-    assert v is not None
-    k, v = (x[:, :length].transpose(1, 2) for x in (k, v))
+def dense_attention(config: ModelConfig, length: int, draw: Callable[..., Tensor]) -> Step:
+    """Return dense attention of the same; the query heads of a group are rows of one query."""
+    q = draw(config.heads, config.head_dim).unflatten(1, (config.kv_heads, -1))
+    k, v = (
+        draw(length, config.kv_heads, size).transpose(1, 2)
+        for size in (config.head_dim, config.value_dim or config.head_dim)
+    )
     return partial(scaled_dot_product_attention, q, k, v)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nsa.model import ModelConfig
-from nsa.model.cache import KVCache
 from nsa.ops import NSASpec
 from tests.bench import decode, module, peers, profile, train
 from tests.bench.__main__ import main
@@ -141,19 +141,16 @@ def test_decoding_is_measured_and_the_bytes_it_reads_are_counted(bench: Bench) -
 
 
 def test_dense_attention_alone_equals_softmax_over_the_context() -> None:
-    config = ModelConfig(vocab_size=50, layers=1, width=16, heads=4, kv_heads=2, head_dim=4,
-                         value_dim=6, mlp_width=8)  # fmt: skip
-    config.attention.kind = "dense"
-    cache = KVCache(config, 2, dtype=torch.float32, device=CPU, capacity=36)
-    for buffer in cache.layers[0].buffers.values():
-        buffer.normal_()
-    torch.manual_seed(3)
-    o = decode.dense_attention(cache, 20)()
-    torch.manual_seed(3)
-    q = torch.randn(2, 4, 4)
-    k, v = (
-        cache.layers[0].read(name)[:, :20].repeat_interleave(2, 2) for name in ("k_all", "v_all")
-    )
+    config = ModelConfig(width=16, heads=4, kv_heads=2, head_dim=4, value_dim=6)
+    drawn: list[Tensor] = []
+
+    def draw(*shape: int) -> Tensor:
+        drawn.append(torch.randn(2, *shape))
+        return drawn[-1]
+
+    o = decode.dense_attention(config, 20, draw)()
+    q, k, v = drawn
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
     p = (torch.einsum("bhd,bnhd->bhn", q, k) / 2).softmax(-1)
     torch.testing.assert_close(o.flatten(1, 2), torch.einsum("bhn,bnhd->bhd", p, v))
 
