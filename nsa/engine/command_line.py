@@ -30,7 +30,7 @@ from nsa.engine.shutdown import parse_time
 from nsa.gates.results import until_step
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json
-from nsa.monitor.profile import parse_steps
+from nsa.monitor.throughput import parse_steps
 from nsa.resources import existing_or_resource, resource_path
 from nsa.system import available_memory
 from nsa.validation import Parser

@@ -30,11 +30,10 @@ from nsa.engine.run import Run
 from nsa.engine.shutdown import Interrupted
 from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import Gate, record_result
-from nsa.monitor.artifacts import read_table
-from nsa.monitor.csv_files import METRICS_FILE, SELECTION_FILE
-from nsa.monitor.history import RankHistory
+from nsa.monitor.artifacts import RankHistory, read_table
 from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import StepRecord
+from nsa.monitor.outputs import METRICS_FILE, SELECTION_FILE
 
 SELECTION_BYTES = 2**20  # at the end of selection.csv that a gate reads: hundreds of logged steps
 

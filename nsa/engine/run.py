@@ -22,9 +22,8 @@ from nsa.engine.teacher import Teacher
 from nsa.engine.telemetry import Telemetry
 from nsa.gates.results import Gate
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import RunInfo
+from nsa.monitor.observer import Observers, RunInfo
 from nsa.monitor.throughput import Throughput
-from nsa.monitor.writer import Observers
 
 
 class Run:

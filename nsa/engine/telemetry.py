@@ -13,18 +13,22 @@ from typing import Any
 
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest, TrainState
+from nsa.monitor.artifacts import RankHistory, read_rank
 from nsa.monitor.config import HEARTBEAT_SECONDS
-from nsa.monitor.csv_files import FallbacksCsv, MetricsCsv, SelectionCsv, TeacherCsv
-from nsa.monitor.dtypes import DtypeReport
-from nsa.monitor.heartbeat import Heartbeat
-from nsa.monitor.history import RankHistory, read_rank
+from nsa.monitor.environment import DtypeReport
+from nsa.monitor.heartbeat import Heartbeat, dump_stacks_on_signal
 from nsa.monitor.memory import MemorySnapshots
-from nsa.monitor.observer import Observer, warn
-from nsa.monitor.profile import StepProfiler
-from nsa.monitor.progress import Progress
-from nsa.monitor.stacks import dump_stacks_on_signal
-from nsa.monitor.tensorboard import BackgroundMonitor, TrackerObserver
-from nsa.monitor.writer import BackgroundWriter, Observers
+from nsa.monitor.observer import BackgroundWriter, Observer, Observers, warn
+from nsa.monitor.outputs import (
+    BackgroundMonitor,
+    FallbacksCsv,
+    MetricsCsv,
+    Progress,
+    SelectionCsv,
+    TeacherCsv,
+    TrackerObserver,
+)
+from nsa.monitor.throughput import StepProfiler
 from nsa.ops import fallback_counts
 from nsa.report.report import write_report
 

@@ -12,9 +12,8 @@ from statistics import fmean, median
 from nsa.constants import SHORT_RUN
 from nsa.doctor.node import FAIL, OK, SKIP, WARN, Check
 from nsa.gates.results import GATE_NAMES, PREFLIGHT, Criterion, Gate, GateResult, gate_result
-from nsa.monitor.artifacts import Row, Table, finite_number
+from nsa.monitor.artifacts import RankHistory, Row, Table, finite_number
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.history import RankHistory
 
 MAX_PAUSE = 120.0  # seconds without a step, outside evaluation and saving
 MAX_STEP_SPREAD = 2.0  # p90 / median step time

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import no_symlink
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.observer import BackgroundWriter
 from nsa.text import first_line
 
 _OOM_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")

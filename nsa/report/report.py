@@ -18,10 +18,18 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 from nsa.constants import SHORT_RUN
 from nsa.gates.results import GATE_NAMES, GateResult, read_results
-from nsa.monitor.artifacts import Table, list_ranks, read_json, read_table, too_large, try_read_text
-from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE, TEACHER_FILE
-from nsa.monitor.history import RankHistory, read_rank
+from nsa.monitor.artifacts import (
+    RankHistory,
+    Table,
+    list_ranks,
+    read_json,
+    read_rank,
+    read_table,
+    too_large,
+    try_read_text,
+)
 from nsa.monitor.observer import TEACHER_COLUMNS
+from nsa.monitor.outputs import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE, TEACHER_FILE
 from nsa.report.plots import Panel, draw
 from nsa.text import markdown_table, plain
 from nsa.untrusted import parse_yaml

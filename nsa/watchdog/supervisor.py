@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.observer import BackgroundWriter
 from nsa.system import in_background, is_alive, with_timeout
 from nsa.untrusted import printable
 from nsa.watchdog.hang_detector import LIMIT_SECONDS, FolderState, HangDetector, HangReport

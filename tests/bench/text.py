@@ -35,7 +35,7 @@ from nsa.engine.load_run import load_run
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.model.loss import token_losses
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from nsa.resources import resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report, margin, mean_and_range, whole_number_list, words_of

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.ranks import ROOT, spawn_ranks
 
 BIN = Path(sys.executable).parent

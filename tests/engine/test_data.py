@@ -16,7 +16,7 @@ import pytest
 from nsa.data import builtin
 from nsa.data.shards import Index, write_index
 from nsa.engine.run_request import RunRequest
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.data.processes import workers_of
 from tests.data.test_shards import STAMP
 from tests.engine.runs import TINY, cut_back, losses, on_one_rank, on_two_ranks, succeed

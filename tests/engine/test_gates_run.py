@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 
 

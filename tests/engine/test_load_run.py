@@ -24,7 +24,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.load_run import load_run, read_config, run_tokenizer
 from nsa.engine.resolve import resolve_config, to_yaml
 from nsa.export.hf_tokenizer import write_tokenizer
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
 

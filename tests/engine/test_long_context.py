@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import TINY, on_one_rank, on_two_ranks, succeed
 from tests.ranks import ROOT
 

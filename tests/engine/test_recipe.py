@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nsa.engine.config import learning_rate
 from nsa.engine.resolve import read_saved_config
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from nsa.monitor.observer import METRICS_COLUMNS, SELECTOR_STATISTICS
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small_request

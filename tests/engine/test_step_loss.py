@@ -19,7 +19,7 @@ from nsa.engine.build import parameter_groups
 from nsa.engine.config import RunConfig, learning_rate
 from nsa.engine.resolve import resolve_config
 from nsa.model import LanguageModel
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import TINY, on_one_rank, on_two_ranks, succeed
 from tests.ranks import ROOT
 

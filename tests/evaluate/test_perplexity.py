@@ -35,7 +35,7 @@ from nsa.evaluate.perplexity import (
     open_eval_data,
 )
 from nsa.model import loss
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.data.texts import split, texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.evaluate.models import write_model

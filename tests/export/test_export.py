@@ -30,7 +30,7 @@ from nsa.engine.load_run import load_run
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.ranks import ROOT
 

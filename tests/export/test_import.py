@@ -27,7 +27,7 @@ from nsa.export.to_hf import export
 from nsa.model import AttentionConfig, parameter_count
 from nsa.model.config import INDEXED
 from nsa.model.hf import NSAForCausalLM
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from nsa.planner.memory import memory
 from nsa.spec import NSASpec
 from tests.engine.runs import TINY, on_one_rank, succeed

@@ -19,8 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nsa.monitor.artifacts import last_beat
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import last_beat, read_metrics
 from tests.disks import freezable_disk, frozen
 from tests.engine.runs import BIN, TINY
 from tests.faults.processes import LAUNCHER, find

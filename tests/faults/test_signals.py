@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import fault_time, start_faulty, weights

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from nsa.monitor.history import read_rank
+from nsa.monitor.artifacts import read_rank
 from nsa.report.report import draw_plots, summarise
 from nsa.watchdog.hang_detector import HangDetector, last_beats
 from tests.fuzz.hostile import ESCAPE, damaged, files, mutated, run, time_limit, to_json

@@ -7,9 +7,8 @@ from typing import Any
 
 from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import Gate, GateResult
-from nsa.monitor.artifacts import list_ranks, read_table
+from nsa.monitor.artifacts import list_ranks, read_rank, read_table
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.history import read_rank
 
 
 def load_inputs(run_dir: Path, gate: Gate, **facts: Any) -> GateInputs:

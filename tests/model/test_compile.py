@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa.model import LanguageModel
 from nsa.model.block import compile_blocks
-from nsa.monitor.dtypes import DtypeReport
+from nsa.monitor.environment import DtypeReport
 from tests.model.models import build, packed, tiny, tokens
 
 LENGTH = 40

@@ -11,7 +11,7 @@ from nsa.engine.build import initialise
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
-from nsa.monitor.dtypes import DtypeReport
+from nsa.monitor.environment import DtypeReport
 from tests.engine.small import small
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"

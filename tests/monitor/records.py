@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.constants import BRANCHES
-from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, RunInfo, StepRecord
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.observer import DISTANCES, GATE_BINS, BackgroundWriter, Health, RunInfo, StepRecord
 
 PATIENCE = 60.0  # seconds until a wait that should be short has failed
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.csv_files import MetricsCsv, SelectionCsv
 from nsa.monitor.observer import Health, StepRecord
+from nsa.monitor.outputs import MetricsCsv, SelectionCsv
 from tests.monitor.records import make_info, make_layer, make_record
 
 Beat = dict[str, Any]

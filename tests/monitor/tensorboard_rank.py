@@ -9,8 +9,8 @@ import deepspeed
 import torch
 
 from nsa.engine import disable_shared_memory_op
-from nsa.monitor.tensorboard import BackgroundMonitor, TrackerObserver
-from nsa.monitor.writer import BackgroundWriter, Observers
+from nsa.monitor.observer import BackgroundWriter, Observers
+from nsa.monitor.outputs import BackgroundMonitor, TrackerObserver
 from tests.monitor.records import (
     drain,
     files_no_longer_than,

@@ -10,18 +10,16 @@ import pytest
 import torch
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.monitor.artifacts import read_table
-from nsa.monitor.csv_files import (
+from nsa.monitor.artifacts import read_metrics, read_table
+from nsa.monitor.health import HealthRecorder
+from nsa.monitor.observer import SELECTOR_STATISTICS, BackgroundWriter, Observers, StepRecord
+from nsa.monitor.outputs import (
     SELECTION_COLUMNS,
     CsvObserver,
     FallbacksCsv,
     MetricsCsv,
     SelectionCsv,
-    read_metrics,
 )
-from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import SELECTOR_STATISTICS, StepRecord
-from nsa.monitor.writer import BackgroundWriter, Observers
 from nsa.spec import NSASpec
 from tests.monitor.records import (
     NO_FREE_BLOCKS,

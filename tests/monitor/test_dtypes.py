@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nsa.monitor.dtypes import DtypeReport
+from nsa.monitor.environment import DtypeReport
 from tests.engine.runs import on_one_rank, succeed
 
 

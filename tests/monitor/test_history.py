@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor.artifacts import MAX_HEARTBEAT_BYTES, last_beat
+from nsa.monitor.artifacts import MAX_HEARTBEAT_BYTES, last_beat, read_rank
 from nsa.monitor.heartbeat import Heartbeat
-from nsa.monitor.history import read_rank
 from tests.monitor.run_folders import beats, write_beats
 
 

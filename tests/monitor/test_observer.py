@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor.observer import Observer, RunInfo, StepRecord
-from nsa.monitor.writer import BackgroundWriter, Observers
+from nsa.monitor.observer import BackgroundWriter, Observer, Observers, RunInfo, StepRecord
 from tests.monitor.records import PATIENCE, make_info, make_record
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.monitor.profile import StepProfiler, parse_steps
+from nsa.monitor.throughput import StepProfiler, parse_steps
 
 STEPS = {1: torch.sin, 2: torch.cos, 3: torch.tan, 4: torch.exp}
 

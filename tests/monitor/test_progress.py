@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TextIO
 
 from nsa.monitor.observer import StepRecord
-from nsa.monitor.progress import Progress
+from nsa.monitor.outputs import Progress
 from tests.monitor.records import make_info, make_record
 
 

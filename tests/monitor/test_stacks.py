@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor import stacks
-from nsa.monitor.stacks import dump_stacks_on_signal
+from nsa.monitor import heartbeat
+from nsa.monitor.heartbeat import dump_stacks_on_signal
 from tests.monitor.records import PATIENCE
 from tests.ranks import ROOT
 
@@ -41,7 +41,7 @@ wait_forever()
 def rank(run_dir: Path, code: str) -> Iterator[subprocess.Popen[str]]:
     """Start a process that dumps on the signal and runs `code`."""
     start = (
-        "from pathlib import Path\nfrom nsa.monitor.stacks import dump_stacks_on_signal\n"
+        "from pathlib import Path\nfrom nsa.monitor.heartbeat import dump_stacks_on_signal\n"
         f"dump_stacks_on_signal(Path({str(run_dir)!r}), 5)\n"
     )
     process = subprocess.Popen(
@@ -129,7 +129,7 @@ def test_a_summary_that_gloos_threads_wrote_out_of_order_is_corrected(
         for number, ended in enumerate(retired, start=1)
     ]
     record = {"pg_status": {"0": status}, "entries": entries}
-    monkeypatch.setattr(stacks, "_records", lambda entries: [record])
-    current = stacks.CurrentCollective()
+    monkeypatch.setattr(heartbeat, "_records", lambda entries: [record])
+    current = heartbeat.CurrentCollective()
     assert current.read() == "#2 of group 0 pending", "the full record is not read at once"
     assert current.read() == expected

@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from nsa.monitor.tensorboard import BackgroundMonitor, Event, TrackerObserver
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.observer import BackgroundWriter
+from nsa.monitor.outputs import BackgroundMonitor, Event, TrackerObserver
 from tests.monitor.records import NO_FREE_BLOCKS, PATIENCE, make_health, make_info, make_record
 from tests.ranks import launch
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.observer import BackgroundWriter
 from tests.monitor.records import PATIENCE, drain
 
 

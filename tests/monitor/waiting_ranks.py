@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.monitor.artifacts import last_beat
-from nsa.monitor.heartbeat import Heartbeat
-from nsa.monitor.stacks import dump_stacks_on_signal
+from nsa.monitor.heartbeat import Heartbeat, dump_stacks_on_signal
 
 
 def reduce_gradients(values: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.gpus import GPUS
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
-from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.artifacts import read_metrics
 from nsa.planner.command import DEVICES
 from nsa.planner.forecast import (
     Hardware,

@@ -1,0 +1,387 @@
+"""Observers that write a run's metrics: progress lines, CSV files, and trackers.
+
+A resumed run drops the rows of `metrics.csv`, `selection.csv` and `teacher.csv` of the steps that
+run again. A file with other columns, of another version or other settings, is moved to
+`metrics.1.csv`, or the next free number.
+
+DeepSpeed's trackers (TensorBoard, W&B, Comet) all get scalars; W&B and Comet also the settings,
+TensorBoard histograms and texts.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from nsa.atomic_io import append_all_or_nothing, atomic_write_text, no_symlink
+from nsa.monitor.observer import (
+    DISTANCES,
+    GATE_BINS,
+    LAYER_STATISTICS,
+    LINES,
+    METRICS_COLUMNS,
+    SELECTOR_STATISTICS,
+    TAGS,
+    TEACHER_COLUMNS,
+    BackgroundWriter,
+    Health,
+    Observer,
+    RunInfo,
+    StepRecord,
+    warn,
+)
+from nsa.untrusted import printable
+
+_LINES_PER_RUN = 20  # in a fast run; a slow one prints a line every `min_seconds`
+
+
+class Progress(Observer):
+    """Prints a line for some logged steps, for each validation, checkpoint and message."""
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        min_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream or sys.stdout
+        self._min_seconds = min_seconds
+        self._clock = clock
+        self._total = 0
+        self._first: tuple[int, float] | None = None  # step and time from which the ETA is measured
+        self._last_step = 0
+        self._last_time = 0.0
+        self._unprinted: StepRecord | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        self._total = info.total_steps
+        steps = f"steps {info.start_step + 1} to {info.total_steps}"
+        if info.start_step >= info.total_steps:
+            steps = "no step to take"
+        count = info.parameters
+        parameters = f"{count / 1e6:.1f}M" if count >= 100_000 else f"{count:,}"
+        self._print(
+            f"{info.name} ({info.profile}): {parameters} parameters, {steps} on {info.world_size} "
+            f"rank{'s' if info.world_size > 1 else ''}, in {info.run_dir}"
+        )
+        for note in info.notes:
+            self._print(note)
+
+    def on_step(self, record: StepRecord) -> None:
+        now = self._clock()
+        due = (
+            record.val_loss is not None
+            or self._first is None
+            or record.step >= self._total
+            or now - self._last_time >= self._min_seconds
+            or (record.step - self._last_step) * _LINES_PER_RUN >= self._total
+        )
+        self._unprinted = record
+        if due:
+            self._print_step(record, now)
+
+    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
+        self._print(f"step {step}: saved {path}, training paused for {seconds:.1f} s")
+
+    def on_message(self, text: str) -> None:
+        self._print(text)
+
+    def on_end(self, status: str) -> None:
+        if self._unprinted is not None:
+            self._print_step(self._unprinted, self._clock())
+        self._print(status)
+
+    def _print_step(self, record: StepRecord, now: float) -> None:
+        self._first = self._first or (record.step, now)
+        first_step, first_time = self._first
+        done = record.step - first_step
+        seconds = (now - first_time) / done if done else record.seconds
+        eta = tqdm.format_interval(max(0.0, (self._total - record.step) * seconds))
+        self._last_step, self._last_time, self._unprinted = record.step, now, None
+        values = {name: getattr(record, name) for name in LINES}
+        measured = (LINES[name].format(x) for name, x in values.items() if x is not None)
+        self._print("  ".join([f"step {record.step}/{self._total}", *measured, f"ETA {eta}"]))
+
+    def _print(self, text: str) -> None:
+        print(printable(text, keep="\n"), file=self._stream, flush=True)
+
+
+METRICS_FILE, SELECTION_FILE, FALLBACKS_FILE = "metrics.csv", "selection.csv", "fallbacks.csv"
+TEACHER_FILE = "teacher.csv"
+SELECTION_COLUMNS = ("step", "layer", *LAYER_STATISTICS)
+FALLBACK_COLUMNS = ("operation", "backend", "reason", "calls")
+Cells = Mapping[str, float | None]  # of a row, by column
+Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and reason
+
+
+class CsvObserver(Observer):
+    """Appends the rows of each logged step to a file, which its first row creates.
+
+    The first of `columns` is `step`.
+    """
+
+    file_name: str
+    columns: tuple[str, ...]
+    number = "{:.6g}"  # format of a float
+    _path: Path | None = None  # None before `on_start`, and if that raised
+
+    def rows(self, record: StepRecord) -> Sequence[Cells]:
+        """Return the rows of a logged step, which may have more than `columns`; may be empty."""
+        raise NotImplementedError
+
+    def on_start(self, info: RunInfo) -> None:
+        path = info.run_dir / self.file_name
+        self._drop_rows_after(path, info.start_step)
+        self._path = path
+
+    def on_step(self, record: StepRecord) -> None:
+        if self._path is not None and (rows := self.rows(record)):
+            cells = [[self._cell(row.get(column)) for column in self.columns] for row in rows]
+            self._append(self._path, cells)
+
+    def _cell(self, value: float | None) -> str:
+        if value is None:
+            return ""
+        return str(value) if isinstance(value, int) else self.number.format(value)
+
+    def _drop_rows_after(self, path: Path, step: int) -> None:
+        """Drop the rows after `step` and those that a crash cut off."""
+        if not path.exists():
+            return
+        header, *lines = path.read_text(errors="replace").split("\n")
+        if header and header != ",".join(self.columns):
+            numbered = (path.with_suffix(f".{number}.csv") for number in itertools.count(1))
+            aside = next(name for name in numbered if not name.exists())
+            path.rename(aside)
+            warn(f"{path}: has other columns ({header[:80]!r}); moved to {aside.name}")
+            return
+        kept = [
+            line
+            for line in lines[:-1]
+            if line.count(",") == len(self.columns) - 1
+            and (number := line.partition(",")[0]).isdecimal()
+            and int(number) <= step
+        ]
+        atomic_write_text(path, "\n".join([",".join(self.columns), *kept]) + "\n")
+
+    def _append(self, path: Path, rows: list[list[str]]) -> None:
+        """Append all rows or none: on a full disk, a part of a row would damage the next one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab", 0, opener=no_symlink) as file:
+            header = [] if file.tell() else [self.columns]
+            lines = "".join(",".join(row) + "\n" for row in (*header, *rows))
+            append_all_or_nothing(file, lines.encode())
+
+
+class MetricsCsv(CsvObserver):
+    """One row per logged step; floats read back exactly."""
+
+    file_name, columns, number = METRICS_FILE, METRICS_COLUMNS, "{!r}"
+
+    def rows(self, record: StepRecord) -> Sequence[Cells]:
+        return [vars(record)]
+
+
+class SelectionCsv(CsvObserver):
+    """One row per logged step and NSA layer; a dense run has no such file."""
+
+    file_name = SELECTION_FILE
+
+    def __init__(self, selector_loss: bool = False) -> None:
+        self.columns = (*SELECTION_COLUMNS, *(SELECTOR_STATISTICS if selector_loss else ()))
+
+    def rows(self, record: StepRecord) -> Sequence[Cells]:
+        return record.layers
+
+
+class TeacherCsv(CsvObserver):
+    """One row per validation and range of positions; only a run with a teacher has this file."""
+
+    file_name, columns = TEACHER_FILE, ("step", *TEACHER_COLUMNS)
+
+    def rows(self, record: StepRecord) -> Sequence[Cells]:
+        return [{"step": record.step, **row} for row in record.versus_teacher]
+
+
+class FallbacksCsv(Observer):
+    """One row per operation and backend that `auto` could not use in this process, and why.
+
+    Rewritten at logged steps if a count changed, and at the end.
+    """
+
+    def __init__(self, counts: Callable[[], Counts]) -> None:
+        self._counts = counts
+        self._written: Counts = {}
+        self._path = Path()
+
+    def on_start(self, info: RunInfo) -> None:
+        self._path = info.run_dir / FALLBACKS_FILE
+
+    def on_step(self, record: StepRecord) -> None:
+        if self._counts() != self._written:
+            self._write()
+
+    def on_end(self, status: str) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        counts, text = dict(self._counts()), io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerows([FALLBACK_COLUMNS, *([*key, n] for key, n in sorted(counts.items()))])
+        atomic_write_text(self._path, text.getvalue())
+        self._written = counts
+
+
+Event = tuple[str, float, int]  # tag, value, x
+HISTOGRAMS_EVERY = 10  # logged steps: a histogram is as large as fifty scalars
+_GATE_EDGES = [index / GATE_BINS for index in range(GATE_BINS + 1)]
+_DISTANCE_EDGES = [math.log2(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
+
+
+class BackgroundMonitor:
+    """Replaces `engine.monitor`, so that DeepSpeed's events are written on the writer's thread.
+
+    DeepSpeed's own monitor flushes inside `engine.step()` and counts samples on the x axis; here x
+    is `step()`. Its learning rate is left out: `train/lr` is the same number. Close the writer
+    before the process group is destroyed.
+    """
+
+    def __init__(self, monitor: Any, writer: BackgroundWriter, step: Callable[[], int]) -> None:
+        self.enabled = monitor.enabled
+        self._monitor = monitor
+        self._writer = writer
+        self._step = step
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Queue events under `deepspeed/`; the caller may reuse the list."""
+        step = self._step()
+        events = [
+            (f"deepspeed/{tag.rpartition('/')[2]}", value, step)
+            for tag, value, _ in event_list
+            if not tag.endswith("/lr")
+        ]
+        self._writer.submit(lambda: self._monitor.write_events(events))
+
+
+class TrackerObserver(Observer):
+    """Writes the scalars of every logged step, and histograms at every tenth.
+
+    W&B and Comet get the nested `settings`, TensorBoard the `texts`. Scalars go to DeepSpeed's
+    `monitor`, which flushes; the rest, which it cannot write, to the client of each tracker.
+    """
+
+    def __init__(self, monitor: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        self._monitor = monitor
+        self._settings = settings
+        self._texts = texts
+        self._board = getattr(getattr(monitor, "tb_monitor", None), "summary_writer", None)
+        self._comet = getattr(getattr(monitor, "comet_monitor", None), "experiment", None)
+        self._wandb: Any = None
+        if getattr(monitor, "wandb_monitor", None) is not None:
+            import wandb  # late: optional
+
+            self._wandb = wandb
+        self._health_records = 0
+
+    def on_start(self, info: RunInfo) -> None:
+        if self._wandb is not None:
+            self._wandb.config.update(dict(self._settings))
+        if self._comet is not None:
+            self._comet.log_parameters(dict(_flatten(self._settings)))
+        if self._board is not None:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
+
+            # TensorBoard drops later values. Even at step 0: an earlier process may have logged
+            # steps but saved no checkpoint.
+            restart = Event(session_log=SessionLog(status=SessionLog.START))
+            self._board.file_writer.add_event(restart, info.start_step + 1)
+            for name, text in self._texts.items():
+                self._board.add_text(f"run/{name}", f"```\n{text}```", info.start_step + 1)
+            self._board.flush()
+
+    def on_end(self, status: str) -> None:
+        """End the trackers' runs here: the process skips their exit handlers."""
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(status.startswith(("failed", "no-go"))))
+        if self._comet is not None:
+            self._comet.end()
+
+    def on_step(self, record: StepRecord) -> None:
+        scalars = {tag: getattr(record, name) for name, tag in TAGS.items()}
+        if record.versus_teacher:
+            tokens = sum(row["tokens"] for row in record.versus_teacher)
+            for name in ("teacher_loss", "kl"):
+                total = sum(row[name] * row["tokens"] for row in record.versus_teacher)
+                scalars[f"eval/{name}"] = total / tokens
+        if record.health is not None:
+            scalars |= _scalars(record.health)
+            if self._board is not None and self._health_records % HISTOGRAMS_EVERY == 0:
+                for histogram in _histograms(record.health, record.step):
+                    self._board.add_histogram_raw(**histogram)
+            self._health_records += 1
+        self._monitor.write_events(
+            [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
+        )
+
+
+def _flatten(tree: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values; values other than numbers become text."""
+    for key, value in tree.items():
+        name = f"{parents}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{name}.")
+        else:
+            yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _scalars(health: Health) -> dict[str, float | None]:
+    scalars: dict[str, float | None] = {
+        f"gates/{name}": mean for name, mean in health.gates.items()
+    }
+    for index, layer in enumerate(health.layers):
+        for name, value in layer.items():
+            if name.startswith("gate_"):
+                scalars[f"gates/layer{index:02}/{name.removeprefix('gate_')}"] = value
+            elif not name.startswith("distance_from_"):
+                scalars[f"selection/layer{index:02}/{name}"] = value
+    return scalars
+
+
+def _histograms(health: Health, step: int) -> Iterator[dict[str, Any]]:
+    """Yield histograms, whose tags differ from scalars': a tag holds one kind of value."""
+    for index, (layer, bins) in enumerate(zip(health.layers, health.gate_bins, strict=True)):
+        for branch, fractions in bins.items():
+            yield _histogram(f"gate_values/layer{index:02}/{branch}", step, fractions, _GATE_EDGES)
+        distances = [layer[f"distance_from_{edge}"] for edge in DISTANCES]
+        if measured := [fraction for fraction in distances if fraction is not None]:
+            tag = f"selection_distance_log2/layer{index:02}"
+            yield _histogram(tag, step, measured, _DISTANCE_EDGES)
+
+
+def _histogram(
+    tag: str, step: int, fractions: Sequence[float], edges: Sequence[float]
+) -> dict[str, Any]:
+    """Return the arguments of `add_histogram_raw`; values count as the middle of their bin."""
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
+    bins = list(zip(fractions, middles, strict=True))
+    return {
+        "tag": tag,
+        "min": edges[0],
+        "max": edges[-1],
+        "num": sum(fractions),
+        "sum": sum(fraction * middle for fraction, middle in bins),
+        "sum_squares": sum(fraction * middle**2 for fraction, middle in bins),
+        "bucket_limits": list(edges[1:]),
+        "bucket_counts": list(fractions),
+        "global_step": step,
+    }
