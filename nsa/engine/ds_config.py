@@ -195,10 +195,7 @@ def resolve_ds_config(
     are fixed, and DeepSpeed's own refusals follow.
     """
     owned = owned_values(config, world_size)
-    problems: dict[str, str] = {}
-    for path, problem in _key_and_value_problems(raw, owned):
-        if not any(path.startswith(f"{parent}.") for parent in problems):
-            problems.setdefault(path, problem)
+    problems = dict(_problems(raw, owned))
     resolved = _fill(raw, owned)
     problems = problems or dict(_mode_problems(resolved))
     if not problems:
@@ -254,23 +251,14 @@ def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _key_and_value_problems(raw: dict[str, Any], owned: Owned) -> Iterator[tuple[str, str]]:
-    """Yield the path of each key to change, and why and how; a path may come more than once."""
-    for path, problem in key_problems(raw, known_keys()):
-        yield path, f": {problem}"
-    for path, value in walk(raw):
-        if path in owned:
-            expected, origin = owned[path]
-            same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
-            if value != "auto" and not same:
-                yield path, f', but {origin}; write "auto", or set the recipe\'s to match'
-        elif value == "auto" and path not in DEFAULTS:
-            yield path, ': only what the recipe sets may be "auto"; write a value or remove it'
+def _problems(raw: dict[str, Any], owned: Owned) -> Iterator[tuple[str, str]]:
+    """Yield the path of each key to change, and why and how."""
+    yield from _key_problems(raw, known_keys(), owned)
     every = raw.get("steps_per_print")
     if isinstance(every, int | float) and every < 1:
         yield "steps_per_print", ": write 1 or more, or remove it"
-    if "optimizer" in raw:
-        yield from _optimizer_problems(block_of(raw, "optimizer"))
+    if isinstance(raw.get("optimizer"), dict):
+        yield from _optimizer_problems(raw["optimizer"])
     for name, package in TRACKERS.items():
         if block_of(raw, name).get("enabled") and find_spec(package) is None:
             yield (
@@ -280,27 +268,33 @@ def _key_and_value_problems(raw: dict[str, Any], owned: Owned) -> Iterator[tuple
             )
 
 
-def key_problems(
-    block: dict[str, Any], known: dict[str, Any], prefix: str = ""
+def _key_problems(
+    block: dict[str, Any], known: dict[str, Any], owned: Owned, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield the path of each key that is refused or unknown or no block, and why and the fix."""
+    """Yield the problems of a block's keys; none of the keys below one that has a problem."""
     for key, value in block.items():
-        path = f"{prefix}{key}"
+        path, default = f"{prefix}{key}", known.get(key)
         if path in REFUSED:
-            yield path, REFUSED[path]
+            yield path, f": {REFUSED[path]}"
         elif key not in known:
             near = get_close_matches(key.lower(), known, 1)
             fix = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
-            yield path, f"DeepSpeed {deepspeed.__version__} has no such key; {fix}"
-        elif isinstance(known[key], dict):
-            if isinstance(value, dict):
-                yield from key_problems(value, known[key], f"{path}.")
-            else:
-                yield path, "this is a block; write an object: {…}"
+            yield path, f": DeepSpeed {deepspeed.__version__} has no such key; {fix}"
+        elif isinstance(default, dict) and isinstance(value, dict):
+            yield from _key_problems(value, default, owned, f"{path}.")
+        elif isinstance(default, dict):
+            yield path, ": this is a block; write an object: {…}"
         elif isinstance(value, dict):
-            yield path, "this is a single value, not a block; write a value"
-        elif isinstance(known[key], bool) and not isinstance(value, bool) and value != "auto":
-            yield path, "this is a switch; write true or false"
+            yield path, ": this is a single value, not a block; write a value"
+        elif path in owned:
+            expected, origin = owned[path]
+            same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
+            if value != "auto" and not same:
+                yield path, f', but {origin}; write "auto", or set the recipe\'s to match'
+        elif value == "auto" and path not in DEFAULTS:
+            yield path, ': only what the recipe sets may be "auto"; write a value or remove it'
+        elif isinstance(default, bool) and not isinstance(value, bool):
+            yield path, ": this is a switch; write true or false"
 
 
 class _Recorder(dict[str, Any]):
@@ -360,7 +354,9 @@ def _fields(model: type[BaseModel]) -> dict[str, Any]:
 
 def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Require AdamW or Muon with torch's AdamW: DeepSpeed's Adam is compiled at the first start."""
-    params = block_of(block, "params")
+    params = block.get("params", {})
+    if not isinstance(params, dict):
+        return
     betas, eps = params.get("betas", "auto"), params.get("eps", "auto")
     if betas != "auto" and not (
         matches(betas, [(int, float)]) and len(betas) == 2 and min(betas) >= 0 and max(betas) < 1

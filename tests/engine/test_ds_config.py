@@ -16,15 +16,7 @@ from nsa.engine.resolve import walk
 from tests.engine.stock_configs import REFUSED_IN, STOCK, fixed, refused_keys
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
-SHIPPED = (
-    "zero0_debug",
-    "zero1_pcie",
-    "zero1_bf16acc",
-    "zero1_muon",
-    "zero2_pcie",
-    "zero2_overlap",
-    "zero3",
-)
+SHIPPED = sorted(path.stem for path in FOLDER.glob("*.json"))
 NO_BUCKETS = ("zero0_debug", "zero1_pcie", "zero1_muon")
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -186,6 +178,9 @@ NAMES = [  # shipped config, key, value, what the message must say
 ]
 KINDS = [
     ("zero2_pcie", "zero_optimization", True, "write an object"),
+    ("zero2_pcie", "optimizer", "AdamW", "write an object"),
+    ("zero2_pcie", "optimizer__params", 1, "write an object"),
+    ("zero2_pcie", "prescale_gradients", 1, "write true or false"),
     ("zero2_pcie", "wall_clock_breakdown", "false", "write true or false"),
     ("zero2_pcie", "steps_per_print", 0, "write 1 or more"),
     ("zero2_pcie", "zero_optimization__stage", 4, "write 0, 1, 2 or 3"),
@@ -235,6 +230,7 @@ def test_a_misleading_key_is_refused_with_a_fix(
 ) -> None:
     message = error_message(json_with(name, **{key: value}))
     assert words in message
+    assert "\n" not in message, "one line, also where keys below it are missing"
     assert "mine.json" in message
     if key != "checkpoint__tag_validation" and key != "communication_data_type":
         assert key.replace("__", ".") in message
@@ -328,10 +324,6 @@ def test_activation_checkpointing_is_allowed_with_deepspeeds_checkpointing() -> 
 
 
 # --- the shipped configs ---------------------------------------------------------------------
-
-
-def test_every_shipped_config_is_covered() -> None:
-    assert {path.stem for path in FOLDER.glob("*.json")} == set(SHIPPED)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
