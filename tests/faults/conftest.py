@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.runs import losses
 from tests.faults.harness import STEPS, Resumed, Run, resume, start, weights
-from tests.faults.outcomes import Outcomes
+from tests.faults.table import Outcomes
 
 CheckResumed = Callable[[str, str, Run, float, float], Resumed]
 

@@ -1,4 +1,7 @@
-"""A tiny run on two real ranks, with or without a planted fault, and the same run resumed."""
+"""A tiny run on two real ranks, with or without a planted fault, and the same run resumed.
+
+Also finds the processes of a run that DeepSpeed's launcher started.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from nsa import checkpoint
@@ -22,6 +26,7 @@ from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 STEPS, EVERY = 12, 4  # of a run, and between its checkpoints
 FAULTY = Path(__file__).with_name("faulty.py")
 PAIR = Path(__file__).with_name("pair.py")
+LAUNCHER = "deepspeed.launcher.launch"
 WATCH = ROOT / "tests/watchdog/impatient_watch.py"
 SETTINGS = [
     *TINY,
@@ -157,3 +162,19 @@ def _hash(digest: Any, value: Any) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _hash(digest, item)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def find(ancestor: int, name: str) -> int:
+    """Return the pid of rank "0" or "1" or of the LAUNCHER; raise LookupError if there is none."""
+    for process in descendants(ancestor):
+        try:
+            words, rank = process.cmdline(), process.environ().get("RANK")
+        except psutil.Error:
+            continue
+        if name == (LAUNCHER if LAUNCHER in words else rank) and "nsa.data.worker" not in words:
+            return process.pid
+    raise LookupError(f"no process of {name}")

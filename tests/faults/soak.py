@@ -22,7 +22,7 @@ import pytest
 from nsa.monitor.artifacts import last_beat, read_metrics
 from tests.disks import freezable_disk, frozen
 from tests.engine.runs import BIN, TINY
-from tests.faults.processes import LAUNCHER, find
+from tests.faults.harness import LAUNCHER, find
 from tests.ranks import ROOT, free_port, user_environment
 
 SETTINGS = [

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import Run, fault_time, resume, start_faulty, weights
-from tests.faults.outcomes import Outcomes
+from tests.faults.table import Outcomes
 
 BAD_STEP = 6
 full = pytest.mark.full

@@ -27,7 +27,7 @@ from tests.faults.harness import (
     start_faulty,
     weights,
 )
-from tests.faults.outcomes import Outcomes
+from tests.faults.table import Outcomes
 
 full = pytest.mark.full
 DISK_SIZE = "4g"  # enough for the preflight checks

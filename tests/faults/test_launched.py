@@ -14,9 +14,17 @@ import pytest
 
 from tests.engine.runs import BIN, losses
 from tests.faults.conftest import Golden
-from tests.faults.harness import EVERY, FAULTY, SETTINGS, resume, weights
-from tests.faults.outcomes import Outcomes
-from tests.faults.processes import LAUNCHER, descendants, find
+from tests.faults.harness import (
+    EVERY,
+    FAULTY,
+    LAUNCHER,
+    SETTINGS,
+    descendants,
+    find,
+    resume,
+    weights,
+)
+from tests.faults.table import Outcomes
 from tests.ranks import WITHOUT_COMPILER, free_port, user_environment
 
 # Slow enough to be hit.

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.runs import TINY, losses, on_one_rank
 from tests.faults.conftest import Golden
 from tests.faults.harness import SETTINGS, start, weights
-from tests.faults.outcomes import Outcomes
+from tests.faults.table import Outcomes
 from tests.ranks import ROOT
 
 GOOD = (ROOT / "ds_configs/zero1_pcie.json").read_text()

@@ -11,7 +11,7 @@ from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import fault_time, start_faulty, weights
-from tests.faults.outcomes import Outcomes
+from tests.faults.table import Outcomes
 
 full = pytest.mark.full
 ONE, BOTH = [1], [0, 1]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.catalogue import FAULTS
-from tests.faults.outcomes import Outcome
-from tests.faults.table import BEGIN, END, HEAD, PAGE, row, table
+from tests.faults.table import BEGIN, END, FAULTS, HEAD, PAGE, Outcome, row, table
 
 
 def test_the_page_has_a_row_for_each_fault_in_the_words_of_the_catalogue() -> None:
