@@ -11,10 +11,8 @@ from tests.ranks import ROOT
 
 EVIDENCE = ROOT / "docs/design/evidence.md"
 FIGURES = sorted((ROOT / "docs/benchmarks").glob("*.md"))
-# A row: claim, figure, hardware, command, page.
-ROW = re.compile(
-    r"^\| (.+?) \| (.+?) \| .+ \| \[[^]]+\]\(\.\./benchmarks/([\w-]+\.md)\S*\) \|$", re.M
-)
+# A row: claim, figure, page.
+ROW = re.compile(r"^\| (.+?) \| (.+?) \| \[[^]]+\]\(\.\./benchmarks/([\w-]+\.md)\S*\) \|$", re.M)
 ROWS = ROW.findall(EVIDENCE.read_text())
 
 
