@@ -271,7 +271,12 @@ def test_a_sequence_so_short_that_selection_leaves_no_block_out_is_noted(tmp_pat
 
 @pytest.mark.parametrize(
     ("flags", "vocabulary"),
-    [([], 448), (["--set=model.vocab_size=640"], 640), (["--config=sizes.yaml"], 512)],
+    [
+        ([], 448),
+        (["--set=model.vocab_size=640"], 640),
+        (["--config=sizes.yaml"], 512),
+        (["--set=train.start_from=other"], 272),  # whose weights have one
+    ],
 )
 def test_prepared_data_determines_the_vocabulary_unless_the_user_does(
     flags: list[str], vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

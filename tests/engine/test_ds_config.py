@@ -179,6 +179,7 @@ NAMES = [  # shipped config, key, value, what the message must say
 KINDS = [
     ("zero2_pcie", "zero_optimization", True, "write an object"),
     ("zero2_pcie", "optimizer", "AdamW", "write an object"),
+    ("zero2_pcie", "bf16__enabled", 1, 'write "auto"'),
     ("zero2_pcie", "optimizer__params", 1, "write an object"),
     ("zero2_pcie", "prescale_gradients", 1, "write true or false"),
     ("zero2_pcie", "wall_clock_breakdown", "false", "write true or false"),

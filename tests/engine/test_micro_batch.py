@@ -288,7 +288,9 @@ def test_too_little_memory_for_any_mode_is_logged(
 def test_without_a_gpu_nothing_is_recomputed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mode, note = mode_and_note(production(tmp_path, monkeypatch, None))
+    one = production(tmp_path, monkeypatch, None)
+    assert not one.fits_micro_batch, "there is nothing to measure"
+    mode, note = mode_and_note(one)
     assert (mode, note) == ("none", "activation checkpointing: none (there is no GPU)")
 
 

@@ -93,15 +93,18 @@ def test_a_resumed_run_whose_steps_have_other_tokens_logs_both_numbers(
     assert [note for note in notes if "tokens" in note] == expected
 
 
-@pytest.mark.parametrize(("profile", "on_gpu"), [("demo", True), ("production", False)])
+@pytest.mark.parametrize(
+    ("profile", "on_gpu"), [("demo", True), ("production", False), (None, False)]
+)
 def test_a_run_resumed_on_another_kind_of_machine_keeps_its_profile(
-    saved: Path, profile: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    saved: Path, profile: str | None, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without one in env.json it has that of this machine."""
     (saved / "env.json").write_text(json.dumps({"profile": profile}))
     if on_gpu:
         monkeypatch.setattr(command_line, "get_accelerator", gpus)
     request = resumed(saved)
-    assert request.profile == profile
+    assert request.profile == (profile or "demo")
     assert not any("ACCELERATOR" in note for note in request.notes)
 
 
@@ -109,6 +112,14 @@ def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) ->
     request = resumed(saved, "--profile=production")
     assert request.profile == "demo"
     assert f"--profile production: {saved} keeps its own, demo" in request.notes
+    assert not any("keeps its own" in note for note in resumed(saved, "--profile=demo").notes)
+
+
+def test_a_teacher_is_the_newest_checkpoint_that_its_run_has_now(saved: Path) -> None:
+    """Else a resumed run could have another."""
+    newest = saved / "checkpoints/step00000003"
+    assert small_request(f"--set=train.teacher={saved}").config.train.teacher == str(newest)
+    assert small_request("--set=train.teacher=/none").config.train.teacher == "/none"
 
 
 @pytest.mark.parametrize(
