@@ -60,7 +60,7 @@ class Block(GradientCheckpointingLayer, block.Block):
 
 @dataclass
 class NSAModelOutput(BaseModelOutputWithPast):
-    """Adds the sum of the layers' selector losses, in training and if it is configured."""
+    """Output of `NSAModel`, with the sum of its layers' selector losses; None in evaluation."""
 
     selector_loss: Tensor | None = None
 

@@ -219,7 +219,7 @@ def _attention(
         selected: list[Tensor] = []
 
         def attend(q: Tensor, *x: Any, backend: str) -> Tensor:
-            """The fused operation, and the same branches with the blocks that it selected."""
+            """Triton's fused operation, or PyTorch's branches on its blocks."""
             how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": backend}
             k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
             if backend == "triton":

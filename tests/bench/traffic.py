@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nsa.model import AttentionConfig, ModelConfig
@@ -17,22 +17,19 @@ from tests.operations import PARTS, Operation, record_operations
 
 
 def totals(operations: Sequence[Operation]) -> list[dict[str, Any]]:
-    """Return a row per part, and the total."""
+    """Return a row per part that has operations, and the total."""
     parts = {part: [x for x in operations if x.part == part] for part in PARTS}
-    return [_row(part, members) for part, members in parts.items() if members] + [
-        _row("total", operations)
+    return [
+        {
+            "part": part,
+            "operations": len(members),
+            "bytes": sum(x.bytes for x in members),
+            "launches": sum(len(x.launches) for x in members),
+            "launch_bytes": sum(y.bytes for x in members for y in x.launches),
+        }
+        for part, members in [*parts.items(), ("total", operations)]
+        if members
     ]
-
-
-def _row(part: str, operations: Iterable[Operation]) -> dict[str, Any]:
-    operations = list(operations)
-    return {
-        "part": part,
-        "operations": len(operations),
-        "bytes": sum(x.bytes for x in operations),
-        "launches": sum(len(x.launches) for x in operations),
-        "launch_bytes": sum(y.bytes for x in operations for y in x.launches),
-    }
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, default=12, help="transformer blocks (%(default)s)")
     add("--vocab", type=int, default=50_304, help="rows of the embedding (%(default)s)")
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
-    add(
-        "--compressor",
-        choices=COMPRESSORS,
-        default="mean",
-        help="φ of three branches (%(default)s)",
-    )
+    add("--compressor", choices=COMPRESSORS, default="mean", help="of three branches (%(default)s)")
     add("--selector-loss", action="store_true", help="count the selector loss too")
     add("--operations", action="store_true", help="list operations and launches by name too")
 
