@@ -85,7 +85,7 @@ class Attention(nn.Module):
             self.gates = nn.Linear(config.width, self.heads * gates, bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
         sizes = self.heads, self.kv_heads, self.key_dim, self.value_dim
-        self.layout = PackedLayout(*sizes, kv_sets, gates)
+        self.layout = PackedLayout(*sizes, kv_sets, gates, indexed=self.index is not None)
 
     def forward(
         self,
@@ -128,15 +128,21 @@ class Attention(nn.Module):
         return self.o(o.flatten(-2))
 
     def project(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Project to q, k, v and gate logits side by side, [B, T, P]; PackedLayout has the order.
+        """Project to q, k, v, an index and gate logits side by side, [B, T, P], as in PackedLayout.
 
-        With sequence parallelism this exchanges tokens for heads.
+        The index's gradient does not reach x. With sequence parallelism this exchanges tokens for
+        heads.
         """
-        linears = [self.q, self.k, self.v] + ([self.gates] if self.layout.gates else [])
-        packed = parallel_linear(x, linears)
+        linears, index = [self.q, self.k, self.v], self.index
+        if self.layout.gates:
+            linears.append(self.gates)
+        packed = parallel_linear(x, linears, () if index is None else (index.q, index.k))
         if self.config.qk_norm:
-            rows = len(self.q.weight), len(self.k.weight)
-            packed = norm_columns(packed, rows, (self.q_norm, self.k_norm))
+            norms: list[tuple[nn.Linear, nn.RMSNorm | None]]
+            norms = [(self.q, self.q_norm), (self.k, self.k_norm)]
+            if index is not None:
+                norms += [(self.v, None), (index.q, index.q_norm), (index.k, index.k_norm)]
+            packed = norm_columns(packed, [(len(x.weight), norm) for x, norm in norms])
         if metadata.sequence is not None:
             packed = metadata.sequence.tokens_to_heads(packed, self.layout)
         return packed
@@ -322,8 +328,10 @@ class NSAttention(Attention):
         if self.index is not None:
             learns = metadata.sampled is not None
             if learns or not self.dense:
+                assert parts.indexed is not None
+                queries, keys = parts.indexed
                 with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-                    kv["index"] = self.index(x, metadata)
+                    kv["index"] = queries, self.index.compress(keys, metadata)
         elif self.layout.mean:
             assert parts.compressed is not None
             kv["cmp"] = parts.compressed

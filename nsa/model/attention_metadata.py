@@ -96,7 +96,8 @@ class AttentionMetadata:
         if dense:
             return cls(cu_seqlens, rotary, sequence=sequence)
         inside = torch.arange(spec.block_len, device=device)
-        block_rotary = Rotary.at(position[first] + spec.block_len - 1, config)
+        last = first + spec.block_len - 1
+        block_rotary = Rotary(rotary.cos[last], rotary.sin[last])
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
         sampled = None if loss_offset is None else sample_queries(seq_len, loss_offset)
         return cls(cu_seqlens, rotary, *tables, block_rotary, sequence, sampled)
@@ -117,7 +118,7 @@ def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:
     after = torch.searchsorted(first, token, right=True)
     block = torch.searchsorted(first, token - spec.block_len, right=True)[:, None]
     block = block + torch.arange(-(-spec.block_len // spec.block_stride), device=first.device)
-    return torch.where(block < after[:, None], block, -1)
+    return block.masked_fill_(block >= after[:, None], -1)
 
 
 def sample_queries(seq_len: int, offset: Tensor, count: int = QUERIES) -> Tensor:

@@ -219,10 +219,11 @@ def _prefill_attention(
         cache.fill(_token_entries(cache, layer, parts), placement)
         cache.fill(_block_entries(cache, kv.get("cmp", ())), placement)
     else:
-        queries, of_tokens = layer.index.project(x, metadata)
+        assert parts.indexed is not None
+        queries, of_tokens = parts.indexed
         keys = layer.index.compress(of_tokens, metadata)
         kv = {"sel": parts.kv_sets[0], "index": (queries, keys)}
-        cache.fill(_token_entries(cache, layer, parts, of_tokens), placement)
+        cache.fill(_token_entries(cache, layer, parts), placement)
         cache.fill(_block_entries(cache, (keys,)), placement)
     return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))
 
@@ -237,10 +238,7 @@ def _step_attention(
     """Attention of the newest token of each sequence, after storing its keys and values."""
     lengths = cache.lengths
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
-    queries, index_keys = None, None
-    if layer.index is not None:
-        queries, index_keys = layer.index.project(x, metadata)
-    layer_cache.append(_token_entries(layer_cache, layer, parts, index_keys), lengths - 1)
+    layer_cache.append(_token_entries(layer_cache, layer, parts), lengths - 1)
     if not isinstance(layer, NSAttention):
         return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]
     if "k_cmp" in layer_cache.plan and cache.completes_a_block:
@@ -257,16 +255,14 @@ def _step_attention(
         None if parts.gates is None else parts.gates[0],
         lengths,
         layer.spec,
-        q_cmp=None if queries is None else queries[0],
+        q_cmp=None if parts.indexed is None else parts.indexed[0][0],
         branches=layer.branches,
         backend=layer.backend,
     )
     return layer.o(o.flatten(-2))[None]
 
 
-def _token_entries(
-    cache: LayerCache, layer: Attention, parts: RotaryPooled, index_keys: Tensor | None = None
-) -> Content:
+def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> Content:
     """The keys and values to store in each buffer that has one entry per token."""
     content = {}
     for buffer in cache.buffers:
@@ -274,9 +270,10 @@ def _token_entries(
             keys, values = parts.kv_sets[layer.branches.index(buffer.branch)]
             content[buffer] = keys if buffer.kind == "k" else values
         elif buffer.entries == "pre_rope":
-            pre_rope = index_keys if parts.compressed is None else parts.compressed[0]
-            assert pre_rope is not None
-            content[buffer] = pre_rope
+            if parts.indexed is not None:
+                content[buffer] = parts.indexed[1]
+            elif parts.compressed is not None:
+                content[buffer] = parts.compressed[0]
     return content
 
 

@@ -39,27 +39,37 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-def parallel_linear(x: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
+def parallel_linear(
+    x: Tensor, linears: Sequence[nn.Linear], detached: Sequence[nn.Linear] = ()
+) -> Tensor:
     """Return the outputs of linears on x [.., in] side by side: [.., sum of out + pad].
 
+    Those of `detached` follow; their gradient does not reach x.
     The width is padded to a multiple of PAD_TO. The padding's values are finite and arbitrary; its
     gradient must be 0. Weights that are adjacent in memory, as in the flat buffers of ZeRO-1 and 2,
     are not copied. Others are concatenated on each pass: about 0.2 GB per micro-batch of M7C,
     estimated from tensor sizes.
     """
-    compiling = torch.compiler.is_compiling()
-    if all(is_plain(linear, nn.Linear) for linear in linears):
-        weights: list[Tensor] = [linear.weight for linear in linears]
+    every = [*linears, *detached]
+    if all(is_plain(linear, nn.Linear) for linear in every):
+        weights: list[Tensor] = [linear.weight for linear in every]
         width = sum(weight.shape[0] for weight in weights)
         rows = width + -width % PAD_TO
-        bias = _biases(linears, rows)
-        if not compiling and are_adjacent(weights, rows):
-            return F.linear(x, _SideBySide.apply(rows, *weights), bias)
+        weight = None
+        if not torch.compiler.is_compiling() and are_adjacent(weights, rows):
+            weight = _SideBySide.apply(rows, *weights)
         # With few rows, as in decoding, reading the weights dominates: a copy would triple it.
-        if x.numel() // x.shape[-1] >= width // 8:
-            return F.linear(x, _concatenate(weights, rows), bias)
-    outputs = torch.cat([linear(x) for linear in linears], -1)
-    return F.pad(outputs, (0, -outputs.shape[-1] % PAD_TO))
+        elif x.numel() // x.shape[-1] >= width // 8:
+            weight = _concatenate(weights, rows)
+        if weight is not None:
+            bias = _biases(every, rows)
+            if not detached:
+                return F.linear(x, weight, bias)
+            attached = sum(linear.weight.shape[0] for linear in linears)
+            return _PartlyDetached.apply(x, weight, bias, attached)
+    outputs = [linear(x) for linear in linears] + [linear(x.detach()) for linear in detached]
+    packed = torch.cat(outputs, -1)
+    return F.pad(packed, (0, -packed.shape[-1] % PAD_TO))
 
 
 def _biases(linears: Sequence[nn.Linear], rows: int) -> Tensor | None:
@@ -115,6 +125,30 @@ class _SideBySide(torch.autograd.Function):
         return None, *gradient.split(ctx.sizes)[:-1]
 
 
+class _PartlyDetached(torch.autograd.Function):
+    """A linear function, of whose outputs only the first `attached` give x a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, attached: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.attached = attached
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), rows = ctx.saved_tensors, gradient.flatten(0, -2)  # autocast: another dtype
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        d_x = d_weight = d_bias = None
+        if needs_x:
+            d_x = rows[:, : ctx.attached] @ weight[: ctx.attached].to(rows.dtype)
+            d_x = d_x.to(x.dtype).view_as(x)
+        if needs_weight:
+            d_weight = (rows.T @ x.flatten(0, -2).to(rows.dtype)).to(weight.dtype)
+        if needs_bias:
+            d_bias = rows.sum(0).to(weight.dtype)
+        return d_x, d_weight, d_bias, None
+
+
 def add_norm(
     x: Tensor, delta: Tensor | None, norm: nn.RMSNorm, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -130,8 +164,9 @@ def head_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
     return norm(x.unflatten(-1, (-1, norm.weight.shape[0]))).flatten(-2)
 
 
-def norm_columns(packed: Tensor, columns: Sequence[int], norms: Sequence[nn.RMSNorm]) -> Tensor:
-    """Normalize the heads of the first columns of packed [.., P], each part with its norm."""
-    *parts, rest = packed.split([*columns, packed.shape[-1] - sum(columns)], -1)
-    normed = [head_norm(part, norm) for part, norm in zip(parts, norms, strict=True)]
-    return torch.cat([*normed, rest], -1)
+def norm_columns(packed: Tensor, parts: Sequence[tuple[int, nn.RMSNorm | None]]) -> Tensor:
+    """Normalize heads in the first columns of packed [.., P]: (columns, norm) of each part."""
+    columns, norms = zip(*parts, strict=True)
+    *first, rest = packed.split([*columns, packed.shape[-1] - sum(columns)], -1)
+    pairs = zip(first, norms, strict=True)
+    return torch.cat([x if norm is None else head_norm(x, norm) for x, norm in pairs] + [rest], -1)

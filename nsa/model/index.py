@@ -4,6 +4,7 @@
                 -> k -> φ over each compressed block -> RoPE at its end  keys [B, N, Hkv, Dk]
     q · k       -> the best blocks of each token and KV head, by select_blocks
 
+The attention layer projects and rotates with its own queries and keys, in one product and one op.
 One index head per KV head. It starts as the attention that it predicts: queries as the mean of
 their group's, keys as the attended ones.
 """
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
 from nsa.model.compressor import BlockPool, cut_blocks
 from nsa.model.config import ModelConfig
-from nsa.model.fused import norm_columns, parallel_linear
-from nsa.ops import PackedLayout, rotary_pool, selector_loss
+from nsa.ops import selector_loss
 from nsa.spec import NSASpec
 
 
@@ -30,7 +30,6 @@ class Index(nn.Module):
         heads, size, bias = config.kv_heads, config.head_dim, config.qkv_bias
         self.q = nn.Linear(config.width, heads * size, bias=bias)
         self.k = nn.Linear(config.width, heads * size, bias=bias)
-        self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(size, eps=config.norm_eps)
             self.k_norm = nn.RMSNorm(size, eps=config.norm_eps)
@@ -38,35 +37,16 @@ class Index(nn.Module):
         if config.attention.compressor == "pool":
             self.pool = BlockPool(config.attention.spec.block_len, heads, size)
         self.backend = config.attention.backend
-        self.layout = PackedLayout(heads, heads, size, 0, 1, first_set=1, pre_rope=True)
-
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """Map hidden states [B, T, width] to queries [B, T, Hkv, Dk] and keys [B, N, Hkv, Dk]."""
-        q, k = self.project(x, metadata)
-        return q, self.compress(k, metadata)
-
-    def project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """Return queries, and each token's key before φ and RoPE, both [B, T, Hkv, Dk]."""
-        packed, layout = parallel_linear(x.detach(), (self.q, self.k)), self.layout
-        if self.qk_norm:
-            rows = len(self.q.weight), len(self.k.weight)
-            packed = norm_columns(packed, rows, (self.q_norm, self.k_norm))
-        if metadata.sequence is not None:
-            packed = metadata.sequence.tokens_to_heads(packed, layout)
-            layout = metadata.sequence.shard(layout)
-        parts = rotary_pool(packed, layout, *metadata.rotary, backend=self.backend)
-        assert parts.compressed is not None
-        return parts.q, parts.compressed[0]
 
     def compress(self, k: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Pool each token's keys [B, T, Hkv, Dk] to those of the blocks [B, N, Hkv, Dk]."""
+        """Pool the tokens' keys before RoPE [B, T, Hkv, Dk] to rotated ones [B, N, Hkv, Dk]."""
         if self.pool is not None:
             return self.pool(k, metadata.block_rotary, metadata, self.backend)
         assert metadata.block_rotary is not None
         return apply_rotary(cut_blocks(k, metadata).mean(2), metadata.block_rotary)
 
     def compress_blocks(self, k: Tensor, block_rotary: Rotary) -> Tensor:
-        """The same of blocks [B, N, l, Hkv, Dk] that are cut already."""
+        """Pool blocks of keys [B, N, l, Hkv, Dk] to rotated keys [B, N, Hkv, Dk]."""
         pooled = k.mean(2) if self.pool is None else self.pool.pool_blocks(k)
         return apply_rotary(pooled, block_rotary)
 

@@ -44,7 +44,7 @@ from nsa.ops.activation import swiglu
 from nsa.ops.backend import UnsupportedCall
 from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.inputs import GatedInputs, PackedLayout
+from nsa.ops.inputs import GatedInputs
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.pooling import pool
 from nsa.ops.reference import importance
@@ -189,14 +189,13 @@ def _attention(
     assert isinstance(layer, Attention)
     tables: Any = (metadata.block_tokens, metadata.token_blocks)
 
-    def split(packed: Tensor, layout: PackedLayout, backend: str) -> tuple[Tensor | None, ...]:
-        parts = rotary_pool(packed, layout, *metadata.rotary, *tables, backend=backend)
-        return parts.q, *chain(*parts.kv_sets, parts.compressed or ()), parts.gates
+    def split(packed: Tensor, backend: str) -> tuple[Tensor | None, ...]:
+        parts = rotary_pool(packed, layer.layout, *metadata.rotary, *tables, backend=backend)
+        others = chain(*parts.kv_sets, parts.compressed or (), parts.indexed or ())
+        return parts.q, *others, parts.gates
 
-    for layout in [layer.layout] + ([] if layer.index is None else [layer.index.layout]):
-        columns = -(-sum(layout.columns) // 8) * 8
-        inputs = (random(1, total, columns),)
-        yield Operation("rotary_pool", inputs, partial(split, layout=layout))
+    columns = -(-sum(layer.layout.columns) // 8) * 8
+    yield Operation("rotary_pool", (random(1, total, columns),), split)
 
     if config.attention.kind == "dense":
         return

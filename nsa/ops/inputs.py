@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import mul
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -108,23 +108,26 @@ class PackedLayout(NamedTuple):
     first_set: int = 0  # rotated keys and values are returned from this set on
     mean: bool = False  # k_cmp and v_cmp: means of the first set over each compressed block
     pre_rope: bool = False  # k_cmp and v_cmp: the first set by token, without RoPE
+    indexed: bool = False  # queries and keys of an index, both with kv_heads heads
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """(sets, heads, size) of q, k, v and gate logits."""
-        keys_and_values = [(self.kv_sets, self.kv_heads, x) for x in (self.key_dim, self.value_dim)]
-        return [(1, self.heads, self.key_dim), *keys_and_values, (1, self.heads, self.gates)]
+        """(sets, heads, size) of q, k, v, an index's queries and keys, and gate logits."""
+        return [
+            (1, self.heads, self.key_dim),
+            (self.kv_sets, self.kv_heads, self.key_dim),
+            (self.kv_sets, self.kv_heads, self.value_dim),
+            (2 * self.indexed, self.kv_heads, self.key_dim),
+            (1, self.heads, self.gates),
+        ]
 
     @property
     def columns(self) -> list[int]:
-        """Columns of q, k, v and gate logits."""
-        sets = self.kv_sets * self.kv_heads
-        widths = self.heads, sets, sets, self.heads
-        sizes = self.key_dim, self.key_dim, self.value_dim, self.gates
-        return list(map(mul, widths, sizes))
+        """Columns of each of `shapes`."""
+        return list(map(prod, self.shapes))
 
     def parts(self, packed: Tensor) -> list[Tensor]:
-        """Views of q, k, v and gate logits, [B, T, sets, heads, size]."""
+        """Views of the parts in the order of `shapes`, [B, T, sets, heads, size]."""
         padding = packed.shape[-1] - sum(self.columns)
         *parts, _ = packed.split([*self.columns, padding], -1)
         return [x.unflatten(-1, shape) for x, shape in zip(parts, self.shapes, strict=True)]
@@ -156,8 +159,9 @@ class RotaryPoolInputs(NamedTuple):
         sets = [tokens if layout.by_token(i) else None for i in range(3)]
         lengths = [tokens, tokens if layout.gates else None, cmp, cmp]
         lengths += [length for length in sets for _ in "kv"]
-        q, k, v, gates = (shape[1:] for shape in layout.shapes)
-        shapes = q, gates, *(k, v) * 4
+        lengths += [tokens if layout.indexed else None] * 2
+        q, k, v, index, gates = (shape[1:] for shape in layout.shapes)
+        shapes = q, gates, *(k, v) * 4, index, index
         return tuple(
             [
                 self.packed.new_empty(0 if length is None else (batch, length, *shape))

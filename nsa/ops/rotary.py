@@ -1,7 +1,8 @@
 """RoPE, gates and mean-pooled keys and values from one packed projection.
 
-    packed [B, T, P]   q heads | k sets × heads | v sets × heads | gate logits | padding
-      -> q, gates, k_cmp, v_cmp, and rotated keys and values of each set; all contiguous
+    packed [B, T, P]   q heads | k sets × heads | v sets × heads | index q, k | gate logits | pad
+      -> q, gates, k_cmp, v_cmp, rotated keys and values of each set, and of an index rotated
+         queries and keys without RoPE; all contiguous
 
 One op reads each column once; its backward pass writes the gradient of `packed`, each column once.
 Blocks overlap, so the gradient of pooling is a gather: a token reads the few blocks that cover it.
@@ -30,6 +31,7 @@ class RotaryPooled(NamedTuple):
     gates: Tensor | None  # [B, T, Hq, gates]
     compressed: tuple[Tensor, Tensor] | None  # [B, N or T, Hkv, D]: means, or without RoPE
     kv_sets: list[tuple[Tensor, Tensor]]  # rotated keys and values [B, T, Hkv, D]
+    indexed: tuple[Tensor, Tensor] | None  # rotated queries, keys without RoPE [B, T, Hkv, Dk]
 
 
 def rotary_pool(
@@ -54,12 +56,13 @@ def rotary_pool(
     op = torch_rotary_pool
     if dispatch(backend, "rotary_pool", *heads) is triton:
         from nsa.ops.triton.rotary import triton_rotary_pool as op
-    q, gates, k_cmp, v_cmp, *kv_sets = op(*inputs)
+    q, gates, k_cmp, v_cmp, *kv_sets, index_q, index_k = op(*inputs)
     return RotaryPooled(
         q,
         gates if layout.gates else None,
         (k_cmp, v_cmp) if layout.mean or layout.pre_rope else None,
         list(zip(kv_sets[::2], kv_sets[1::2], strict=True)),
+        (index_q, index_k) if layout.indexed else None,
     )
 
 
@@ -99,8 +102,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     layout, dtype = x.read_layout(), x.packed.dtype
-    outputs = [x.packed.new_empty(0) for _ in range(10)]  # those that the layout lacks
-    q, keys, values, logits = layout.parts(x.packed.contiguous())
+    outputs = [x.packed.new_empty(0) for _ in range(12)]  # those that the layout lacks
+    q, keys, values, index, logits = layout.parts(x.packed.contiguous())
     outputs[0] = rotate(q[:, :, 0], x.cos, x.sin).to(dtype)
     if layout.gates:
         outputs[1] = torch.sigmoid(logits[:, :, 0]).contiguous()
@@ -114,6 +117,8 @@ def _forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
             outputs[2:4] = _pool(x, k), _pool(x, v)
         if layout.by_token(number):
             outputs[4 + 2 * number : 6 + 2 * number] = k.to(dtype), _copy(v)
+    if layout.indexed:
+        outputs[10:] = rotate(index[:, :, 0], x.cos, x.sin).to(dtype), _copy(index[:, :, 1])
     return tuple(outputs)
 
 
@@ -144,8 +149,10 @@ def _backward(*gradients_inputs_gates: Any) -> Tensor:
     *gradients, x, gates = gradients_inputs_gates
     layout = x.read_layout()
     packed = torch.empty_like(x.packed, memory_format=torch.contiguous_format)
-    q, keys, values, logits = layout.parts(packed)
+    q, keys, values, index, logits = layout.parts(packed)
     q[:, :, 0] = rotate(gradients[0], x.cos, -x.sin)
+    if layout.indexed:
+        index[:, :, 0], index[:, :, 1] = rotate(gradients[10], x.cos, -x.sin), gradients[11]
     for number in range(layout.kv_sets):
         keys[:, :, number], values[:, :, number] = _set_gradients(x, number, gradients)
     if layout.gates:
@@ -176,6 +183,6 @@ torch_rotary_pool = register(
     RotaryPoolInputs,
     _forward,
     RotaryPoolInputs.empty_outputs,
-    outputs=10,
-    gradient=Gradient(_backward, inputs=1, outputs=10, saved=slice(1, 2), unread=1),
+    outputs=12,
+    gradient=Gradient(_backward, inputs=1, outputs=12, saved=slice(1, 2), unread=1),
 )

@@ -182,7 +182,7 @@ def rotary_pool(case: Case) -> Iterable[Tensor]:
         ops.PackedLayout(*sizes, kv_sets=3, gates=3, first_set=1, mean=True),
         ops.PackedLayout(*sizes, kv_sets=1, gates=3, pre_rope=True),
         ops.PackedLayout(*sizes, kv_sets=1),
-        ops.PackedLayout(*sizes[1:2] * 2, case.key, 0, 1, first_set=1, pre_rope=True),
+        ops.PackedLayout(*sizes, kv_sets=1, indexed=True),
     ):
         packed = case.empty(1, tokens, -(-sum(layout.columns) // 8) * 8)
         yield ops.rotary_pool(packed, layout, cos, sin, blocks, covers, backend="triton").q

@@ -24,7 +24,7 @@ LAYOUTS = {
     "mlp, shared": PackedLayout(**SIZES, kv_sets=1, gates=3, pre_rope=True),
     "prefill": PackedLayout(**SIZES, kv_sets=3, gates=3, mean=True),
     "decoding with mlp": PackedLayout(**SIZES, kv_sets=2, gates=2, pre_rope=True),
-    "index": PackedLayout(2, 2, 6, 0, 1, first_set=1, pre_rope=True),
+    "index": PackedLayout(**SIZES, kv_sets=1, indexed=True),
     "keys that rank blocks": PackedLayout(0, 2, 6, 0, 1, first_set=1, mean=True),
     "one head": PackedLayout(1, 1, 2, 1, kv_sets=3, gates=3, first_set=1, mean=True),
 }
@@ -93,7 +93,8 @@ def computed(
 def flat(parts: RotaryPooled, layout: PackedLayout) -> tuple[Tensor, ...]:
     outputs = [parts.q] + ([] if parts.gates is None else [parts.gates])
     outputs += parts.compressed or ()
-    return *outputs, *(x for pair in parts.kv_sets[layout.first_set : layout.kv_sets] for x in pair)
+    outputs += (x for pair in parts.kv_sets[layout.first_set : layout.kv_sets] for x in pair)
+    return *outputs, *(parts.indexed or ())
 
 
 def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple[Tensor, ...]:
@@ -113,6 +114,7 @@ def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple
     q = heads(layout.heads, layout.key_dim)
     k = [heads(layout.kv_heads, layout.key_dim) for _ in range(layout.kv_sets)]
     v = [heads(layout.kv_heads, layout.value_dim) for _ in range(layout.kv_sets)]
+    index_q, index_k = (heads(layout.indexed * layout.kv_heads, layout.key_dim) for _ in "qk")
     gates = heads(layout.heads, layout.gates)
     outputs = [[rotated(x) for x in q] or [packed.new_empty(*packed.shape[:2], layout.key_dim)]]
     outputs += [[x.sigmoid() for x in gates]] if layout.gates else []
@@ -123,6 +125,7 @@ def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple
         outputs += [k[0], v[0]]
     for number in range(layout.first_set, layout.kv_sets):
         outputs += [[rotated(x) for x in k[number]], v[number]]
+    outputs += [[rotated(x) for x in index_q], index_k] if layout.indexed else []
     stacked = tuple(torch.stack(x, 2) for x in outputs)
     return stacked if layout.heads else (stacked[0][:, :, :0], *stacked[1:])
 

@@ -42,10 +42,12 @@ class Sizes(NamedTuple):
     SETS: int  # of keys and values
     HALF: int  # half a query or key
     VALUE: int
+    INDEX: int  # 1: queries and keys of an index; 0: none
     GATES: int  # gate logits of all heads
     HALF_P: int  # padded to powers of two
     VALUE_P: int
-    REST_P: int  # gate logits and padding
+    REST: int  # gate logits and padding
+    REST_P: int
     TOKENS: int  # of a tile
     LEN: int = 0  # of a compressed block; 0: no means
     COVER: int = 0  # blocks that cover a token, at most
@@ -103,6 +105,14 @@ def _set_columns(packed, SET: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _index_columns(packed, C: tl.constexpr):
+    """Where queries and keys of an index begin in rows at `packed`, and what follows them."""
+    KEYS: tl.constexpr = 2 * C.HALF * C.KV_HEADS
+    queries = packed + 2 * C.HALF * C.HEADS + C.SETS * (KEYS + C.KV_HEADS * C.VALUE)
+    return queries, queries + KEYS, queries + 2 * KEYS * C.INDEX
+
+
+@triton.jit
 def _rotate_set(packed, k, v, row, cos, sin, valid, SET: tl.constexpr, C: tl.constexpr):
     """Rotated keys and the values of a set; nothing where k is None."""
     if k is not None:
@@ -115,7 +125,8 @@ def _rotate_set(packed, k, v, row, cos, sin, valid, SET: tl.constexpr, C: tl.con
 
 @kernel
 def rotary_kernel(
-    packed, cos, sin, q, gates, k_raw, v_raw, k_0, v_0, k_1, v_1, k_2, v_2, seq_len,
+    packed, cos, sin, q, gates, k_raw, v_raw, k_0, v_0, k_1, v_1, k_2, v_2, index_q, index_k,
+    seq_len,
     C: tl.constexpr,
 ):  # fmt: skip
     """All outputs by token; k_raw and v_raw are the pre-RoPE first set."""
@@ -128,15 +139,18 @@ def rotary_kernel(
         keys, values = _set_columns(packed, 0, C)
         k_rows = k_raw + row * (C.KV_HEADS * 2 * C.HALF)
         _copy_heads(keys, k_rows, valid, 2 * C.KV_HEADS, C.HALF, C.HALF_P)
-        if C.VALUE > 0:  # an index has keys alone
-            v_rows = v_raw + row * (C.KV_HEADS * C.VALUE)
-            _copy_heads(values, v_rows, valid, C.KV_HEADS, C.VALUE, C.VALUE_P)
+        v_rows = v_raw + row * (C.KV_HEADS * C.VALUE)
+        _copy_heads(values, v_rows, valid, C.KV_HEADS, C.VALUE, C.VALUE_P)
     _rotate_set(packed, k_0, v_0, row, c, s, valid, 0, C)
     _rotate_set(packed, k_1, v_1, row, c, s, valid, 1, C)
     _rotate_set(packed, k_2, v_2, row, c, s, valid, 2, C)
+    queries, index_keys, rest = _index_columns(packed, C)
+    if C.INDEX:
+        rows = row * (C.KV_HEADS * 2 * C.HALF)
+        _rotate_heads(queries, index_q + rows, c, s, valid, C.KV_HEADS, C)
+        _copy_heads(index_keys, index_k + rows, valid, 2 * C.KV_HEADS, C.HALF, C.HALF_P)
     if C.GATES > 0:
-        first = 2 * C.HALF * C.HEADS + C.SETS * C.KV_HEADS * (2 * C.HALF + C.VALUE)
-        logits = _load(packed, first, valid, C.GATES, C.REST_P)
+        logits = _load(rest, 0, valid, C.GATES, C.REST_P)
         _store(gates + row * C.GATES, 0, tl.sigmoid(logits), valid, C.GATES, C.REST_P)
 
 
@@ -226,8 +240,7 @@ def _set_gradients(
         if dk_raw is not None:
             low += _load(dk_raw + row * KEYS, at, valid, C.HALF, HALF_P)
             high += _load(dk_raw + row * KEYS, at + C.HALF, valid, C.HALF, HALF_P)
-            if C.VALUE > 0:
-                value += _load(dv_raw + row * VALUES, h * C.VALUE, valid, C.VALUE, VALUE_P)
+            value += _load(dv_raw + row * VALUES, h * C.VALUE, valid, C.VALUE, VALUE_P)
         _store(keys, at, low, valid, C.HALF, HALF_P)
         _store(keys, at + C.HALF, high, valid, C.HALF, HALF_P)
         _store(values, h * C.VALUE, value, valid, C.VALUE, VALUE_P)
@@ -236,7 +249,7 @@ def _set_gradients(
 @kernel
 def rotary_backward_kernel(
     packed, cos, sin, token_blocks, gates, dq, dgates, dk_cmp, dv_cmp, dk_raw, dv_raw,
-    dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, seq_len, key_len, C: tl.constexpr,
+    dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, index_dq, index_dk, seq_len, key_len, C: tl.constexpr,
 ):  # fmt: skip
     """Write the projection's gradient to `packed`: every column once, padding too."""
     TOKENS: tl.constexpr = C.TOKENS
@@ -255,19 +268,23 @@ def rotary_backward_kernel(
     if C.SETS > 2:
         _set_gradients(packed, dk_2, dv_2, None, None, None, None, None, t, row, batch,
                        c, s, key_len, valid, 2, C)  # fmt: skip
-    FIRST: tl.constexpr = 2 * C.HALF * C.HEADS + C.SETS * C.KV_HEADS * (2 * C.HALF + C.VALUE)
-    if C.WIDTH > FIRST:
+    queries, index_keys, rest = _index_columns(packed, C)
+    if C.INDEX:
+        rows = row * (C.KV_HEADS * 2 * C.HALF)
+        _rotate_heads(index_dq + rows, queries, c, -s, valid, C.KV_HEADS, C)
+        _copy_heads(index_dk + rows, index_keys, valid, 2 * C.KV_HEADS, C.HALF, C.HALF_P)
+    if C.REST > 0:
         gradient = tl.zeros([TOKENS, REST_P], tl.float32)  # of gate logits and padding
         if C.GATES > 0:
             g = _load(gates + row * C.GATES, 0, valid, C.GATES, REST_P)
             gradient += g * (1 - g) * _load(dgates + row * C.GATES, 0, valid, C.GATES, REST_P)
-        _store(packed, FIRST, gradient, valid, C.WIDTH - FIRST, REST_P)
+        _store(rest, 0, gradient, valid, C.REST, REST_P)
 
 
 def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     """The outputs in the order of `RotaryPoolInputs.empty_outputs`."""
     layout, outputs, sizes = x.read_layout(), x.empty_outputs(), _sizes(x)
-    q, gates, k_cmp, v_cmp, k_0, v_0, k_1, v_1, k_2, v_2 = _present(outputs)
+    q, gates, k_cmp, v_cmp, k_0, v_0, k_1, v_1, k_2, v_2, *index = _present(outputs)
     k_raw, v_raw = (None, None) if layout.mean else (k_cmp, v_cmp)
     packed, cos, sin = x.packed.contiguous(), x.cos.contiguous(), x.sin.contiguous()
     batch, seq_len, _ = packed.shape
@@ -275,13 +292,14 @@ def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     launch(
         rotary_kernel, (cdiv(seq_len, config.rows), batch), config,
         packed=packed, cos=cos, sin=sin, q=q, gates=gates, k_raw=k_raw, v_raw=v_raw,
-        k_0=k_0, v_0=v_0, k_1=k_1, v_1=v_1, k_2=k_2, v_2=v_2, seq_len=seq_len,
+        k_0=k_0, v_0=v_0, k_1=k_1, v_1=v_1, k_2=k_2, v_2=v_2,
+        index_q=index[0], index_k=index[1], seq_len=seq_len,
         C=sizes._replace(LEN=0, COVER=0),
     )  # fmt: skip
     if layout.mean:
         assert x.block_tokens is not None
         key_len, length = x.block_tokens.shape
-        _, keys, values, _ = layout.parts(packed)
+        _, keys, values, *_ = layout.parts(packed)
         tokens = min(MAX_TOKENS, next_power_of_2(length))
         launch(
             pool_kernel, (key_len, batch), config,
@@ -297,7 +315,7 @@ def rotary_pool_backward(*gradients_inputs_gates: Any) -> Tensor:
     *gradients, x, gates = gradients_inputs_gates
     layout, sizes = x.read_layout(), _sizes(x)
     packed = torch.empty_like(x.packed, memory_format=torch.contiguous_format)
-    dq, dgates, dk_cmp, dv_cmp, dk_0, dv_0, dk_1, dv_1, dk_2, dv_2 = _present(gradients)
+    dq, dgates, dk_cmp, dv_cmp, dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, *index = _present(gradients)
     token_blocks = dk_raw = dv_raw = None
     if layout.mean:
         token_blocks = x.token_blocks.contiguous()
@@ -311,6 +329,7 @@ def rotary_pool_backward(*gradients_inputs_gates: Any) -> Tensor:
         gates=gates if sizes.GATES else None, dq=dq, dgates=dgates,
         dk_cmp=dk_cmp, dv_cmp=dv_cmp, dk_raw=dk_raw, dv_raw=dv_raw,
         dk_0=dk_0, dv_0=dv_0, dk_1=dk_1, dv_1=dv_1, dk_2=dk_2, dv_2=dv_2,
+        index_dq=index[0], index_dk=index[1],
         seq_len=seq_len, key_len=x.block_tokens.shape[0] if layout.mean else 0, C=sizes,
     )  # fmt: skip
     return packed
@@ -332,13 +351,14 @@ def _sizes(x: RotaryPoolInputs) -> Sizes:
 
 @lru_cache(maxsize=256)
 def _cached_sizes(layout: PackedLayout, width: int, length: int, cover: int) -> Sizes:
-    half = layout.key_dim // 2
+    half, rest = layout.key_dim // 2, width - sum(layout.columns[:4])
     half_p = next_power_of_2(half)
     return Sizes(
         WIDTH=width, HEADS=layout.heads, KV_HEADS=layout.kv_heads, SETS=layout.kv_sets,
-        HALF=half, VALUE=layout.value_dim, GATES=layout.heads * layout.gates,
+        HALF=half, VALUE=layout.value_dim, INDEX=layout.indexed,
+        GATES=layout.heads * layout.gates,
         HALF_P=half_p, VALUE_P=next_power_of_2(layout.value_dim),
-        REST_P=next_power_of_2(max(1, width - sum(layout.columns[:3]))),
+        REST=rest, REST_P=next_power_of_2(max(1, rest)),
         TOKENS=min(MAX_TOKENS, max(1, TILE // half_p)), LEN=length, COVER=cover,
     )  # fmt: skip
 
@@ -348,6 +368,6 @@ triton_rotary_pool = register(
     RotaryPoolInputs,
     rotary_pool_forward,
     RotaryPoolInputs.empty_outputs,
-    outputs=10,
-    gradient=Gradient(rotary_pool_backward, inputs=1, outputs=10, saved=slice(1, 2), unread=1),
+    outputs=12,
+    gradient=Gradient(rotary_pool_backward, inputs=1, outputs=12, saved=slice(1, 2), unread=1),
 )
