@@ -27,9 +27,7 @@ from nsa.ops import (
     selector_loss,
     window_attention,
 )
-from nsa.ops.checks import check_documents
-from nsa.ops.documents import document_slices
-from nsa.ops.inputs import GatedInputs
+from nsa.ops.inputs import GatedInputs, check_documents, document_slices
 from nsa.ops.rotary import RotaryPooled
 from nsa.spec import NSASpec
 

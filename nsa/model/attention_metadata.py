@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.model.config import ModelConfig
 from nsa.model.sequence_parallel import SequenceParallel
-from nsa.ops.documents import block_starts, repeat_per_document
+from nsa.ops.inputs import block_starts, repeat_per_document
 from nsa.ops.rotary import rotate
 from nsa.spec import NSASpec
 

@@ -44,7 +44,7 @@ from nsa.model.config import INIT_STD, ModelConfig
 from nsa.model.decode import extend_states, prefill_states
 from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.language_model import LanguageModel
-from nsa.ops.checks import check_documents
+from nsa.ops.inputs import check_documents
 
 
 class Block(GradientCheckpointingLayer, block.Block):

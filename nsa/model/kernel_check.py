@@ -40,12 +40,9 @@ from nsa.ops import (
     selector_loss,
     window_attention,
 )
-from nsa.ops.activation import swiglu
 from nsa.ops.backend import UnsupportedCall
-from nsa.ops.cross_entropy import cross_entropy_
-from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.inputs import GatedInputs
-from nsa.ops.normalization import add_rms_norm
+from nsa.ops.inputs import GatedInputs, compressed_slices, document_slices
+from nsa.ops.per_token import add_rms_norm, cross_entropy_, swiglu
 from nsa.ops.pooling import pool
 from nsa.ops.reference import importance
 from nsa.spec import NSASpec
@@ -167,7 +164,7 @@ def _loss(logits: Tensor, labels: Tensor, backend: str) -> tuple[Tensor, ...]:
 
 def lengths(config: ModelConfig, packed: bool, seq_len: int) -> list[int]:
     """Documents of the check, in tokens; long ones have kernels of their own."""
-    from nsa.ops.triton.selected_op import DENSE_BLOCKS  # late: imports triton
+    from nsa.ops.triton.selected import DENSE_BLOCKS  # late: imports triton
 
     spec = config.attention.spec
     blocks = spec.select_top + 2

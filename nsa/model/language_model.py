@@ -29,7 +29,7 @@ from nsa.model.config import INIT_STD, ModelConfig
 from nsa.model.fused import add_norm
 from nsa.model.loss import Head, distillation_loss, linear_cross_entropy, token_divergence
 from nsa.model.sequence_parallel import SequenceParallel
-from nsa.ops.checks import check_documents
+from nsa.ops.inputs import check_documents
 
 # A block's inputs and outputs: x, delta and, if configured, the selector loss.
 Stream = tuple[Tensor, ...]

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from nsa.constants import IGNORE_INDEX
 from nsa.model.sequence_parallel import SequenceParallel
-from nsa.ops.cross_entropy import cross_entropy_
+from nsa.ops.per_token import cross_entropy_
 
 Head = tuple[Tensor, Tensor]  # a head's input [N, width] and weight [V, width]
 

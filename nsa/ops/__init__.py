@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.activation import swiglu
 from nsa.ops.backend import dispatch, fallback_counts, reset_fallback_counts, runs_fused
-from nsa.ops.checks import (
+from nsa.ops.inputs import (
+    AttentionInputs,
+    GatedInputs,
+    PackedLayout,
+    SelectionInputs,
+    block_starts,
     check_compressed,
     check_documents,
     check_heads,
     check_length,
     check_scale,
+    compressed_cu_seqlens,
 )
-from nsa.ops.documents import block_starts, compressed_cu_seqlens
-from nsa.ops.inputs import AttentionInputs, GatedInputs, PackedLayout, SelectionInputs
-from nsa.ops.normalization import add_rms_norm
+from nsa.ops.per_token import add_rms_norm, swiglu
 from nsa.ops.rotary import rotary_pool
 from nsa.ops.selector import selector_loss
 from nsa.spec import NSASpec

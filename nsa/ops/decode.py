@@ -16,7 +16,7 @@ from nsa.constants import BRANCHES
 from nsa.ops import triton
 from nsa.ops.backend import dispatch
 from nsa.ops.blockwise import log_sum_overlaps, overlap_table, sum_overlaps, top_blocks
-from nsa.ops.checks import check_heads, check_scale
+from nsa.ops.inputs import check_heads, check_scale
 from nsa.spec import NSASpec
 
 

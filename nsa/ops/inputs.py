@@ -1,7 +1,8 @@
-"""Inputs of attention, block selection, its loss and pooling, as every backend receives them."""
+"""Inputs of the operations: packed documents, the tuples that ops receive, and argument checks."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -9,6 +10,56 @@ import torch
 from torch import Tensor
 
 from nsa.spec import NSASpec
+
+
+def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
+    """Offsets of each document's compressed keys, int32 [documents + 1].
+
+    The block grid restarts at each document's first token, so a document shorter than
+    `block_len` has no compressed key.
+    """
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    blocks = torch.div(lengths - spec.block_len, spec.block_stride, rounding_mode="floor") + 1
+    blocks = torch.where(lengths < spec.block_len, torch.zeros_like(blocks), blocks)
+    return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)]).to(torch.int32)
+
+
+def block_starts(
+    seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec, device: torch.device
+) -> Tensor:
+    """First token of each compressed block, int64 [N]; with documents, reads N from the device."""
+    if cu_seqlens is None:
+        return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
+    blocks = compressed_cu_seqlens(cu_seqlens, spec)
+    ascends = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
+    ascends = ascends & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == seq_len)
+    count = int(torch.where(ascends, blocks[-1], -1))  # the step's only host sync
+    if not torch.compiler.is_compiling() and count < 0:
+        raise ValueError(f"cu_seqlens does not ascend from 0 to T = {seq_len}; check the offsets")
+    number = torch.arange(count, device=device) - repeat_per_document(blocks[:-1], blocks, count)
+    return repeat_per_document(cu_seqlens[:-1], blocks, count) + number * spec.block_stride
+
+
+def repeat_per_document(values: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """Repeat each document's value for each of the `count` entries between its offsets."""
+    return values.long().repeat_interleave((offsets[1:] - offsets[:-1]).long(), output_size=count)
+
+
+def document_slices(seq_len: int, cu_seqlens: Tensor | None) -> list[slice]:
+    """The positions of each document; one document if `cu_seqlens` is None."""
+    if cu_seqlens is None:
+        return [slice(0, seq_len)]
+    return [slice(start, stop) for start, stop in pairwise(cu_seqlens.tolist())]
+
+
+def compressed_slices(seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec) -> list[slice]:
+    """The compressed keys of each document, in the order of `document_slices`."""
+    slices, start = [], 0
+    for document in document_slices(seq_len, cu_seqlens):
+        end = start + spec.compressed_len(document.stop - document.start)
+        slices.append(slice(start, end))
+        start = end
+    return slices
 
 
 class AttentionInputs(NamedTuple):
@@ -185,3 +236,97 @@ class PoolInputs(NamedTuple):
     def empty_output(self) -> Tensor:
         """Uninitialised y: [B, N, K, D]."""
         return self.x.new_empty(len(self.x), len(self.block_tokens), *self.x.shape[2:])
+
+
+def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
+    """Require [B, length, heads, size] tensors of one dtype and device; KV heads divide q's.
+
+    Keys and values of one branch, such as `k_sel` and `v_sel`, may differ in head size only.
+    """
+    for name, x in {"q": q, **keys_or_values}.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B, T, heads, size]")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device} and q is {q.dtype} on {q.device}; "
+                "give both the same dtype and device"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch {x.shape[0]} and q has {q.shape[0]}")
+        if name[0] == "k" and x.shape[3] != q.shape[3]:
+            raise ValueError(f"{name} has head size {x.shape[3]} and q has {q.shape[3]}")
+        if x.shape[2] == 0 or q.shape[2] % x.shape[2]:
+            raise ValueError(
+                f"{name} has {x.shape[2]} heads, which do not divide q's {q.shape[2]} query heads"
+            )
+    for name, v in keys_or_values.items():
+        k = keys_or_values.get(f"k{name[1:]}", v)
+        if k.shape[:3] != v.shape[:3]:
+            raise ValueError(
+                f"k{name[1:]} is {tuple(k.shape)} and {name} is {tuple(v.shape)}; "
+                "they may differ in head size only"
+            )
+
+
+def check_scale(q: Tensor, scale: float | None) -> float:
+    """Return the softmax scale, which defaults to Dk^-0.5."""
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not 1e-30 < scale < 1e30:  # beyond these it under- or overflows in float32
+        raise ValueError(f"scale = {scale}: must be from 1e-30 to 1e30, or None for Dk^-0.5")
+    return scale
+
+
+def check_length(name: str, x: Tensor, length: int, required_by: str) -> None:
+    """Require `length` entries along x's second dimension."""
+    if x.shape[1] != length:
+        raise ValueError(f"{name} has length {x.shape[1]}; {required_by} requires {length}")
+
+
+def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> None:
+    """Require integer cu_seqlens [documents + 1] that ascends from 0 to T, for x [1, T, ..]."""
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor):
+        kind = type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens is a {kind}; it must be a tensor, int32 [documents + 1]")
+    integers = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
+            "it must be int32 [documents + 1], the offsets of packed documents, and no mask"
+        )
+    batch, seq_len = x.shape[:2]
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
+    if cu_seqlens.device != x.device:
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device} and {name} on {x.device}; "
+            "give both the same device"
+        )
+    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
+        return  # reading values would break the graph or synchronise with the device
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    falls = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
+    if len(falls):
+        at = int(falls[0])
+        before, after = cu_seqlens[at : at + 2].tolist()
+        raise ValueError(
+            f"cu_seqlens falls from {before} to {after} at [{at + 1}]; it must ascend from 0 to T "
+            f"= {seq_len}"
+        )
+    if first != 0 or last != seq_len:
+        raise ValueError(
+            f"cu_seqlens goes from {first} to {last}; it must ascend from 0 to T = {seq_len}"
+        )
+
+
+def check_compressed(k_cmp: Tensor, seq_len: int, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
+    """Require one compressed key per compressed block of the documents."""
+    if cu_seqlens is None:
+        expected = spec.compressed_len(seq_len)
+    elif cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        expected = int(compressed_cu_seqlens(cu_seqlens, spec)[-1])
+    else:
+        return
+    check_length("k_cmp", k_cmp, expected, f"block_len {spec.block_len} at T = {seq_len}")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.inputs import AttentionInputs, SelectionInputs
+from nsa.ops.inputs import AttentionInputs, SelectionInputs, compressed_slices, document_slices
 from nsa.spec import NSASpec
 
 

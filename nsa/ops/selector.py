@@ -23,16 +23,17 @@ from torch import Tensor
 
 from nsa.ops import triton
 from nsa.ops.backend import dispatch
-from nsa.ops.checks import (
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import (
+    SelectorInputs,
+    block_starts,
     check_compressed,
     check_documents,
     check_heads,
     check_length,
     check_scale,
+    repeat_per_document,
 )
-from nsa.ops.custom_op import Gradient, register
-from nsa.ops.documents import block_starts, repeat_per_document
-from nsa.ops.inputs import SelectorInputs
 from nsa.spec import NSASpec
 
 SCORES = 2**24  # scores that the PyTorch implementation holds at a time

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa import ops
 from nsa.dtypes import DTYPES
 from nsa.ops import decode, pooling
-from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.custom_op import IMPLEMENTATIONS
+from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import pool_limit
 from nsa.ops.triton.configs import MAX_CANDIDATES, choosing_for, override_choices
 from nsa.ops.triton.launch import Launch, recording

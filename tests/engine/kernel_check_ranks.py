@@ -13,13 +13,13 @@ from nsa.engine.checks import fall_back
 from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.model import AttentionConfig, ModelConfig, kernel_check
 from nsa.ops.backend import dispatch
-from nsa.ops.triton import activation
+from nsa.ops.triton import per_token
 
 dist.init_process_group("gloo")
 collectives = CpuCollectives(slowest=60)
 if dist.get_rank() == 1:
-    right = activation.triton_swiglu
-    activation.triton_swiglu = lambda *args: right(*args) * 1.05
+    right = per_token.triton_swiglu
+    per_token.triton_swiglu = lambda *args: right(*args) * 1.05
 shape = {"vocab_size": 61, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
 config = ModelConfig(**shape, mlp_width=16, attention=AttentionConfig(kind="dense"))
 kernel_check.ROWS = 6  # few, and two operations only: the interpreter is slow

@@ -21,7 +21,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.documents import compressed_slices, document_slices
+from nsa.ops.inputs import compressed_slices, document_slices
 from nsa.spec import NSASpec
 from tests.inputs import Inputs as Inputs
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import NSASpec, selector_loss
-from nsa.ops.documents import compressed_slices, document_slices
+from nsa.ops.inputs import compressed_slices, document_slices
 from tests.ops.cases import Case, Inputs, random_cases, with_gradients
 
 TINY = 2.0**-126

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import cross_entropy, fallback_counts, reset_fallback_counts
-from nsa.ops.cross_entropy import cross_entropy_
+from nsa.ops.per_token import cross_entropy_
 
 VOCABULARY = 37
 

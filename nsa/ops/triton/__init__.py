@@ -84,8 +84,8 @@ def interpreted() -> bool:
 
 def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     """One branch's attention: (o, lse)."""
-    from nsa.ops.triton.band_op import triton_band
-    from nsa.ops.triton.selected_op import triton_selected
+    from nsa.ops.triton.band import triton_band
+    from nsa.ops.triton.selected import triton_selected
 
     op = triton_selected if x.branch == "selected" else triton_band
     return op(*x[:6], x.spec.to_ints(), x.scale)

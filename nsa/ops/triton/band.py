@@ -1,20 +1,36 @@
-"""Triton kernels of attention over a band of keys: the window, the compressed branch, or both.
+"""Attention over a band of keys (window, compressed branch, or both): kernels, launchers, op.
 
 A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. For the
 compressed branch LEN and STRIDE are a block's and WINDOW is 0, none; for the window branch LEN and
 STRIDE are 1. A launch computes one branch, or both from one tile of queries; the arguments of a
 missing branch are None. common.py defines the layout of rows.
+
+flash-attn computes the window's forward pass where tuning measured it to be faster. The backward
+pass stays with our kernels, which read flash-attn's lse: they take gates through lse and delta
+(gated.py), and flash-attn's backward pass would compute its own delta.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton.common import (
+    LOG2E,
+    Constants,
     add_key_gradients,
     add_query_gradient,
+    backward_rows,
     binary_lse,
+    constants_of,
+    document_offsets,
     document_tile,
     dot,
     finish_softmax,
@@ -23,6 +39,7 @@ from nsa.ops.triton.common import (
     keys_before,
     load_pair,
     load_rows,
+    max_tiles,
     softmax_step,
     span,
     start_softmax,
@@ -32,6 +49,8 @@ from nsa.ops.triton.common import (
     visible,
     zero_pair,
 )
+from nsa.ops.triton.configs import Config, choose, choose_config
+from nsa.ops.triton.launch import cdiv, launch, padded_size
 
 
 @triton.jit
@@ -304,26 +323,19 @@ def _single_tile_step(
 
 @triton.jit
 def _key_gradients(
-    q, k, v, do, lse2, delta, lse, dk, dv, gates, dgates, dq, cu, batch, head, grid_tile, split,
+    q, k, v, do, lse2, delta, dk, dv, cu, batch, head, grid_tile, split,
     seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of one branch's keys, from one split of the queries.
-
-    If dq is given, one tile holds all compressed keys of a document: dq is added to, dgates is
-    written, and lse is read, the natural-log lse without gates, instead of lse2 and delta.
-    """
+    """dk and dv of one tile of one branch's keys, from one split of the queries."""
     POSITIONS: tl.constexpr = C.KEYS * C.STRIDE
     document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, POSITIONS)
     token = batch * seq_len + start
     count = visible(length - 1, C)
     first_key = tile * C.KEYS
-    # dgates is written even for a document without compressed keys.
-    if (first_key < count) if dq is None else (tile == 0):
+    if first_key < count:
         last_key = tl.minimum(first_key + C.KEYS, count) - 1
         # The queries of this split that see a key of the tile, and those that see all of them.
-        begin = split * split_len
-        if dq is None:
-            begin = tl.maximum(begin, first_key * C.STRIDE + C.LEN - 1)
+        begin = tl.maximum(split * split_len, first_key * C.STRIDE + C.LEN - 1)
         end = tl.minimum(length, (split + 1) * split_len)
         all_begin = last_key * C.STRIDE + C.LEN - 1
         all_end = end
@@ -336,35 +348,57 @@ def _key_gradients(
         row = (token * C.HEADS + head) * C.GROUP
         q += row * C.KEY
         do += row * C.VALUE
+        lse2 += row
+        delta += row
         k_tile, v_tile = load_pair(k, v, key * C.HEADS + head, i, C.HEADS, C, inside)  # [KEYS, ..]
         dk_acc, dv_acc = zero_pair(C)
         r0 = begin * C.GROUP
         r3 = end * C.GROUP
         r1 = r0 + tl.cdiv(tl.maximum(all_begin * C.GROUP - r0, 0), C.ROWS) * C.ROWS
         r2 = r1 + tl.maximum(all_end * C.GROUP - r1, 0) // C.ROWS * C.ROWS
-        if dq is not None:
-            lse += row
-            gates += row * 3
-            dgates += row * 3
-            dq += row * C.KEY
-            for first_row in range(r0, r3, C.ROWS):
-                dk_acc, dv_acc = _single_tile_step(
-                    k_tile, v_tile, dk_acc, dv_acc, q, do, gates, lse, dgates, dq,
-                    first_row, r3, scale, scale_out, C,
+        for phase in tl.static_range(3):
+            from_row, to_row = span(phase, r0, r1, r2, r3)
+            for first_row in range(from_row, to_row, C.ROWS):
+                dk_acc, dv_acc = _keys_step(
+                    k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta,
+                    first_key, first_row, r3, scale, C, phase,
                 )  # fmt: skip
-        else:
-            lse2 += row
-            delta += row
-            for phase in tl.static_range(3):
-                from_row, to_row = span(phase, r0, r1, r2, r3)
-                for first_row in range(from_row, to_row, C.ROWS):
-                    dk_acc, dv_acc = _keys_step(
-                        k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta,
-                        first_key, first_row, r3, scale, C, phase,
-                    )  # fmt: skip
         key += split * (tl.num_programs(0) // C.HEADS) * key_len  # [splits, B, N, ..]
         dk_acc *= scale_out
         store_pair(dk, dv, key * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
+
+
+@triton.jit
+def _single_tile_gradients(
+    q, k, v, do, lse, dk, dv, gates, dgates, dq, batch, head, split,
+    seq_len, key_len, split_len, scale, scale_out, C: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile with all compressed keys, from one split of the queries.
+
+    dq is added to, and dgates is written, also where no block is complete. `lse` is the natural-log
+    lse without gates. There are no documents: looking them up takes too many registers.
+    """
+    i = tl.arange(0, C.KEYS)
+    inside = i < key_len
+    key = batch * key_len
+    row = (batch * seq_len * C.HEADS + head) * C.GROUP
+    q += row * C.KEY
+    do += row * C.VALUE
+    lse += row
+    gates += row * 3
+    dgates += row * 3
+    dq += row * C.KEY
+    k_tile, v_tile = load_pair(k, v, key * C.HEADS + head, i, C.HEADS, C, inside)  # [KEYS, ..]
+    dk_acc, dv_acc = zero_pair(C)
+    end_row = tl.minimum(seq_len, (split + 1) * split_len) * C.GROUP
+    for first_row in range(split * split_len * C.GROUP, end_row, C.ROWS):
+        dk_acc, dv_acc = _single_tile_step(
+            k_tile, v_tile, dk_acc, dv_acc, q, do, gates, lse, dgates, dq,
+            first_row, end_row, scale, scale_out, C,
+        )  # fmt: skip
+    key += split * (tl.num_programs(0) // C.HEADS) * key_len  # [splits, B, N, ..]
+    dk_acc *= scale_out
+    store_pair(dk, dv, key * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
 
 @kernel
@@ -374,7 +408,7 @@ def band_keys_kernel(
     seq_len, key_len, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
     WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of compressed keys or of the window's; dq as in `_key_gradients`.
+    """dk and dv of one tile of compressed keys or of the window's; dq is of a single tile's.
 
     Programs of both branches run at the same time and share q and do in L2. Those of compressed
     keys start first, for all batch rows and heads: they read the most queries.
@@ -383,15 +417,260 @@ def band_keys_kernel(
     batch, head = (tl.program_id(0) // C.HEADS).to(tl.int64), tl.program_id(0) % C.HEADS
     i = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if i < cmp_programs:
-        if k_cmp is not None:
+        split = (cmp_programs - 1 - i) // cmp_tiles
+        if dq is not None:
+            _single_tile_gradients(
+                q, k_cmp, v_cmp, do, lse_cmp, dk_cmp, dv_cmp, gates, dgates, dq, batch, head, split,
+                seq_len, key_len, split_len, scale, scale_out, CMP,
+            )  # fmt: skip
+        elif k_cmp is not None:
             _key_gradients(
-                q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, lse_cmp, dk_cmp, dv_cmp, gates, dgates,
-                dq, cu, batch, head, i % cmp_tiles, (cmp_programs - 1 - i) // cmp_tiles,
+                q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, dk_cmp, dv_cmp,
+                cu, batch, head, i % cmp_tiles, split,
                 seq_len, key_len, documents, split_len, scale, scale_out, CMP,
             )  # fmt: skip
     elif k_win is not None:
         _key_gradients(
-            q, k_win, v_win, do, lse2_win, delta_win, None, dk_win, dv_win, None, None, None,
+            q, k_win, v_win, do, lse2_win, delta_win, dk_win, dv_win,
             cu, batch, head, i - cmp_programs, 0,
             seq_len, seq_len, documents, seq_len, scale, scale_out, WIN,
         )  # fmt: skip
+
+
+OPERATION = "window_library"  # what `nsa doctor --tune` measures and stores
+OURS, FLASH = "ours", "flash-attn"
+HEAD_MULTIPLE = 8
+
+
+def is_faster(q: Tensor, v: Tensor) -> bool:
+    """Whether flash-attn supports these tensors and was the faster one on this GPU."""
+    supported = (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] % HEAD_MULTIPLE == 0
+        and _installed()
+    )
+    if not supported:
+        return False
+    sizes = padded_size(q.shape[-1]), padded_size(v.shape[-1])
+    return choose(OPERATION, [OURS, FLASH], sizes, q.dtype, q.shape[1]) == FLASH
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return find_spec("flash_attn") is not None
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return (o, lse) as `band_forward` does.
+
+    flash-attn's `window_size` counts the keys to the left and right of the query, without its own.
+    """
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    options = {
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size": (window - 1, 0),
+        "return_attn_probs": True,  # returns lse; the probabilities themselves are left out
+    }
+    if cu_seqlens is None:
+        o, lse, _ = flash_attn_func(q, k, v, **options)
+        return o.contiguous(), lse.transpose(1, 2).contiguous()
+    # An upper bound of the longest document; the exact length would be a host sync.
+    cu, longest = cu_seqlens.int(), q.shape[1]
+    o, lse, _ = flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, longest, longest, **options)
+    return o[None].contiguous(), lse.t()[None].contiguous()
+
+
+# A document has few tiles of compressed keys, each seen by very many queries. So several programs
+# share a tile, and their float32 parts are added up in a fixed order. With 512 queries a program
+# takes about as long as one of the window's keys (python -m tests.bench schedule).
+QUERIES_PER_SPLIT = 512
+MAX_SPLITS = 16
+MAX_AXIS = 65_535  # programs of a grid's second or third axis, CUDA's limit
+
+
+# Launchers take the window, the compressed branch, or both: then of the same queries, documents and
+# scale. A missing branch is None.
+Branch = AttentionInputs | None
+
+
+def launch_forward(win: Branch, cmp: Branch) -> list[Tensor]:
+    """o and lse of the window, then of the compressed branch."""
+    x, config = _either(win, cmp), _config("forward", win, cmp)
+    outputs = [(None, None) if y is None else outputs_like(y) for y in (win, cmp)]
+    (o_win, lse_win), (o_cmp, lse_cmp) = outputs
+    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
+    cu, documents = document_offsets(x.cu_seqlens)
+    launch(
+        band_forward_kernel, _rows_grid(x, config), config,
+        q=x.q.contiguous(), k_win=k_win, v_win=v_win, o_win=o_win, lse_win=lse_win,
+        k_cmp=k_cmp, v_cmp=v_cmp, o_cmp=o_cmp, lse_cmp=lse_cmp, cu=cu,
+        seq_len=x.q.shape[1], key_len=0 if cmp is None else cmp.k.shape[1], documents=documents,
+        scale=x.scale * LOG2E, WIN=_constants(win, config), CMP=_constants(cmp, config),
+    )  # fmt: skip
+    return [y for pair in outputs for y in pair if y is not None]
+
+
+def launch_queries(
+    win: Branch, cmp: Branch, *, do: Tensor, delta: Tensor, lse2: Tensor, dq: Tensor,
+    gates: Tensor | None = None, dgates: Tensor | None = None,
+    o_cmp: Tensor | None = None, lse_cmp: Tensor | None = None,
+    o_sel: Tensor | None = None, lse_sel: Tensor | None = None,
+    o_win: Tensor | None = None, lse_win: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write dq. With gates also dgates, delta and lse2 of all branches, from their o and lse."""
+    x, config = _either(win, cmp), _config("queries", win, cmp, gated=gates is not None)
+    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
+    cu, documents = document_offsets(x.cu_seqlens)
+    batch, seq_len, heads, _ = x.q.shape
+    launch(
+        band_queries_kernel, _rows_grid(x, config), config,
+        q=x.q.contiguous(), k_win=k_win, v_win=v_win, k_cmp=k_cmp, v_cmp=v_cmp,
+        do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates,
+        lse_cmp=lse_cmp, lse_sel=lse_sel, lse_win=lse_win,
+        dgates=dgates, delta=delta, lse2=lse2, dq=dq, cu=cu,
+        seq_len=seq_len, key_len=0 if cmp is None else cmp.k.shape[1], documents=documents,
+        rows=batch * seq_len * heads, scale=x.scale * LOG2E, scale_out=x.scale,
+        WIN=_constants(win, config), CMP=_constants(cmp, config),
+    )  # fmt: skip
+
+
+def launch_keys(
+    win: Branch, cmp: Branch, *, do: Tensor,
+    lse2_win: Tensor | None = None, delta_win: Tensor | None = None,
+    lse2_cmp: Tensor | None = None, delta_cmp: Tensor | None = None,
+    one_tile: tuple[int, int] | None = None, lse_cmp: Tensor | None = None,
+    gates: Tensor | None = None, dgates: Tensor | None = None, dq: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """dk and dv of the window, then of the compressed branch.
+
+    `one_tile`: rows and keys of a tile with all compressed keys. It needs lse_cmp and gates instead
+    of lse2_cmp and delta_cmp, writes the compressed branch's dgates and adds to dq.
+    """
+    x, config = _either(win, cmp), _config("keys", win, cmp)
+    (batch, seq_len), groups = x.q.shape[:2], x.k.shape[2]
+    rows, keys = one_tile or config[:2]
+    if one_tile and config.warps <= 4:  # half the rows, or registers spill
+        rows = max(16, rows // 2)
+    dk_win = dv_win = dk_cmp = dv_cmp = None
+    window_tiles, key_len, split_len, cmp_tiles, cmp_programs = 0, 0, seq_len, 1, 0
+    if win is not None:
+        window_tiles = max_tiles(seq_len, config.keys, x.cu_seqlens)
+        dk_win, dv_win = _parts(win, 1)
+    if cmp is not None:
+        splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
+        split_len, key_len = cdiv(seq_len, splits), cmp.k.shape[1]
+        if not one_tile:
+            cmp_tiles = max_tiles(seq_len, keys * cmp.spec.block_stride, x.cu_seqlens)
+        cmp_programs = cmp_tiles * splits
+        dk_cmp, dv_cmp = _parts(cmp, splits)
+    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
+    cu, documents = document_offsets(x.cu_seqlens)
+    programs = cmp_programs + window_tiles
+    # Programs beyond these, in the last row of the grid, have no keys.
+    grid = groups * batch, min(programs, MAX_AXIS), cdiv(programs, MAX_AXIS)
+    launch(
+        band_keys_kernel, grid, config,
+        q=x.q.contiguous(), k_win=k_win, v_win=v_win, k_cmp=k_cmp, v_cmp=v_cmp, do=do,
+        lse2_win=lse2_win, delta_win=delta_win, lse2_cmp=lse2_cmp, delta_cmp=delta_cmp,
+        lse_cmp=lse_cmp, dk_win=dk_win, dv_win=dv_win, dk_cmp=dk_cmp, dv_cmp=dv_cmp,
+        gates=gates, dgates=dgates, dq=dq, cu=cu,
+        seq_len=seq_len, key_len=key_len, documents=documents, split_len=split_len,
+        cmp_tiles=cmp_tiles, cmp_programs=cmp_programs, scale=x.scale * LOG2E, scale_out=x.scale,
+        WIN=_constants(win, config), CMP=_constants(cmp, config, rows, keys),
+    )  # fmt: skip
+    gradients = [y for y in (dk_win, dv_win, dk_cmp, dv_cmp) if y is not None]
+    return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients]
+
+
+def _either(win: Branch, cmp: Branch) -> AttentionInputs:
+    x = cmp if win is None else win
+    assert x is not None
+    return x
+
+
+def _config(kernel: str, win: Branch, cmp: Branch, gated: bool = False) -> Config:
+    """The tile sizes of a kernel."""
+    x, both = _either(win, cmp), win is not None and cmp is not None
+    name = "gated" if gated or both else "compressed" if win is None else "window"
+    sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
+    return choose_config(f"{name}_{kernel}", sizes, x.q, x.q.shape[1])
+
+
+def _keys_values(x: Branch) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if x is None else (x.k.contiguous(), x.v.contiguous())
+
+
+def _constants(x: Branch, config: Config, rows: int = 0, keys: int = 0) -> Constants | None:
+    """The constants of a branch's tiles, which have the config's rows and keys unless given."""
+    if x is None:
+        return None
+    rows, keys, spec = rows or config.rows, keys or config.keys, x.spec
+    if x.branch == "window":
+        return constants_of(x.q, x.k, x.v, ROWS=rows, KEYS=keys, WINDOW=spec.window)
+    length, stride = spec.block_len, spec.block_stride
+    return constants_of(x.q, x.k, x.v, ROWS=rows, KEYS=keys, LEN=length, STRIDE=stride)
+
+
+def _rows_grid(x: AttentionInputs, config: Config) -> tuple[int, ...]:
+    batch, seq_len, heads, _ = x.q.shape
+    groups = x.k.shape[2]
+    return max_tiles(seq_len * (heads // groups), config.rows, x.cu_seqlens), groups, batch
+
+
+def _parts(x: AttentionInputs, splits: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised dk and dv of a branch, [splits, B, N, Hkv, ..]."""
+    # k may have more rows than the documents have compressed keys: cu_seqlens on a device is not
+    # checked. No kernel writes the gradients of those rows.
+    packed = x.cu_seqlens is not None and x.branch == "compressed"
+    empty = torch.zeros if packed else torch.empty
+    dtype = torch.float32 if splits > 1 else x.k.dtype
+    dk, dv = (empty(splits, *y.shape, dtype=dtype, device=y.device) for y in (x.k, x.v))
+    return dk, dv
+
+
+def band_forward(x: AttentionInputs) -> tuple[Tensor, ...]:
+    """(o, lse)."""
+    if x.branch == "compressed":
+        return tuple(launch_forward(None, x))
+    if is_faster(x.q, x.v):
+        q, k, v = (y.contiguous() for y in (x.q, x.k, x.v))
+        return flash_forward(q, k, v, x.cu_seqlens, x.spec.window, x.scale)
+    return tuple(launch_forward(x, None))
+
+
+def band_backward(
+    do: Tensor, dlse: Tensor, x: AttentionInputs, o: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; the same from run to run."""
+    dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
+    do = do.contiguous()
+    delta, lse2 = backward_rows(do, o, lse, dlse)
+    if x.branch == "window":
+        launch_queries(x, None, do=do, delta=delta, lse2=lse2, dq=dq)
+        dk, dv = launch_keys(x, None, do=do, lse2_win=lse2, delta_win=delta)
+    else:
+        launch_queries(None, x, do=do, delta=delta, lse2=lse2, dq=dq)
+        dk, dv = launch_keys(None, x, do=do, lse2_cmp=lse2, delta_cmp=delta)
+    return dq, dk, dv
+
+
+def outputs_like(x: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Uninitialised (o, lse) of attention."""
+    lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
+    return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), lse
+
+
+triton_band = register(
+    "nsa::triton_band",
+    AttentionInputs,
+    band_forward,
+    fake=outputs_like,
+    outputs=2,
+    gradient=Gradient(band_backward, inputs=3, outputs=2),
+)

@@ -1,25 +1,294 @@
-"""Launcher and custom op of decoding: one new token of each sequence attends over its cache."""
+"""Decoding: one new token of each sequence attends over its cache; kernels, launcher and op.
+
+One token has G rows per key/value head but thousands of keys. So the keys of every branch are split
+into parts, a program each: PART compressed keys, one selected block, or PART positions of the
+window. Each part stores its own softmax, and a last kernel joins them and applies the gates.
+
+    compressed parts -> scores -> importance -> rank -> selected blocks and window -> mix
+
+Lengths are read on the device and grids follow the buffers' capacity, so the host does not wait for
+the device and a step can be captured as a CUDA graph. How keys are split depends on neither batch
+nor capacity: a token's result is bitwise the same in any batch.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from nsa.constants import BRANCHES
 from nsa.ops.custom_op import register
-from nsa.ops.triton.common import LOG2E, constants_of
-from nsa.ops.triton.configs import SHORT, Config, choose_config
-from nsa.ops.triton.decode_parts import (
-    decode_compressed_kernel,
-    decode_importance_kernel,
-    decode_mix_kernel,
-    decode_parts_kernel,
-    decode_rank_kernel,
+from nsa.ops.triton.common import (
+    LOG2E,
+    constants_of,
+    dot,
+    finish_softmax,
+    load_rows,
+    probabilities,
+    softmax_step,
+    start_softmax,
+    store_rows,
+    visible,
 )
+from nsa.ops.triton.configs import SHORT, Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
+from nsa.ops.triton.select import LEAST, TAKEN, first_overlap, overlap
 from nsa.spec import NSASpec
+
+
+@triton.jit
+def _attend(
+    q, k, v, o, lse, scores, out, out_stride, row_scores, begin, end, ring, scale, rows,
+    C: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Store o and lse of `rows` query heads over the keys from `begin` to `end`, from row `out` on.
+
+    Position p is in row p, or with RING in row p % `ring`. Scores are stored if there is a buffer
+    for them; without values only lse is stored.
+    """
+    h = tl.arange(0, C.ROWS)
+    valid = h < rows
+    q_tile = load_rows(q, h, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
+    m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
+    for first in range(begin, end, C.KEYS):
+        n = first + tl.arange(0, C.KEYS)
+        inside = n < end
+        row = (n % ring if RING else n).to(tl.int64)
+        k_tile = load_rows(k, row, C.HEADS * C.KEY, C.KEY, C.KEY_P, inside)  # [KEYS, KEY_P]
+        s = dot(q_tile, tl.trans(k_tile))
+        s = tl.where(inside[None, :], s, float("-inf"))  # [ROWS, KEYS]
+        if scores is not None:
+            at = (h * row_scores)[:, None] + n[None, :]
+            tl.store(scores + at, s * scale, mask=valid[:, None] & inside[None, :])
+        if v is not None:
+            v_tile = load_rows(v, row, C.HEADS * C.VALUE, C.VALUE, C.VALUE_P, inside)
+            m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
+        else:
+            m, total = _sum_step(s, m, total, scale)
+    o_tile, logsum = finish_softmax(m, total, acc)
+    at = out + h * out_stride
+    if v is not None:
+        store_rows(o, at, C.VALUE, o_tile, C.VALUE, C.VALUE_P, valid)
+    tl.store(lse + at, logsum, mask=valid)
+
+
+@triton.jit
+def _sum_step(s, m, total, scale):
+    """`softmax_step` without values: a running maximum and sum."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - m_new[:, None])
+    return m_new, total * tl.exp2(m - m_new) + tl.sum(p, 1)
+
+
+@triton.jit
+def _program_rows(batch, C: tl.constexpr):
+    """A program's key/value head, its first row among all query heads, and its number of rows.
+
+    Several programs split a group of more heads than a tile has rows.
+    """
+    SPLITS: tl.constexpr = (C.GROUP + C.ROWS - 1) // C.ROWS
+    head = tl.program_id(1).to(tl.int64) // SPLITS
+    first = tl.program_id(1) % SPLITS * C.ROWS
+    row = (batch * C.HEADS + head) * C.GROUP + first
+    return head, row, tl.minimum(C.ROWS, C.GROUP - first)
+
+
+@triton.jit
+def decode_compressed_kernel(
+    q, k_cmp, v_cmp, lengths, o, lse, scores, k_cmp_b, v_cmp_b, parts, row_scores, scale,
+    C: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr,
+):  # fmt: skip
+    """Attend to a part of the compressed keys; stores scores for selection, o if mixed in."""
+    part = tl.program_id(0)
+    batch = tl.program_id(2).to(tl.int64)
+    head, row, rows = _program_rows(batch, C)
+    seen = visible(tl.load(lengths + batch).to(tl.int32) - 1, C)
+    if part * PART < seen:
+        if scores is not None:
+            scores += row * row_scores
+        if v_cmp is not None:
+            v_cmp += batch * v_cmp_b + head * C.VALUE
+        _attend(
+            q + row * C.KEY, k_cmp + batch * k_cmp_b + head * C.KEY, v_cmp, o, lse, scores,
+            row * parts + FIRST_PART + part, parts, row_scores,
+            part * PART, tl.minimum(seen, (part + 1) * PART), 1, scale, rows, C, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Join the parts from `first` to `stop` of each row of `lse`: [ROWS]."""
+    m, total, acc = start_softmax(ROWS, 1)
+    for begin in range(first, stop, TILE):
+        i = begin + tl.arange(0, TILE)
+        inside = valid[:, None] & (i < stop)[None, :]
+        s = tl.load(lse + row[:, None] + i[None, :], mask=inside, other=float("-inf"))
+        m, total = _sum_step(s, m, total, 1.4426950408889634)
+    return finish_softmax(m, total, acc)[1]
+
+
+@triton.jit
+def decode_importance_kernel(
+    scores, lse, lengths, importance, parts, row_scores, blocks,
+    C: tl.constexpr, GROUP_P: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The importance of blocks, as in select.py; +inf for those that are always selected.
+
+    Stores nothing if there are at most TOP blocks: all are selected.
+    """
+    BLOCKS: tl.constexpr = C.BLOCKS
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths + batch).to(tl.int32)
+    candidates = tl.cdiv(length, C.SELECT)
+    if (candidates > C.TOP) & (tl.program_id(0) * C.BLOCKS < candidates):
+        h = tl.arange(0, GROUP_P)
+        valid = h < C.GROUP
+        group = batch * tl.num_programs(1) + head
+        row = group * C.GROUP + h
+        seen = visible(length - 1, C)
+        j = tl.program_id(0) * C.BLOCKS + tl.arange(0, C.BLOCKS)
+        low = first_overlap(j, C)
+        if lse is None:  # the scores of one head, as in `_log_importance` of select.py
+            m = tl.full([BLOCKS], LEAST, tl.float32)
+            total = tl.zeros([BLOCKS], tl.float32)
+            for c in range(C.COUNT):
+                i = low + c
+                weight = overlap(i, j, C)
+                sees = (i >= 0) & (i < seen) & (weight > 0.0)
+                s = tl.load(scores + group * row_scores + i, mask=sees, other=LEAST)
+                m_new = tl.maximum(m, s)
+                total = total * tl.exp2(m - m_new) + tl.where(
+                    sees, tl.exp2(s - m_new) * weight, 0.0
+                )
+                m = m_new
+            # The least also instead of a NaN, which has no rank: the output is NaN anyway.
+            total = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), LEAST)
+        else:
+            stop = FIRST_PART + tl.cdiv(seen, PART)
+            row_lse = _logsum(lse, FIRST_PART, stop, row * parts, valid, GROUP_P, TILE)
+            total = tl.zeros([BLOCKS], tl.float32)
+            for c in range(C.COUNT):
+                i = low + c
+                inside = valid[:, None] & ((i >= 0) & (i < seen))[None, :]
+                at = (row * row_scores)[:, None] + i[None, :]
+                s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
+                weight = overlap(i, j, C)
+                total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight
+            # A NaN has no rank and would leave `index` partly unwritten; the output is NaN anyway.
+            total = tl.where(total >= 0.0, total, 0.0)
+        total = tl.where((j < C.INIT) | (j >= candidates - C.LOCAL), float("inf"), total)
+        tl.store(importance + group * blocks + j, total, mask=j < candidates)
+
+
+@triton.jit
+def decode_rank_kernel(importance, lengths, index, blocks, C: tl.constexpr):
+    """Select the TOP blocks of highest importance, ties to the lower index.
+
+    A block's rank is the number of blocks before it: no sorting, and programs are independent.
+    """
+    BLOCKS: tl.constexpr = C.BLOCKS
+    group = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    candidates = tl.cdiv(tl.load(lengths + tl.program_id(2)).to(tl.int32), C.SELECT)
+    if (candidates > C.TOP) & (tl.program_id(0) * C.BLOCKS < candidates):
+        importance += group * blocks
+        j = tl.program_id(0) * C.BLOCKS + tl.arange(0, C.BLOCKS)
+        mine = tl.load(importance + j, mask=j < candidates, other=TAKEN)[:, None]
+        rank = tl.zeros([BLOCKS], tl.int32)
+        for first in range(0, candidates, C.BLOCKS):
+            i = first + tl.arange(0, C.BLOCKS)
+            other = tl.load(importance + i, mask=i < candidates, other=TAKEN)[None, :]
+            before = (other > mine) | ((other == mine) & (i[None, :] < j[:, None]))
+            rank += tl.sum(before.to(tl.int32), 1)
+        tl.store(index + group * C.TOP + rank, j, mask=(j < candidates) & (rank < C.TOP))
+
+
+@triton.jit
+def decode_parts_kernel(
+    q, k_sel, v_sel, k_win, v_win, index, lengths, o, lse,
+    k_sel_b, v_sel_b, k_win_b, v_win_b, parts, ring, scale,
+    C: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Attend to a selected block, or a part of the window; TOP or WINDOW is 0 if unused."""
+    part = tl.program_id(0)
+    batch = tl.program_id(2).to(tl.int64)
+    head, row, rows = _program_rows(batch, C)
+    length = tl.load(lengths + batch).to(tl.int32)
+    q += row * C.KEY
+    out = row * parts + part
+    if C.TOP > 0:
+        candidates = tl.cdiv(length, C.SELECT)
+        if part < tl.minimum(candidates, C.TOP):
+            j = part
+            if candidates > C.TOP:
+                j = tl.load(index + row // C.GROUP * C.TOP + part)
+            _attend(
+                q, k_sel + batch * k_sel_b + head * C.KEY,
+                v_sel + batch * v_sel_b + head * C.VALUE, o, lse, None, out, parts, 0,
+                j * C.SELECT, tl.minimum(length, (j + 1) * C.SELECT), 1, scale, rows, C, False,
+            )  # fmt: skip
+    if C.WINDOW > 0:
+        begin = tl.maximum(length - C.WINDOW, 0) + (part - C.TOP) * PART
+        if (part >= C.TOP) & (begin < length):
+            _attend(
+                q, k_win + batch * k_win_b + head * C.KEY,
+                v_win + batch * v_win_b + head * C.VALUE, o, lse, None, out, parts, 0,
+                begin, tl.minimum(length, begin + PART), ring, scale, rows, C, True,
+            )  # fmt: skip
+
+
+@triton.jit
+def _join(o, lse, row, count, gates, gate, C: tl.constexpr, TILE: tl.constexpr):
+    """One branch's output from its first `count` parts, times its gate, if any: [1, VALUE_P]."""
+    m, total, acc = start_softmax(1, C.VALUE_P)
+    for first in range(0, count, TILE):
+        i = first + tl.arange(0, TILE)
+        inside = i < count
+        s = tl.load(lse + row + i, mask=inside, other=float("-inf")) * 1.4426950408889634
+        part = load_rows(o, row + i, C.VALUE, C.VALUE, C.VALUE_P, inside)
+        m_new = tl.maximum(m, tl.max(s, 0))
+        p = tl.exp2(s - m_new)
+        old = tl.exp2(m - m_new)
+        total = total * old + tl.sum(p, 0)
+        acc = acc * old[:, None] + tl.sum(p[:, None] * part, 0)[None, :]
+        m = m_new
+    o_tile = finish_softmax(m, total, acc)[0]
+    if gates is not None:
+        o_tile *= tl.load(gates + gate).to(tl.float32)
+    return o_tile
+
+
+@triton.jit
+def decode_mix_kernel(
+    o, lse, gates, lengths, out, parts,
+    C: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr, TILE: tl.constexpr,
+    CMP: tl.constexpr, SEL: tl.constexpr, WIN: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """Σ gate · output for one query head; CMP, SEL and WIN are the branches' gates, or -1."""
+    VALUE_P: tl.constexpr = C.VALUE_P
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
+    total = tl.zeros([1, VALUE_P], tl.float32)
+    at = row * parts
+    if gates is not None:
+        gates += row * GATES
+    if CMP >= 0:
+        count = tl.cdiv(visible(length - 1, C), PART)
+        total += _join(o, lse, at + FIRST_PART, count, gates, CMP, C, TILE)
+    if SEL >= 0:
+        count = tl.minimum(tl.cdiv(length, C.SELECT), C.TOP)
+        total += _join(o, lse, at, count, gates, SEL, C, TILE)
+    if WIN >= 0:
+        count = tl.cdiv(tl.minimum(length, C.WINDOW), PART)
+        total += _join(o, lse, at + C.TOP, count, gates, WIN, C, TILE)
+    one = tl.arange(0, 1)
+    store_rows(out + row * C.VALUE, one, C.VALUE, total, C.VALUE, C.VALUE_P, one == 0)
+
 
 PART = 128  # compressed keys, or positions of the window, that one program attends to
 BLOCKS = 64  # selection blocks that one program ranks

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import GatedInputs
-from nsa.ops.triton.band_op import (
+from nsa.ops.triton.band import (
     band_forward,
+    is_faster,
     launch_forward,
     launch_keys,
     launch_queries,
     outputs_like,
 )
 from nsa.ops.triton.configs import one_tile
-from nsa.ops.triton.flash_window import is_faster
 from nsa.ops.triton.select import select_forward
-from nsa.ops.triton.selected_op import selected_forward, selected_gradients
+from nsa.ops.triton.selected import selected_forward, selected_gradients
 
 
 def _one_tile(x: GatedInputs) -> tuple[int, int] | None:

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import PoolInputs
-from nsa.ops.triton.common import dot, kernel
+from nsa.ops.triton.common import dot, kernel, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
-from nsa.ops.triton.sum_parts import sum_parts
 
 TOKENS_PER_PART = 128  # tokens of a backward program
 

@@ -1,17 +1,40 @@
-"""Triton kernels of attention over selected blocks: forward, and the gradient of queries.
+"""Attention over selected blocks: lists of blocks and of queries, kernels, launchers and op.
 
-A tile of neighbouring queries loops over the union of their blocks; a bit per query and block says
-whether the query selected it. With few queries per tile this is gathering; with many, which
-together select most blocks, it is dense attention that skips the rest.
+    block_index [.., T, n]  ->  union:   per tile, blocks ascending, each with its queries as bits
+                            ->  members: per block and 32 queries, a word with a bit per query
+                            ->  lists:   per block, queries ascending (compressed sparse rows)
+
+A list holds a query once, even if the query names the block twice. Blocks that begin after a query
+are in none of its lists. Packed documents number their blocks from start // SELECT + document on,
+as `locate` does.
+
+Forward, and for the gradient of queries, a tile of neighbouring queries loops over the union of
+their blocks; a bit per query and block says whether the query selected it. With few queries per
+tile this is gathering; with many, which together select most blocks, it is dense attention that
+skips the rest. For the gradients of keys and values a program sums over at most CHUNK queries of
+one block's list, so that blocks which every query selected do not dominate the run time. Longer
+lists give float32 parts, which another kernel sums in a fixed order: no atomics, and gradients are
+bitwise reproducible.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import AttentionInputs
+from nsa.ops.triton.band import outputs_like
 from nsa.ops.triton.common import (
+    LOG2E,
+    Constants,
+    add_key_gradients,
     add_query_gradient,
+    backward_rows,
+    constants_of,
+    document_offsets,
     document_tile,
     dot,
     finish_softmax,
@@ -20,11 +43,224 @@ from nsa.ops.triton.common import (
     kernel,
     load_pair,
     load_rows,
+    locate,
+    max_tiles,
     softmax_step,
     start_softmax,
+    store_pair,
     store_query_gradient,
     store_rows,
+    zero_pair,
 )
+from nsa.ops.triton.configs import SHORT, Config, choose_config
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
+from nsa.spec import NSASpec
+
+WORD = 32  # queries of one word of `members`
+STEP = 1024  # words or queries that a step of a block's list reads
+
+
+@triton.jit
+def _members(
+    index, t, row, valid, first, stride,
+    TOP: tl.constexpr, SELECT: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Blocks from `first` on, [WORDS, 32], and the queries that selected each as bits.
+
+    Builds one word per query and 32 blocks, then transposes. Comparing each selected block with
+    each block would take 32 times as many comparisons.
+    """
+    word = first // 32 + tl.arange(0, WORDS)
+    words = tl.zeros([row.shape[0], WORDS], tl.int32)
+    for n in range(TOP):
+        b = tl.load(index + row * stride + n, mask=valid, other=-1)
+        b = tl.where(b * SELECT <= t, b, -1)
+        words |= tl.where((b >> 5)[:, None] == word[None, :], (1 << (b & 31))[:, None], 0)
+    i = tl.arange(0, 32)
+    member = (words[:, :, None] >> i[None, None, :]) & 1  # [QUERIES, WORDS, 32]
+    return word[:, None] * 32 + i[None, :], tl.sum(member << row[:, None, None], 0)
+
+
+@kernel
+def union_kernel(
+    index, blocks, members, counts, cu, seq_len, documents, list_len,
+    TOP: tl.constexpr, SELECT: tl.constexpr,
+    QUERIES: tl.constexpr, QUERIES_P: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The union of the blocks of a tile's queries, ascending, and each one's queries as bits."""
+    grid_tile = tl.program_id(0)
+    heads = tl.num_programs(1)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    _document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, QUERIES)
+    row = tl.arange(0, QUERIES_P)
+    t = tile * QUERIES + row
+    valid = (row < QUERIES) & (t < length)
+    index += ((batch * seq_len + start + tile * QUERIES) * heads + head) * TOP
+    list_id = (batch * tl.num_programs(0) + grid_tile) * heads + head
+    count = 0
+    if tile * QUERIES < length:
+        last = (tl.minimum(tile * QUERIES + QUERIES, length) - 1) // SELECT
+        for first in range(0, last + 1, WORDS * 32):
+            j, bits = _members(index, t, row, valid, first, heads * TOP, TOP, SELECT, WORDS)
+            j, bits = tl.reshape(j, [WORDS * 32]), tl.reshape(bits, [WORDS * 32])
+            used = (bits != 0).to(tl.int32)
+            at = list_id * list_len + count + tl.cumsum(used, 0) - 1
+            tl.store(blocks + at, j, mask=bits != 0)
+            tl.store(members + at, bits, mask=bits != 0)
+            count += tl.sum(used, 0)
+    tl.store(counts + list_id, count)
+
+
+@kernel
+def members_kernel(
+    index, members, cu, seq_len, documents, total_blocks,
+    TOP: tl.constexpr, SELECT: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """members [B, Hkv, blocks, words]: one word of each block that begins before its queries end.
+
+    Words of earlier queries, and of other documents, are neither written nor read.
+    """
+    grid_tile = tl.program_id(0)
+    heads = tl.num_programs(1)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, WORD)
+    row = tl.arange(0, WORD)
+    t = tile * WORD + row
+    index += ((batch * seq_len + start + tile * WORD) * heads + head) * TOP
+    members += ((batch * heads + head) * total_blocks + start // SELECT + document) * (
+        tl.num_programs(0)
+    ) + grid_tile
+    if tile * WORD < length:
+        last = (tl.minimum(tile * WORD + WORD, length) - 1) // SELECT
+        for first in range(0, last + 1, WORDS * 32):
+            j, bits = _members(index, t, row, t < length, first, heads * TOP, TOP, SELECT, WORDS)
+            tl.store(members + j.to(tl.int64) * tl.num_programs(0), bits, mask=j <= last)
+
+
+@triton.jit
+def _popcount(x):
+    """Count the bits of each int32."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x += x >> 8
+    return (x + (x >> 16)) & 0x3F
+
+
+@kernel
+def totals_kernel(
+    members, totals, cu, seq_len, documents, words,
+    SELECT: tl.constexpr, WORD: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Count the queries of each block."""
+    block = tl.program_id(0)
+    list_id = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block
+    document, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
+    members += list_id * words + start // WORD + document
+    total = tl.zeros([STEP], tl.int32)
+    if j * SELECT < length:
+        for first in range(j * SELECT // WORD, tl.cdiv(length, WORD), STEP):
+            i = first + tl.arange(0, STEP)
+            total += _popcount(tl.load(members + i, mask=i * WORD < length, other=0))
+    tl.store(totals + list_id, tl.sum(total, 0))
+
+
+@kernel
+def lists_kernel(
+    members, totals, offsets, queries, cu, seq_len, documents, words, list_len,
+    SELECT: tl.constexpr, WORD: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write one block's list after those of earlier blocks, and its offset."""
+    block = tl.program_id(0)
+    total_blocks = tl.num_programs(0)
+    head = tl.program_id(1).to(tl.int64)
+    document, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
+    members += (head * total_blocks + block) * words + start // WORD + document
+    totals += head * total_blocks
+    offsets += head * (total_blocks + 1)
+    queries += head * list_len
+    before = tl.zeros([STEP], tl.int32)
+    for first in range(0, block, STEP):
+        i = first + tl.arange(0, STEP)
+        before += tl.load(totals + i, mask=i < block, other=0)
+    begin = tl.sum(before, 0)
+    tl.store(offsets + block, begin)
+    if j * SELECT < length:
+        for first in range(j * SELECT // WORD * WORD, length, STEP):
+            t = first + tl.arange(0, STEP)
+            bits = tl.load(members + t // WORD, mask=t < length, other=0)
+            member = (bits >> (t % WORD)) & 1
+            tl.store(queries + begin + tl.cumsum(member, 0) - 1, start + t, mask=member == 1)
+            begin += tl.sum(member, 0)
+    if block == total_blocks - 1:
+        tl.store(offsets + total_blocks, begin)
+
+
+def blocks_by_tile(
+    block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unite the blocks of each tile of `queries`: (blocks, members, counts).
+
+    blocks and members [B, tiles, Hkv, list_len]; counts [B, tiles, Hkv] of them are written.
+    """
+    batch, seq_len, groups, top = block_index.shape
+    tiles = max_tiles(seq_len, queries, cu_seqlens)
+    list_len = min(queries * top, spec.select_blocks_len(seq_len))
+    blocks, members = (block_index.new_empty(batch, tiles, groups, list_len) for _ in range(2))
+    counts = block_index.new_empty(batch, tiles, groups)
+    queries_p, (cu, documents) = next_power_of_2(queries), document_offsets(cu_seqlens)
+    launch(
+        union_kernel, (tiles, groups, batch), Config(queries, 0, 4, 1),
+        index=block_index.contiguous(), blocks=blocks, members=members, counts=counts, cu=cu,
+        seq_len=seq_len, documents=documents, list_len=list_len,
+        TOP=top, SELECT=spec.select_len, QUERIES=queries, QUERIES_P=queries_p,
+        WORDS=_words(spec.select_blocks_len(seq_len), queries_p),
+    )  # fmt: skip
+    return blocks, members, counts
+
+
+def queries_by_block(
+    block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
+) -> tuple[Tensor, Tensor]:
+    """The queries of each block, ascending: offsets [B, Hkv, blocks + 1] into [B, Hkv, T * n].
+
+    The table of members has a word per block and 32 queries: T²/512 bytes per key/value head at
+    blocks of 64, which is 8 KB at 2,048 tokens, 8 MB at 65,536 and 2 GB at a million.
+    """
+    batch, seq_len, groups, top = block_index.shape
+    total = max_tiles(seq_len, spec.select_len, cu_seqlens)
+    words = max_tiles(seq_len, WORD, cu_seqlens)
+    members = block_index.new_empty(batch, groups, total, words)
+    totals = block_index.new_empty(batch, groups, total)
+    offsets = block_index.new_empty(batch, groups, total + 1)
+    queries = block_index.new_empty(batch, groups, seq_len * top)
+    cu, documents = document_offsets(cu_seqlens)
+    launch(
+        members_kernel, (words, groups, batch), Config(WORD, 0, 4, 1),
+        index=block_index.contiguous(), members=members, cu=cu,
+        seq_len=seq_len, documents=documents, total_blocks=total,
+        TOP=top, SELECT=spec.select_len, WORD=WORD,
+        WORDS=_words(spec.select_blocks_len(seq_len), WORD),
+    )  # fmt: skip
+    launch(
+        totals_kernel, (total, groups * batch), Config(STEP, 0, 4, 1),
+        members=members, totals=totals, cu=cu, seq_len=seq_len, documents=documents, words=words,
+        SELECT=spec.select_len, WORD=WORD, STEP=STEP,
+    )  # fmt: skip
+    launch(
+        lists_kernel, (total, groups * batch), Config(STEP, 0, 4, 1),
+        members=members, totals=totals, offsets=offsets, queries=queries, cu=cu,
+        seq_len=seq_len, documents=documents, words=words, list_len=seq_len * top,
+        SELECT=spec.select_len, WORD=WORD, STEP=STEP,
+    )  # fmt: skip
+    return offsets, queries
+
+
+def _words(blocks: int, queries: int) -> int:
+    """Words of 32 blocks per step: no more than exist, and at most 4,096 bits per tile."""
+    return min(next_power_of_2(cdiv(blocks, 32)), max(1, 4096 // (32 * queries)))
 
 
 @triton.jit
@@ -157,3 +393,261 @@ def selected_queries_kernel(
                     lse = tl.where(rows, row_lse, float("inf"))  # p = 0
                 acc = add_query_gradient(s, k_tile, v_tile, do_tile, lse, row_delta, acc, scale)
         store_query_gradient(dq + row * C.KEY, at, acc, scale_out, valid, C, ADD)
+
+
+@triton.jit
+def _part_number(begin, chunk, CHUNK: tl.constexpr):
+    """The number, among all parts in the buffer, of one part of a long list.
+
+    A list longer than CHUNK has at most 2 · length // CHUNK chunks, so no two lists share a part.
+    """
+    return begin * 2 // CHUNK + chunk
+
+
+@triton.jit
+def _keys_step(
+    k_tile, v_tile, dk, dv, q, do, lse2, delta, n, t, h, valid, scale,
+    C: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Add the rows of queries t and heads h to dk and dv; CAUSAL masks keys n after t."""
+    # Offsets of tiles and of single numbers are computed separately: they have different layouts,
+    # and converting one to the other takes registers and shared memory.
+    at = t.to(tl.int64) * (C.HEADS * C.GROUP)
+    q_tile = load_rows(q, at * C.KEY + h * C.KEY, 1, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
+    do_tile = load_rows(do, at * C.VALUE + h * C.VALUE, 1, C.VALUE, C.VALUE_P, valid)
+    row_lse = tl.load(lse2 + at + h, mask=valid, other=float("inf"))
+    row_delta = tl.load(delta + at + h, mask=valid, other=0.0)
+    s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
+    if CAUSAL:
+        s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))
+    return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_delta, dk, dv, scale)
+
+
+@kernel
+def selected_keys_kernel(
+    q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
+    seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out,
+    C: tl.constexpr, HEADS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of KEYS positions of a block, from one chunk of its list of queries.
+
+    HEADS_FIRST: the grid's first axis is heads of all batch rows, else chunks.
+    """
+    AXIS: tl.constexpr = 0 if HEADS_FIRST else 1
+    PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
+    batch = (tl.program_id(AXIS) // C.HEADS).to(tl.int64)
+    head = tl.program_id(AXIS) % C.HEADS
+    part = tl.program_id(1 - AXIS) % PARTS
+    offsets += (batch * C.HEADS + head) * (total_blocks + 1)
+    queries += (batch * C.HEADS + head) * list_len
+    block, begin, end, chunk = locate(
+        offsets, total_blocks, tl.program_id(1 - AXIS) // PARTS, 1, C.CHUNK
+    )
+    low = begin + chunk * C.CHUNK
+    high = tl.minimum(end, low + C.CHUNK)
+    _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, C.SELECT)
+    if (j * C.SELECT < length) & ((low < high) | (chunk == 0)):
+        i = part * C.KEYS + tl.arange(0, C.KEYS)
+        n = j * C.SELECT + i
+        inside = (i < C.SELECT) & (n < length)
+        token = batch * seq_len + start
+        row_at = (token * C.HEADS + head) * C.GROUP  # the document's first row
+        q += row_at * C.KEY
+        do += row_at * C.VALUE
+        lse2 += row_at
+        delta += row_at
+        first, key_at = token * C.HEADS + head, n.to(tl.int64)
+        k_tile, v_tile = load_pair(k, v, first, key_at, C.HEADS, C, inside)  # [KEYS, ..]
+        dk_acc, dv_acc = zero_pair(C)
+        i_row = tl.arange(0, C.ROWS)
+        rows = (high - low) * C.GROUP
+        queries += low
+        # Lists ascend, so queries inside the block, which need the causal mask, come first.
+        own = tl.cdiv(tl.maximum(C.SELECT - chunk * C.CHUNK, 0) * C.GROUP, C.ROWS) * C.ROWS
+        own = tl.minimum(own, rows)
+        # Load the next queries one step early, so that copies of their rows can overlap with this
+        # step's products.
+        next_t = tl.load(queries + i_row // C.GROUP, mask=i_row < rows, other=0)
+        for phase in tl.static_range(2):
+            for row in range(own * phase, tl.where(phase == 0, own, rows), C.ROWS):
+                valid = row + i_row < rows
+                h = (row + i_row) % C.GROUP
+                t = next_t - start  # positions in the batch's row; the document's begin at `start`
+                after = row + C.ROWS + i_row
+                next_t = tl.load(queries + after // C.GROUP, mask=after < rows, other=0)
+                dk_acc, dv_acc = _keys_step(
+                    k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta, n, t, h, valid, scale,
+                    C, phase == 0,
+                )  # fmt: skip
+        dk_acc *= scale_out
+        if end - begin <= C.CHUNK:
+            store_pair(dk, dv, first, key_at, dk_acc, dv_acc, C, inside)
+        else:
+            part_row = batch * part_rows + _part_number(begin, chunk, C.CHUNK) * C.SELECT
+            store_pair(dk_part, dv_part, part_row * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
+
+
+@kernel
+def add_parts_kernel(
+    dk, dv, dk_part, dv_part, cu, offsets, seq_len, documents, total_blocks, part_rows,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of a block with a long list."""
+    block = tl.program_id(0)
+    head = tl.program_id(2) % C.HEADS
+    batch = (tl.program_id(2) // C.HEADS).to(tl.int64)
+    offsets += (batch * C.HEADS + head) * (total_blocks + 1)
+    begin = tl.load(offsets + block)
+    end = tl.load(offsets + block + 1)
+    _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, C.SELECT)
+    if end - begin > C.CHUNK:
+        i = tl.program_id(1) * C.KEYS + tl.arange(0, C.KEYS)
+        n = j * C.SELECT + i
+        inside = (i < C.SELECT) & (n < length)
+        dk_sum, dv_sum = zero_pair(C)
+        for chunk in range(0, tl.cdiv(end - begin, C.CHUNK)):
+            part_row = batch * part_rows + _part_number(begin, chunk, C.CHUNK) * C.SELECT
+            first = part_row * C.HEADS + head
+            dk_part_tile, dv_part_tile = load_pair(dk_part, dv_part, first, i, C.HEADS, C, inside)
+            dk_sum += dk_part_tile
+            dv_sum += dv_part_tile
+        first = (batch * seq_len + start) * C.HEADS + head
+        store_pair(dk, dv, first, n.to(tl.int64), dk_sum, dv_sum, C, inside)
+
+
+# Queries of one block's list that one program adds up, at most. Fewer in small batches, so that the
+# last programs to end are not long ones; but the parts are written to memory and read again.
+CHUNK, MIN_CHUNK = 2048, 512
+# A sequence of at most this many times `select_top` blocks takes large tiles: neighbouring queries
+# together select most of its blocks. An estimate, derived in docs/design/kernels.md.
+DENSE_BLOCKS = 4
+MAX_QUERIES = 32  # of a tile: a bit each
+
+
+def selected_forward(
+    x: AttentionInputs,
+    o_cmp: Tensor | None = None,
+    o_win: Tensor | None = None,
+    gates: Tensor | None = None,
+    gated_sum: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse). With gates and the other branches' o, `gated_sum` is written too."""
+    assert x.block_index is not None
+    o, lse = outputs_like(x)
+    C, grid, config = _query_tiles("forward", x)
+    blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
+    cu, documents = document_offsets(x.cu_seqlens)
+    launch(
+        selected_forward_kernel, grid, config,
+        q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(), o=o, lse=lse,
+        o_cmp=o_cmp, o_win=o_win, gates=gates, gated_sum=gated_sum,
+        cu=cu, blocks=blocks, members=members, counts=counts,
+        seq_len=x.q.shape[1], documents=documents, list_len=blocks.shape[-1],
+        scale=x.scale * LOG2E, C=C,
+    )  # fmt: skip
+    return o, lse
+
+
+def selected_backward(
+    do: Tensor, x: AttentionInputs, o: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; the same from run to run."""
+    dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
+    do = do.contiguous()
+    delta, lse2 = backward_rows(do, o, lse)
+    return dq, *selected_gradients(do, x, lse2, delta, dq)
+
+
+def selected_gradients(
+    do: Tensor, x: AttentionInputs, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to."""
+    assert x.block_index is not None
+    C, grid, config = _query_tiles("queries", x)
+    blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
+    cu, documents = document_offsets(x.cu_seqlens)
+    launch(
+        selected_queries_kernel, grid, config,
+        q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(),
+        do=do, lse2=lse2, delta=delta, dq=dq,
+        cu=cu, blocks=blocks, members=members, counts=counts,
+        seq_len=x.q.shape[1], documents=documents, list_len=blocks.shape[-1],
+        scale=x.scale * LOG2E, scale_out=x.scale, C=C, ADD=add,
+    )  # fmt: skip
+    return _key_gradients(do, x, lse2, delta)
+
+
+def _query_tiles(name: str, x: AttentionInputs) -> tuple[Constants, tuple[int, ...], Config]:
+    """Tiles of queries: large ones where they share most blocks, else small ones; and a grid."""
+    (batch, seq_len, groups, _), spec = x.k.shape, x.spec
+    constants = constants_of(x.q, x.k, x.v)
+    dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
+    operation = f"{'selected' if dense else 'gathered'}_{name}"
+    config = choose_config(operation, constants.padded, x.q, seq_len)
+    group = constants.GROUP
+    queries = min(max(config.rows, next_power_of_2(group)) // group, MAX_QUERIES)
+    rows, keys = max(16, next_power_of_2(queries * group)), _block_keys(config, spec)
+    constants = constants_of(
+        x.q, x.k, x.v, QUERIES=queries, ROWS=rows, KEYS=keys, SELECT=spec.select_len
+    )
+    return constants, (max_tiles(seq_len, queries, x.cu_seqlens), groups, batch), config
+
+
+def _key_gradients(
+    do: Tensor, x: AttentionInputs, lse2: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor]:
+    (batch, seq_len, groups, _), spec = x.k.shape, x.spec
+    config = choose_config("selected_keys", constants_of(x.q, x.k, x.v).padded, x.k, seq_len)
+    keys = _block_keys(config, spec)
+    assert x.block_index is not None
+    offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
+    total_blocks = offsets.shape[-1] - 1
+    # Most queries select the first blocks, so those of all heads start first. Beyond SHORT tokens
+    # heads follow each other instead: their queries together would not fit in L2.
+    short = seq_len <= SHORT
+    chunk = min(CHUNK, max(MIN_CHUNK, next_power_of_2(batch * seq_len) // (8 if short else 32)))
+    # No list is longer than the sequence, so short ones leave no parts.
+    parts = seq_len > chunk
+    part_rows = (2 * seq_len * spec.select_top // chunk + 1) * spec.select_len if parts else 1
+    dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
+    dk_part, dv_part = (
+        y.new_empty(batch, part_rows, groups, y.shape[-1], dtype=torch.float32) for y in (x.k, x.v)
+    )
+    cu, documents = document_offsets(x.cu_seqlens)
+    C = constants_of(
+        x.q, x.k, x.v, ROWS=config.rows, KEYS=keys, CHUNK=chunk, SELECT=spec.select_len
+    )
+    steps, heads = cdiv(spec.select_len, keys), groups * batch
+    programs = (seq_len * spec.select_top // chunk + total_blocks) * steps
+    launch(
+        selected_keys_kernel, (heads, programs) if short else (programs, heads), config,
+        q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(),
+        do=do, lse2=lse2, delta=delta, dk=dk, dv=dv, dk_part=dk_part, dv_part=dv_part,
+        cu=cu, offsets=offsets, queries=queries,
+        seq_len=seq_len, documents=documents, total_blocks=total_blocks,
+        list_len=queries.shape[-1], part_rows=part_rows,
+        scale=x.scale * LOG2E, scale_out=x.scale, C=C, HEADS_FIRST=short,
+    )  # fmt: skip
+    if parts:
+        launch(
+            add_parts_kernel, (total_blocks, steps, heads), config,
+            dk=dk, dv=dv, dk_part=dk_part, dv_part=dv_part, cu=cu, offsets=offsets,
+            seq_len=seq_len, documents=documents, total_blocks=total_blocks,
+            part_rows=part_rows, C=C,
+        )  # fmt: skip
+    return dk, dv
+
+
+def _block_keys(config: Config, spec: NSASpec) -> int:
+    """Keys of one step, no more than a block has."""
+    return max(16, min(config.keys, next_power_of_2(spec.select_len)))
+
+
+triton_selected = register(
+    "nsa::triton_selected",
+    AttentionInputs,
+    selected_forward,
+    fake=outputs_like,
+    outputs=2,
+    gradient=Gradient(selected_backward, inputs=3, outputs=1),
+)

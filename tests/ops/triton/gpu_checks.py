@@ -20,7 +20,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.documents import compressed_slices, document_slices
+from nsa.ops.inputs import compressed_slices, document_slices
 from nsa.ops.triton.configs import Config, override_choices
 from tests.ops.cases import (
     Case,

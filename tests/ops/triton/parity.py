@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import nsa_attention
-from nsa.ops.triton import band_op, configs, selected_op
+from nsa.ops.triton import band, configs, selected
 from tests.ops.cases import Case, Function, Inputs, branches, selection, with_gradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,11 +101,11 @@ def settings(
     """Force a tiling of the selected branch, or key gradients that are summed in parts."""
     with ExitStack() as stack:
         for module, name, value in (
-            (selected_op, "DENSE_BLOCKS", dense_blocks),
-            (selected_op, "CHUNK", chunk),
-            (band_op, "QUERIES_PER_SPLIT", queries_per_split),
+            (selected, "DENSE_BLOCKS", dense_blocks),
+            (selected, "CHUNK", chunk),
+            (band, "QUERIES_PER_SPLIT", queries_per_split),
             (configs, "ONE_TILE_HEAD", one_tile_head),
-            (selected_op, "SHORT", short),
+            (selected, "SHORT", short),
         ):
             if value is not None:
                 stack.enter_context(mock.patch.object(module, name, value))

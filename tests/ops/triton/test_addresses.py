@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.ops.cross_entropy import cross_entropy_
-from nsa.ops.triton import selected_lists
+from nsa.ops.per_token import cross_entropy_
+from nsa.ops.triton import selected
 from nsa.ops.triton.configs import Config, override_choices
-from nsa.ops.triton.selected_lists import queries_by_block
+from nsa.ops.triton.selected import queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, with_gradients
 from tests.ops.cases import one_thread as one_thread
@@ -134,7 +134,7 @@ CHECKS: dict[str, Check] = {
 def test_offsets_that_grow_with_a_tensor_have_64_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selected_lists, "STEP", 16)
+    monkeypatch.setattr(selected, "STEP", 16)
     with narrow_integers(2 * LIMIT):
         CHECKS[name]()
 

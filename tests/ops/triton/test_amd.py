@@ -11,7 +11,7 @@ import torch
 
 from nsa.monitor import environment as run_environment
 from nsa.ops import triton as backend
-from nsa.ops.cross_entropy import cross_entropy_
+from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import launch as launcher
 from nsa.ops.triton.configs import (
     Config,

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.cross_entropy import cross_entropy_
-from nsa.ops.triton import common, cross_entropy, pooling, selected_keys
+from nsa.ops.per_token import cross_entropy_
+from nsa.ops.triton import common, per_token, pooling, selected
 from tests.bounds import OutOfBounds
 from tests.ops.planted_errors import Plant
 from tests.ops.triton.parity import DEVICE
@@ -159,7 +159,7 @@ PLANTS = {
         common, "locate", "offsets + run + 1", "offsets + run + 2", DOCUMENTS[0]
     ),
     "queries of a step that does not come": Plant(
-        selected_keys, "selected_keys_kernel", "mask=after < rows", "mask=after < rows + 16",
+        selected, "selected_keys_kernel", "mask=after < rows", "mask=after < rows + 16",
         SELECTED,
     ),
     "a block's missing tokens": Plant(
@@ -167,7 +167,7 @@ PLANTS = {
         pool_is_that_of_pytorch,
     ),
     "the logit of a label past the vocabulary": Plant(
-        cross_entropy, "cross_entropy_kernel", "(label < vocabulary)", "(label <= vocabulary)",
+        per_token, "cross_entropy_kernel", "(label < vocabulary)", "(label <= vocabulary)",
         a_label_past_the_vocabulary,
     ),
 }  # fmt: skip

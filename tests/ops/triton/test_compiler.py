@@ -15,7 +15,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.triton import band_op, gated, select, selected_op
+from nsa.ops.triton import band, gated, select, selected
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, default, selection, with_gradients
 from tests.ops.cases import one_thread as one_thread
@@ -45,12 +45,12 @@ def forward_calls(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     window = (by_head(y) for y in (x.q, x.k_win, x.v_win))
     return {
         "compressed": (
-            band_op.triton_band,
+            band.triton_band,
             (x.q, x.k_cmp, x.v_cmp, None, cu, "compressed", PATTERN, scale),
         ),
-        "window": (band_op.triton_band, (*window, None, cu, "window", PATTERN, scale)),
+        "window": (band.triton_band, (*window, None, cu, "window", PATTERN, scale)),
         "selected": (
-            selected_op.triton_selected,
+            selected.triton_selected,
             (x.q, x.k_sel, x.v_sel, index, cu, "selected", PATTERN, scale),
         ),
         "gated": (gated.triton_gated, (*x.tensors(), cu, PATTERN, scale)),

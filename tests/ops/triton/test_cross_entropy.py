@@ -9,8 +9,8 @@ from torch import Tensor
 from nsa.model import loss
 from nsa.ops import cross_entropy as ops_cross_entropy
 from nsa.ops import triton
-from nsa.ops.cross_entropy import cross_entropy_
-from nsa.ops.triton import cross_entropy
+from nsa.ops.per_token import cross_entropy_
+from nsa.ops.triton import per_token
 from nsa.ops.triton.launch import recording
 from tests.ops.cases import default, with_gradients
 from tests.ops.cases import one_thread as one_thread
@@ -35,7 +35,7 @@ def assert_cross_entropy_parity(rows: int, vocabulary: int) -> None:
 def test_losses_and_gradients_are_those_of_pytorch(
     size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "COLUMNS", 64)
+    monkeypatch.setattr(per_token, "COLUMNS", 64)
     assert_cross_entropy_parity(*size)
 
 
@@ -54,7 +54,7 @@ def test_gradients_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_ignored_rows_give_zeros_whatever_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "COLUMNS", 64)
+    monkeypatch.setattr(per_token, "COLUMNS", 64)
     logits, labels = torch.full((3, 150), torch.nan), torch.full((3,), -100)
     for result in computed(logits, labels):
         assert not result.any()  # NaN is true
@@ -81,7 +81,7 @@ def test_logits_that_are_not_finite_give_nan(value: float) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in subtract:RuntimeWarning")
 def test_large_logits_neither_overflow_nor_lose_the_label(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a whole tile is -inf before the first finite logit."""
-    monkeypatch.setattr(cross_entropy, "COLUMNS", 16)
+    monkeypatch.setattr(per_token, "COLUMNS", 16)
     logits = torch.full((2, 40), -torch.inf)
     logits[0, 30:], logits[1, 20], logits[1, 21] = 3e38, 1e4, 1e4 - 1
     labels = torch.tensor([35, 21])

@@ -22,9 +22,9 @@ from torch._subclasses import FakeTensorMode
 
 from nsa.ops import nsa_attention, window_attention
 from nsa.ops.inputs import AttentionInputs
-from nsa.ops.triton import band_op, flash_window, gated
+from nsa.ops.triton import band, gated
+from nsa.ops.triton.band import FLASH, OPERATION, OURS, flash_forward, is_faster
 from nsa.ops.triton.configs import forget_tuned, save_tuned, tuning_key
-from nsa.ops.triton.flash_window import FLASH, OPERATION, OURS, flash_forward, is_faster
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, with_gradients
 from tests.ops.cases import one_thread as one_thread
@@ -100,9 +100,9 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for function in (flash_attn_func, flash_attn_varlen_func):
         setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    flash_window._installed.cache_clear()
+    band._installed.cache_clear()
     yield
-    flash_window._installed.cache_clear()
+    band._installed.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_its_output_and_lse_equal_our_kernels_for_the_same_window(name: str, win
     x, cu = inputs(case), case.offsets_on(DEVICE)
     by_head = x.q.transpose(1, 2).contiguous().transpose(1, 2)
     rest = cu, "window", NSASpec(window=window), case.scale
-    ours = band_op.band_forward(AttentionInputs(x.q, x.k_win, x.v_win, None, *rest))
+    ours = band.band_forward(AttentionInputs(x.q, x.k_win, x.v_win, None, *rest))
     for q in (x.q, by_head):
         theirs = flash_forward(q, x.k_win, x.v_win, cu, window, case.scale)
         for a, b in zip(theirs, ours, strict=True):
@@ -145,7 +145,7 @@ def test_both_functions_use_it_and_give_the_definitions_gradients(
         return with_gradients(lambda *y: function(*y, pattern, **options, backend=backend), tensors)
 
     expected = results("reference")
-    for module in (band_op, gated):
+    for module in (band, gated):
         monkeypatch.setattr(module, "is_faster", lambda *_: calls.append(True) or True)
     for a, b in zip(results("triton"), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -186,11 +186,11 @@ def test_it_is_never_used_for_unsupported_inputs() -> None:
 def test_our_kernel_runs_if_flash_attn_was_removed_after_tuning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flash_window, "find_spec", lambda name: None)
-    flash_window._installed.cache_clear()
+    monkeypatch.setattr(band, "find_spec", lambda name: None)
+    band._installed.cache_clear()
     save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): FLASH})
     assert not is_faster(*fake())
-    flash_window._installed.cache_clear()
+    band._installed.cache_clear()
 
 
 def test_an_installed_flash_attn_has_the_copied_signatures() -> None:
@@ -208,6 +208,6 @@ def test_an_installed_flash_attn_loses_no_more_than_pytorchs_attention(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    monkeypatch.setattr(band_op, "is_faster", lambda *_: True)
+    monkeypatch.setattr(band, "is_faster", lambda *_: True)
     case = Case(NSASpec(), lengths, kv_heads=2, group=6, key_dim=64, value_dim=64)
     gpu_checks.loses_no_more_than_plain_attention(case, BF16)

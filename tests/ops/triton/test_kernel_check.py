@@ -15,9 +15,9 @@ from nsa.model import AttentionConfig, ModelConfig
 from nsa.model import kernel_check as checks
 from nsa.model.kernel_check import KernelResult, Operation, check_kernels, problems_of, table
 from nsa.ops import backend, triton
-from nsa.ops.activation import swiglu
 from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts, runs_fused
-from nsa.ops.triton import activation, decode, gated, select
+from nsa.ops.per_token import swiglu
+from nsa.ops.triton import decode, gated, per_token, select
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import default
@@ -132,7 +132,7 @@ def raising(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_planted_fault_is_named(
     fault: Fault, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation, "triton_swiglu", fault(activation.triton_swiglu))
+    monkeypatch.setattr(per_token, "triton_swiglu", fault(per_token.triton_swiglu))
     result = only("swiglu")
     assert result.problem.startswith(problem)
     assert "\n" not in result.problem

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.ops.triton import band_op, common, select, selected_op
+from nsa.ops.triton import band, common, select, selected
 from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
 from tests.ops.cases import default
 from tests.ops.cases import one_thread as one_thread
@@ -49,14 +49,14 @@ def without_checkpointing(attention: str) -> list[Tensor]:
 def counted_launches() -> Iterator[Counter[str]]:
     """The kernels that are started, by name."""
     counts: Counter[str] = Counter()
-    launch = band_op.launch
+    launch = band.launch
 
     def counting(kernel: Any, *args: Any, **arguments: Any) -> None:
         counts[kernel.fn.__name__] += 1
         launch(kernel, *args, **arguments)
 
     with ExitStack() as stack:
-        for module in (band_op, common, select, selected_op):
+        for module in (band, common, select, selected):
             stack.enter_context(mock.patch.object(module, "launch", counting))
         yield counts
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import add_rms_norm
-from nsa.ops.triton import normalization
+from nsa.ops.triton import per_token
 from nsa.ops.triton.launch import recording
 from tests.operations import Recorder
 from tests.ops.cases import one_thread as one_thread
@@ -150,8 +150,8 @@ def test_the_ops_match_their_declarations() -> None:
     x, delta, weight = tensors(2, 3, 6)
     ops = torch.ops.nsa
     for op, given in (
-        (normalization.triton_add_rms_norm, (x, delta, weight, EPS)),
-        (normalization.triton_add_rms_norm, (x, None, weight, EPS)),
+        (per_token.triton_add_rms_norm, (x, delta, weight, EPS)),
+        (per_token.triton_add_rms_norm, (x, None, weight, EPS)),
     ):
         learned = tuple(
             y.detach().clone().requires_grad_() if isinstance(y, Tensor) else y for y in given
@@ -167,10 +167,10 @@ def test_the_ops_match_their_declarations() -> None:
 
 def test_each_pass_is_one_launch_and_one_for_the_weights_gradient() -> None:
     x, weight = torch.empty(99, 48, device="meta"), torch.empty(48, device="meta")
-    inputs = normalization.AddNorm(x, x, weight, EPS)
+    inputs = per_token.AddNorm(x, x, weight, EPS)
     with recording() as launches:
-        total, normed = normalization.add_rms_norm_forward(inputs)
-        normalization.add_rms_norm_backward(total, normed, inputs, total)
+        total, normed = per_token.add_rms_norm_forward(inputs)
+        per_token.add_rms_norm_backward(total, normed, inputs, total)
     assert [launch.kernel.fn.__name__ for launch in launches] == [
         "add_rms_norm_kernel",
         "rms_norm_backward_kernel",

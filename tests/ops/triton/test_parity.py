@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from nsa.ops import nsa_attention, window_attention
 from nsa.ops.inputs import AttentionInputs
-from nsa.ops.triton.band_op import band_backward, band_forward
+from nsa.ops.triton.band import band_backward, band_forward
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, branches, default, random_cases, with_gradients
 from tests.ops.cases import one_thread as one_thread

@@ -10,21 +10,7 @@ import pytest
 import torch
 
 from nsa.ops import select_blocks
-from nsa.ops.triton import (
-    activation,
-    band,
-    common,
-    cross_entropy,
-    normalization,
-    pooling,
-    rotary,
-    select,
-    selected,
-    selected_keys,
-    selected_lists,
-    selector_loss,
-    sum_parts,
-)
+from nsa.ops.triton import band, common, per_token, pooling, rotary, select, selected, selector_loss
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
 from tests.ops.cases import (
@@ -161,7 +147,7 @@ def norms_are_those_of_pytorch() -> None:
 
 
 def losses_are_those_of_pytorch() -> None:
-    with mock.patch.object(cross_entropy, "COLUMNS", 16):
+    with mock.patch.object(per_token, "COLUMNS", 16):
         assert_cross_entropy_parity(4, 40)
 
 
@@ -229,7 +215,8 @@ PLANTS = {
         SPLITS,
     ),
     "a split begins one query early": Plant(
-        band, "_key_gradients", "= split * split_len\n", "= split * split_len - 1\n", SPLITS
+        band, "_key_gradients", "= tl.maximum(split * split_len,", "= tl.maximum(split * split_len - 1,",
+        SPLITS,
     ),
     "a group's heads are laid out by head and stored by query": Plant(
         common, "group_rows", "i // C.GROUP, i % C.GROUP", "i // C.GROUP, i * C.GROUP // C.ROWS",
@@ -255,41 +242,41 @@ PLANTS = {
         SELECTED,
     ),
     "a block named twice counts twice": Plant(
-        selected_lists, "_members", "words |= tl.where", "words += tl.where",
+        selected, "_members", "words |= tl.where", "words += tl.where",
         any_block_index_is_valid,
     ),
     "all heads of a group read one head's lse": Plant(
-        selected_keys, "_keys_step", "tl.load(lse2 + at + h,", "tl.load(lse2 + at,", SELECTED
+        selected, "_keys_step", "tl.load(lse2 + at + h,", "tl.load(lse2 + at,", SELECTED
     ),
     "a block's own queries see all of it, in dk and dv": Plant(
-        selected_keys, "_keys_step", "if CAUSAL:", "if False:", SELECTED
+        selected, "_keys_step", "if CAUSAL:", "if False:", SELECTED
     ),
     "later chunks of a list take their first queries for the block's own": Plant(
-        selected_keys, "selected_keys_kernel",
+        selected, "selected_keys_kernel",
         "C.SELECT - chunk * C.CHUNK", "C.SELECT - chunk * C.SELECT", PARTS,
     ),
     "a block that begins after a query counts for it": Plant(
-        selected_lists, "_members", "tl.where(b * SELECT <= t, b, -1)", "b",
+        selected, "_members", "tl.where(b * SELECT <= t, b, -1)", "b",
         any_block_index_is_valid,
     ),
     "dk of selected blocks lacks the scale": Plant(
-        selected_keys, "selected_keys_kernel", "dk_acc *= scale_out", "dk_acc *= 1.0", SELECTED
+        selected, "selected_keys_kernel", "dk_acc *= scale_out", "dk_acc *= 1.0", SELECTED
     ),
     "parts of two lists are kept in one place": Plant(
-        selected_keys, "_part_number", "begin * 2 // CHUNK", "begin // CHUNK", PARTS
+        selected, "_part_number", "begin * 2 // CHUNK", "begin // CHUNK", PARTS
     ),
     "the last part of a list is left out": Plant(
-        selected_keys, "add_parts_kernel",
+        selected, "add_parts_kernel",
         "tl.cdiv(end - begin, C.CHUNK)", "(end - begin) // C.CHUNK", PARTS,
     ),
     "a list counts positions from its document's first": Plant(
-        selected_lists, "lists_kernel", "start + t,", "t,", DOCUMENTS[1]
+        selected, "lists_kernel", "start + t,", "t,", DOCUMENTS[1]
     ),
     "the first queries of a list are not counted": Plant(
-        selected_lists, "totals_kernel", "j * SELECT // WORD", "j * SELECT // WORD + 1", SELECTED
+        selected, "totals_kernel", "j * SELECT // WORD", "j * SELECT // WORD + 1", SELECTED
     ),
     "only half of a word is counted": Plant(
-        selected_lists, "_popcount", "x += x >> 8", "x += 0 * x", SELECTED
+        selected, "_popcount", "x += x >> 8", "x += 0 * x", SELECTED
     ),
     "a document ends one position early": Plant(
         common, "locate", "offsets + run + 1)", "offsets + run + 1) - 1", DOCUMENTS[2]
@@ -358,7 +345,7 @@ PLANTS = {
         band, "_single_tile_step", "visible(t0 + local,", "visible(t0 + local + 2,", MIXED
     ),
     "the window's keys get the compressed branch's delta": Plant(
-        band, "band_keys_kernel", "delta_win, None, dk_win", "delta_cmp, None, dk_win",
+        band, "band_keys_kernel", "delta_win, dk_win", "delta_cmp, dk_win",
         SEVERAL_TILES,
     ),
     "a gate enters its branch's gradients upside down": Plant(
@@ -447,23 +434,23 @@ PLANTS = {
         selector_losses_are_those_of_pytorch,
     ),
     "the gate's gradient is that of a sigmoid alone": Plant(
-        activation, "swiglu_backward_kernel", "(1.0 + gate", "(0.0 + gate",
+        per_token, "swiglu_backward_kernel", "(1.0 + gate", "(0.0 + gate",
         swiglu_is_that_of_pytorch,
     ),
     "the residual's own gradient is left out": Plant(
-        normalization, "rms_norm_backward_kernel", "dh += _load(", "dh += 0.0 * _load(",
+        per_token, "rms_norm_backward_kernel", "dh += _load(", "dh += 0.0 * _load(",
         norms_are_those_of_pytorch,
     ),
     "the last part of the norm's weight gradient is left out": Plant(
-        sum_parts, "sum_parts_kernel", "(row < rows)", "(row < rows - 1)",
+        common, "sum_parts_kernel", "(row < rows)", "(row < rows - 1)",
         norms_are_those_of_pytorch,
     ),
     "the mean square counts a column too many": Plant(
-        normalization, "_inverse_rms", "/ WIDTH + eps", "/ (WIDTH + 1) + eps",
+        per_token, "_inverse_rms", "/ WIDTH + eps", "/ (WIDTH + 1) + eps",
         norms_are_those_of_pytorch,
     ),
     "the padding's gradient is not written": Plant(
-        activation, "swiglu_backward_kernel", "PACKED > 2 * WIDTH", "PACKED > 9 * WIDTH",
+        per_token, "swiglu_backward_kernel", "PACKED > 2 * WIDTH", "PACKED > 9 * WIDTH",
         swiglu_is_that_of_pytorch,
     ),
     "a pair of a head is not rotated as one": Plant(
@@ -519,19 +506,19 @@ PLANTS = {
         rotary_pool_is_that_of_pytorch,
     ),
     "the gradient of padding is not written": Plant(
-        rotary, "rotary_backward_kernel", "C.WIDTH - FIRST, REST_P", "C.GATES, REST_P",
+        rotary, "rotary_backward_kernel", "C.REST, REST_P", "C.GATES, REST_P",
         rotary_pool_is_that_of_pytorch,
     ),
     "the sum of a row is not rescaled where its maximum rises": Plant(
-        cross_entropy, "cross_entropy_kernel", "total * tl.exp(m - m_new)", "total",
+        per_token, "cross_entropy_kernel", "total * tl.exp(m - m_new)", "total",
         losses_are_those_of_pytorch,
     ),
     "an ignored row has a gradient": Plant(
-        cross_entropy, "cross_entropy_kernel", "tl.zeros([COLUMNS],", "tl.full([COLUMNS], 1.0,",
+        per_token, "cross_entropy_kernel", "tl.zeros([COLUMNS],", "tl.full([COLUMNS], 1.0,",
         losses_are_those_of_pytorch,
     ),
     "the label's gradient lacks its minus 1": Plant(
-        cross_entropy, "cross_entropy_kernel", "p - 1.0", "p", losses_are_those_of_pytorch
+        per_token, "cross_entropy_kernel", "p - 1.0", "p", losses_are_those_of_pytorch
     ),
 }  # fmt: skip
 

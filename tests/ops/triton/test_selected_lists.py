@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.ops.documents import document_slices
-from nsa.ops.triton import selected_lists
+from nsa.ops.inputs import document_slices
+from nsa.ops.triton import selected
 from nsa.ops.triton.launch import recording
-from nsa.ops.triton.selected_lists import blocks_by_tile, queries_by_block
+from nsa.ops.triton.selected import blocks_by_tile, queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
 from tests.ops.cases import one_thread as one_thread
@@ -106,7 +106,7 @@ def test_each_blocks_list_is_that_of_the_sort(
 
 
 def test_lists_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selected_lists, "STEP", 16)
+    monkeypatch.setattr(selected, "STEP", 16)
     case = CASES["more blocks than fit a step"]
     assert_lists_are_sorted_pairs(local_index(case), case)
 

@@ -94,7 +94,7 @@ def test_the_fastest_candidate_is_stored_and_used_by_the_next_launch() -> None:
 def test_only_the_kernel_in_question_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its candidates are compared without the noise and the time of the other kernels."""
     from nsa.ops.triton import launch
-    from nsa.ops.triton.band_op import band_backward, band_forward
+    from nsa.ops.triton.band import band_backward, band_forward
 
     runs: Counter[str] = Counter()
 
