@@ -2,7 +2,7 @@
 
 Nothing is tuned during a run. A launch takes the first candidate, or the one that
 `nsa doctor --tune` measured to be the fastest on this GPU and stored on disk. Between two
-implementations of an operation (flash_window.py) it chooses in the same way, by name.
+implementations of an operation (band.py) it chooses in the same way, by name.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _tuned_or_first(key: str, options: list[Option]) -> Option:
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
 # `forward`, `queries` and `keys` are shared by several branches; a row `window_forward` would
 # override `forward` for the window. `gathered` is the selected branch with small tiles, for long
-# sequences (selected_op.py), `gathered_decode` decoding. 192 is for keys of up to 256 with values
+# sequences (selected.py), `gathered_decode` decoding. 192 is for keys of up to 256 with values
 # of up to 128, as in the paper.
 # In `select` rows are queries and keys are selection blocks.
 _HALF_PRECISION: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16

@@ -215,8 +215,8 @@ PLANTS = {
         SPLITS,
     ),
     "a split begins one query early": Plant(
-        band, "_key_gradients", "= tl.maximum(split * split_len,", "= tl.maximum(split * split_len - 1,",
-        SPLITS,
+        band, "_key_gradients",
+        "= tl.maximum(split * split_len,", "= tl.maximum(split * split_len - 1,", SPLITS,
     ),
     "a group's heads are laid out by head and stored by query": Plant(
         common, "group_rows", "i // C.GROUP, i % C.GROUP", "i // C.GROUP, i * C.GROUP // C.ROWS",
