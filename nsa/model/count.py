@@ -38,10 +38,9 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
         products += kv_size * config.width
         pairs = spec.visible_pairs(seq_len)
         keys = pairs["sel"] / seq_len
-        learns = attention.selector_loss > 0  # its projections from a detached input, φ with it
-        index = 2 * size * config.width * (2 if learns else 1)
+        index = 2 * 2 * size * config.width  # from a detached input
         if attention.compressor == "pool":
-            index += size * config.head_dim * (3 if learns else 1)
+            index += size * config.head_dim * (3 if attention.selector_loss > 0 else 1)
         selection = 2 * index + 2 * size * pairs["cmp"] / seq_len
     else:
         spec, branches = attention.spec, attention.branch_names

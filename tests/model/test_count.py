@@ -94,12 +94,12 @@ def _pairs(length: int, attention: AttentionConfig) -> tuple[list[int], list[int
     return [length * blocks, length**2, length**2], visible
 
 
-def test_an_index_that_learns_costs_its_weights_gradient() -> None:
-    """That of its projections, whose input is detached, and twice the product of φ."""
+def test_an_index_that_learns_costs_the_gradients_of_its_pooling() -> None:
+    """Twice the product of φ; its projections get their gradient with the layer's, used or not."""
     learning = tiny("index")
     frozen = replace(learning, attention=replace(learning.attention, selector_loss=0.0))
     size = learning.kv_heads * learning.head_dim
-    more = 2 * (2 * size * learning.width + 2 * size * learning.head_dim) * learning.layers
+    more = 2 * 2 * size * learning.head_dim * learning.layers
     assert flops_per_token(learning, 37) - flops_per_token(frozen, 37) == pytest.approx(more)
 
 
