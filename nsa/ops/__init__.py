@@ -219,7 +219,7 @@ def nsa_attention_and_blocks(x: GatedInputs, backend: str = "auto") -> tuple[Ten
     if runs_fused(backend, q, v_cmp):
         check_documents(cu_seqlens, q)
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
-        from nsa.ops.triton.gated import triton_gated
+        from nsa.ops.triton.band import triton_gated
 
         o, block_index, *_ = triton_gated(*x[:9], spec.to_ints(), scale)
         return o, block_index

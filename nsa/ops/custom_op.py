@@ -133,7 +133,9 @@ def _autograd(
     assert not gradient.zeros or count in (1, outputs), f"{name}: set zeros=False"
     tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
     result_of = gradient.result_of or tuple(range(gradient.inputs))
-    like = [result_of.index(result) for result in range(max(result_of) + 1)]  # inputs of same shape
+    like: dict[int, int] = {}  # by result: the first input whose gradient it is
+    for number, result in enumerate(result_of):
+        like.setdefault(result, number)
     output_gradients = [f"Tensor{'' if gradient.zeros else '?'} gradient_{i}" for i in range(count)]
     saved_outputs = [f"Tensor output_{i}" for i in range(len(range(outputs)[gradient.saved]))]
 
@@ -143,7 +145,7 @@ def _autograd(
 
     def fake(*args: Any) -> Any:
         given = args[count]
-        targets = (given[0].new_empty(0) if given[i] is None else given[i] for i in like)
+        targets = (given[0].new_empty(0) if given[i] is None else given[i] for i in like.values())
         results = tuple(x.new_empty(x.shape) for x in targets)
         return results if len(results) > 1 else results[0]
 

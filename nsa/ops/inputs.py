@@ -74,6 +74,11 @@ class AttentionInputs(NamedTuple):
     spec: NSASpec
     scale: float
 
+    def empty_outputs(self) -> tuple[Tensor, Tensor]:
+        """Uninitialised (o, lse)."""
+        lse = self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
+        return self.q.new_empty(*self.q.shape[:3], self.v.shape[-1]), lse
+
 
 class SelectionInputs(NamedTuple):
     """Inputs of block selection; also the arguments of its custom ops."""

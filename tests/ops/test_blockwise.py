@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops import blockwise, nsa_attention, select_blocks, selected_attention, tiles
+from nsa.ops import blockwise, nsa_attention, select_blocks, selected_attention
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
@@ -34,12 +34,12 @@ RANDOM = random_cases(60, longest=75)
 def tile_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default sizes, and ones so small that every case has several tiles of each kind."""
     if request.param == "small tiles":
-        monkeypatch.setattr(tiles, "TILE_ROWS", 10)
-        monkeypatch.setattr(tiles, "HEADS", 2)
+        monkeypatch.setattr(blockwise, "TILE_ROWS", 10)
         monkeypatch.setattr(blockwise, "HEADS", 2)
-        monkeypatch.setattr(tiles, "GATHERED_ROWS", 14)
-        monkeypatch.setattr(tiles, "EARLY_BLOCKS", 1)
-        monkeypatch.setattr(tiles, "EARLY_PAIRS", 0)
+        monkeypatch.setattr(blockwise, "HEADS", 2)
+        monkeypatch.setattr(blockwise, "GATHERED_ROWS", 14)
+        monkeypatch.setattr(blockwise, "EARLY_BLOCKS", 1)
+        monkeypatch.setattr(blockwise, "EARLY_PAIRS", 0)
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:

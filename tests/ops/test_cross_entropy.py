@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops import cross_entropy, fallback_counts, reset_fallback_counts
+from nsa.ops import fallback_counts, per_token, reset_fallback_counts
 from nsa.ops.per_token import cross_entropy_
 
 VOCABULARY = 37
@@ -38,7 +38,7 @@ def defined(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def test_losses_and_gradients_are_those_of_the_definition(
     rows: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "SOFTMAX_LOGITS", rows_at_once * VOCABULARY)
+    monkeypatch.setattr(per_token, "SOFTMAX_LOGITS", rows_at_once * VOCABULARY)
     logits, labels = inputs(rows)
     expected, gradient = defined(logits, labels)
     untouched = logits.clone()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nsa.model import compressor
-from nsa.ops import blockwise, checks, documents, reference, tiles
+from nsa.ops import blockwise, inputs, reference
 from tests.ops import cases
 from tests.ops import known_errors as check
 from tests.ops.cases import one_thread as one_thread
@@ -33,7 +33,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
 
 PLANTED: dict[str, Plant] = {
     "compressed causality inverted": Plant(
-        tiles,
+        blockwise,
         "compressed_tiles",
         "end > row",
         "end < row",
@@ -75,7 +75,7 @@ PLANTED: dict[str, Plant] = {
         check.the_last_blocks_are_always_selected,
     ),
     "one maximum for a tile": Plant(
-        tiles,
+        blockwise,
         "attend",
         "p = score.softmax(-1)",
         "p = (score - score.max()).exp(); p = p / p.sum(-1, keepdim=True)",
@@ -89,28 +89,28 @@ PLANTED: dict[str, Plant] = {
         check.small_importances_are_still_ranked,
     ),
     "bf16 partial sums for dK": Plant(
-        tiles,
+        blockwise,
         "attend_backward",
         "dk[tile.heads, tile.keys].baddbmm_(ds.mT, q_tile)",
         "x = dk[tile.heads, tile.keys].baddbmm_(ds.mT, q_tile); x.copy_(x.bfloat16())",
         check.key_and_value_gradients_are_rounded_to_bf16_once,
     ),
     "bf16 partial sums for dV": Plant(
-        tiles,
+        blockwise,
         "attend_backward",
         "dv[tile.heads, tile.keys].baddbmm_(p.mT, do_tile)",
         "x = dv[tile.heads, tile.keys].baddbmm_(p.mT, do_tile); x.copy_(x.bfloat16())",
         check.key_and_value_gradients_are_rounded_to_bf16_once,
     ),
     "gradients summed in random order": Plant(
-        tiles,
+        blockwise,
         "attend_backward",
         "for tile in tiles:",
         "for tile in __import__('random').sample(t := list(tiles), len(t)):",
         check.five_runs_are_the_same_to_the_bit,
     ),
     "32-bit keys": Plant(
-        tiles,
+        blockwise,
         "_gathered_tiles",
         "block_index[switch:].long()",
         "block_index[switch:]",
@@ -124,21 +124,21 @@ PLANTED: dict[str, Plant] = {
         check.every_query_head_reads_its_groups_head,
     ),
     "query heads interleaved backward only": Plant(
-        tiles,
+        blockwise,
         "attend_backward",
         "dq[tile.heads, tile.rows] += dq_tile",
         "dq[tile.heads, tile.rows] += dq_tile.flip(2)",
         check.every_query_head_reads_its_groups_head,
     ),
     "only powers of two as group": Plant(
-        checks,
+        inputs,
         "check_heads",
         "q.shape[2] % x.shape[2]",
         "bin(q.shape[2] // x.shape[2]).count('1') > 1",
         check.every_query_head_reads_its_groups_head,
     ),
     "groups of 16 and more only": Plant(
-        checks,
+        inputs,
         "check_heads",
         "q.shape[2] % x.shape[2]",
         "q.shape[2] // x.shape[2] not in (1, *range(16, 99))",
@@ -152,14 +152,14 @@ PLANTED: dict[str, Plant] = {
         check.documents_do_not_see_each_other,
     ),
     "documents leak through the compressed keys": Plant(
-        documents,
+        inputs,
         "compressed_slices",
         "slice(start, end)",
         "slice(0, end - start)",
         check.documents_do_not_see_each_other,
     ),
     "gradient one in a million off": Plant(
-        tiles,
+        blockwise,
         "attend_backward",
         "baddbmm_(ds.mT, q_tile)",
         "baddbmm_(ds.mT, q_tile, alpha=1.000001)",

@@ -1,19 +1,23 @@
-"""Attention over a band of keys (window, compressed branch, or both): kernels, launchers, op.
+"""Attention over a band of keys (window, compressed branch, or both), and NSA's op of all branches.
 
 A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. For the
 compressed branch LEN and STRIDE are a block's and WINDOW is 0, none; for the window branch LEN and
 STRIDE are 1. A launch computes one branch, or both from one tile of queries; the arguments of a
 missing branch are None. common.py defines the layout of rows.
 
-flash-attn computes the window's forward pass where tuning measured it to be faster. The backward
-pass stays with our kernels, which read flash-attn's lse: they take gates through lse and delta
-(gated.py), and flash-attn's backward pass would compute its own delta.
+`triton_gated` is the three branches and their gates. Forward: one kernel computes the compressed
+branch and the window, which read the same queries; the selected branch's kernel also adds up the
+gated branches.
+
+Backward: no branch's gradient g · do is stored. With a branch's softmax p, gate g and row sums
+delta = Σ do · o, which are also the gate's gradient, its scores get the gradient (g·p) · (dp -
+delta) and its values (g·p) · do. Since g·p = exp(s - (lse - ln g)), the same kernels as without
+gates compute this, given lse - ln g instead of lse. One kernel computes lse - ln g and delta of all
+branches, and dq of the compressed branch and the window; so queries and do are read once and dq is
+written once.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 import triton
@@ -21,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import AttentionInputs
+from nsa.ops.inputs import AttentionInputs, GatedInputs
 from nsa.ops.triton.common import (
     LOG2E,
     Constants,
@@ -49,8 +53,11 @@ from nsa.ops.triton.common import (
     visible,
     zero_pair,
 )
-from nsa.ops.triton.configs import Config, choose, choose_config
+from nsa.ops.triton.configs import Config, choose_config, one_tile
+from nsa.ops.triton.flash_window import flash_forward, is_faster
 from nsa.ops.triton.launch import cdiv, launch, padded_size
+from nsa.ops.triton.select import select_forward
+from nsa.ops.triton.selected import selected_forward, selected_gradients
 
 
 @triton.jit
@@ -437,55 +444,6 @@ def band_keys_kernel(
         )  # fmt: skip
 
 
-OPERATION = "window_library"  # what `nsa doctor --tune` measures and stores
-OURS, FLASH = "ours", "flash-attn"
-HEAD_MULTIPLE = 8
-
-
-def is_faster(q: Tensor, v: Tensor) -> bool:
-    """Whether flash-attn supports these tensors and was the faster one on this GPU."""
-    supported = (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] == v.shape[-1]
-        and q.shape[-1] % HEAD_MULTIPLE == 0
-        and _installed()
-    )
-    if not supported:
-        return False
-    sizes = padded_size(q.shape[-1]), padded_size(v.shape[-1])
-    return choose(OPERATION, [OURS, FLASH], sizes, q.dtype, q.shape[1]) == FLASH
-
-
-@lru_cache(maxsize=1)
-def _installed() -> bool:
-    return find_spec("flash_attn") is not None
-
-
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) as `band_forward` does.
-
-    flash-attn's `window_size` counts the keys to the left and right of the query, without its own.
-    """
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
-
-    options = {
-        "softmax_scale": scale,
-        "causal": True,
-        "window_size": (window - 1, 0),
-        "return_attn_probs": True,  # returns lse; the probabilities themselves are left out
-    }
-    if cu_seqlens is None:
-        o, lse, _ = flash_attn_func(q, k, v, **options)
-        return o.contiguous(), lse.transpose(1, 2).contiguous()
-    # An upper bound of the longest document; the exact length would be a host sync.
-    cu, longest = cu_seqlens.int(), q.shape[1]
-    o, lse, _ = flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, longest, longest, **options)
-    return o[None].contiguous(), lse.t()[None].contiguous()
-
-
 # A document has few tiles of compressed keys, each seen by very many queries. So several programs
 # share a tile, and their float32 parts are added up in a fixed order. With 512 queries a program
 # takes about as long as one of the window's keys (python -m tests.bench schedule).
@@ -502,7 +460,7 @@ Branch = AttentionInputs | None
 def launch_forward(win: Branch, cmp: Branch) -> list[Tensor]:
     """o and lse of the window, then of the compressed branch."""
     x, config = _either(win, cmp), _config("forward", win, cmp)
-    outputs = [(None, None) if y is None else outputs_like(y) for y in (win, cmp)]
+    outputs = [(None, None) if y is None else y.empty_outputs() for y in (win, cmp)]
     (o_win, lse_win), (o_cmp, lse_cmp) = outputs
     (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
     cu, documents = document_offsets(x.cu_seqlens)
@@ -544,18 +502,18 @@ def launch_keys(
     win: Branch, cmp: Branch, *, do: Tensor,
     lse2_win: Tensor | None = None, delta_win: Tensor | None = None,
     lse2_cmp: Tensor | None = None, delta_cmp: Tensor | None = None,
-    one_tile: tuple[int, int] | None = None, lse_cmp: Tensor | None = None,
+    single_tile: tuple[int, int] | None = None, lse_cmp: Tensor | None = None,
     gates: Tensor | None = None, dgates: Tensor | None = None, dq: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """dk and dv of the window, then of the compressed branch.
 
-    `one_tile`: rows and keys of a tile with all compressed keys. It needs lse_cmp and gates instead
-    of lse2_cmp and delta_cmp, writes the compressed branch's dgates and adds to dq.
+    `single_tile`: rows and keys of a tile with all compressed keys. It needs lse_cmp and gates
+    instead of lse2_cmp and delta_cmp, writes the compressed branch's dgates and adds to dq.
     """
     x, config = _either(win, cmp), _config("keys", win, cmp)
     (batch, seq_len), groups = x.q.shape[:2], x.k.shape[2]
-    rows, keys = one_tile or config[:2]
-    if one_tile and config.warps <= 4:  # half the rows, or registers spill
+    rows, keys = single_tile or config[:2]
+    if single_tile and config.warps <= 4:  # half the rows, or registers spill
         rows = max(16, rows // 2)
     dk_win = dv_win = dk_cmp = dv_cmp = None
     window_tiles, key_len, split_len, cmp_tiles, cmp_programs = 0, 0, seq_len, 1, 0
@@ -565,7 +523,7 @@ def launch_keys(
     if cmp is not None:
         splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
         split_len, key_len = cdiv(seq_len, splits), cmp.k.shape[1]
-        if not one_tile:
+        if not single_tile:
             cmp_tiles = max_tiles(seq_len, keys * cmp.spec.block_stride, x.cu_seqlens)
         cmp_programs = cmp_tiles * splits
         dk_cmp, dv_cmp = _parts(cmp, splits)
@@ -660,17 +618,86 @@ def band_backward(
     return dq, dk, dv
 
 
-def outputs_like(x: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Uninitialised (o, lse) of attention."""
-    lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
-    return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), lse
-
-
 triton_band = register(
     "nsa::triton_band",
     AttentionInputs,
     band_forward,
-    fake=outputs_like,
+    fake=AttentionInputs.empty_outputs,
     outputs=2,
     gradient=Gradient(band_backward, inputs=3, outputs=2),
+)
+
+
+def _one_tile(x: GatedInputs) -> tuple[int, int] | None:
+    """(rows, keys) of a tile with all compressed keys: their backward pass needs no o_cmp."""
+    if x.cu_seqlens is not None:  # looking up documents as well takes too many registers
+        return None
+    head = max(x.q.shape[-1], x.v_cmp.shape[-1])
+    return one_tile(x.k_cmp.shape[1], head, x.q.dtype.itemsize)
+
+
+def gated_forward(x: GatedInputs) -> tuple[Tensor, ...]:
+    """(o, block_index, then o and lse of the compressed, selected and window branch)."""
+    win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
+    if is_faster(x.q, x.v_win):
+        o_win, lse_win, o_cmp, lse_cmp = *band_forward(win), *band_forward(cmp)
+    else:
+        o_win, lse_win, o_cmp, lse_cmp = launch_forward(win, cmp)
+    index = select_forward(x.selection(lse_cmp))
+    o = torch.empty_like(o_cmp)
+    selected = x.branch("selected", x.k_sel, x.v_sel, index)
+    o_sel, lse_sel = selected_forward(
+        selected, o_cmp=o_cmp, o_win=o_win, gates=x.gates.contiguous(), gated_sum=o
+    )
+    o_cmp = o_cmp.new_empty(0) if _one_tile(x) else o_cmp
+    return o, index, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
+
+
+def gated_backward(
+    do: Tensor, x: GatedInputs, index: Tensor,
+    o_cmp: Tensor, lse_cmp: Tensor, o_sel: Tensor, lse_sel: Tensor, o_win: Tensor, lse_win: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of q, of the three pairs of keys and values, and of the gates."""
+    do, gates, tile = do.contiguous(), x.gates.contiguous(), _one_tile(x)
+    win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
+    dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
+    dgates = torch.empty_like(gates)
+    # [3, B, T, Hq], by branch: Σ do·o, and (lse - ln gate) / ln 2.
+    delta, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
+    # The selected branch adds to dq later, and so does the compressed branch if it has one tile.
+    launch_queries(
+        win, None if tile else cmp, do=do, delta=delta, lse2=lse2, dq=dq,
+        gates=gates, dgates=dgates, o_cmp=o_cmp, lse_cmp=lse_cmp,
+        o_sel=o_sel, lse_sel=lse_sel, o_win=o_win, lse_win=lse_win,
+    )  # fmt: skip
+    if tile:
+        dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
+            win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
+            single_tile=tile, lse_cmp=lse_cmp, gates=gates, dgates=dgates, dq=dq,
+        )  # fmt: skip
+    else:
+        dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
+            win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
+            lse2_cmp=lse2[0], delta_cmp=delta[0],
+        )  # fmt: skip
+    selected = x.branch("selected", x.k_sel, x.v_sel, index)
+    dk_sel, dv_sel = selected_gradients(do, selected, lse2[1], delta[1], dq, add=True)
+    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+
+
+def _fake(x: GatedInputs) -> tuple[Tensor, ...]:
+    (o, lse), *others = (x.branch("window", x.k_win, x.v_win).empty_outputs() for _ in range(4))
+    index = x.selection(lse).empty_index()
+    (o_cmp, lse_cmp), selected, window = others
+    o_cmp = o.new_empty(0) if _one_tile(x) else o_cmp
+    return o, index, o_cmp, lse_cmp, *selected, *window
+
+
+triton_gated = register(
+    "nsa::triton_gated",
+    GatedInputs,
+    gated_forward,
+    _fake,
+    outputs=8,
+    gradient=Gradient(gated_backward, inputs=8, outputs=1, saved=slice(1, None)),
 )

@@ -77,11 +77,12 @@ class Constants(NamedTuple):
 
 @triton.jit
 def locate(offsets, count, grid_tile, MUL: tl.constexpr, TILE: tl.constexpr):
-    """Find the run of ascending `offsets` that a tile of the grid is in.
+    """Find a tile of the grid: (its run, the run's begin and end, the tile's number in the run).
 
-    Returns (run, begin, end, tile of the run). An entry is MUL rows, a tile TILE rows. Run i gets
-    the grid's tiles from offsets[i] * MUL // TILE + i on, always enough. So a grid of total * MUL
-    // TILE + count programs suffices, and the host need not read `offsets`.
+    Run i holds the entries from offsets[i] to offsets[i + 1]. An entry has MUL rows, and a tile
+    covers TILE rows. Run i takes the tiles of the grid from offsets[i] * MUL // TILE + i on. These
+    are enough for every run, so a grid of total * MUL // TILE + count tiles is large enough, and
+    the host need not read `offsets`.
     """
     run = -1
     for first in range(0, count, 64):

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import AttentionInputs
-from nsa.ops.triton.band import outputs_like
 from nsa.ops.triton.common import (
     LOG2E,
     Constants,
@@ -533,7 +532,7 @@ def selected_forward(
 ) -> tuple[Tensor, Tensor]:
     """(o, lse). With gates and the other branches' o, `gated_sum` is written too."""
     assert x.block_index is not None
-    o, lse = outputs_like(x)
+    o, lse = x.empty_outputs()
     C, grid, config = _query_tiles("forward", x)
     blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
     cu, documents = document_offsets(x.cu_seqlens)
@@ -647,7 +646,7 @@ triton_selected = register(
     "nsa::triton_selected",
     AttentionInputs,
     selected_forward,
-    fake=outputs_like,
+    fake=AttentionInputs.empty_outputs,
     outputs=2,
     gradient=Gradient(selected_backward, inputs=3, outputs=1),
 )

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from nsa.ops.triton.gated import triton_gated
+from nsa.ops.triton.band import triton_gated
 from nsa.spec import NSASpec
 
 TOKENS, LAYERS, WARM_UP = 64, 4, 20

@@ -15,7 +15,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.triton import band, gated, select, selected
+from nsa.ops.triton import band, select, selected
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, default, selection, with_gradients
 from tests.ops.cases import one_thread as one_thread
@@ -53,7 +53,7 @@ def forward_calls(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             selected.triton_selected,
             (x.q, x.k_sel, x.v_sel, index, cu, "selected", PATTERN, scale),
         ),
-        "gated": (gated.triton_gated, (*x.tensors(), cu, PATTERN, scale)),
+        "gated": (band.triton_gated, (*x.tensors(), cu, PATTERN, scale)),
         "select": (select.triton_select, (x.q, x.k_cmp, lse, cu, PATTERN, case.seq_len, scale)),
     }
 

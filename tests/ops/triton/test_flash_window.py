@@ -22,9 +22,9 @@ from torch._subclasses import FakeTensorMode
 
 from nsa.ops import nsa_attention, window_attention
 from nsa.ops.inputs import AttentionInputs
-from nsa.ops.triton import band, gated
-from nsa.ops.triton.band import FLASH, OPERATION, OURS, flash_forward, is_faster
+from nsa.ops.triton import band, flash_window
 from nsa.ops.triton.configs import forget_tuned, save_tuned, tuning_key
+from nsa.ops.triton.flash_window import FLASH, OPERATION, OURS, flash_forward, is_faster
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, with_gradients
 from tests.ops.cases import one_thread as one_thread
@@ -100,9 +100,9 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for function in (flash_attn_func, flash_attn_varlen_func):
         setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    band._installed.cache_clear()
+    flash_window._installed.cache_clear()
     yield
-    band._installed.cache_clear()
+    flash_window._installed.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +145,7 @@ def test_both_functions_use_it_and_give_the_definitions_gradients(
         return with_gradients(lambda *y: function(*y, pattern, **options, backend=backend), tensors)
 
     expected = results("reference")
-    for module in (band, gated):
-        monkeypatch.setattr(module, "is_faster", lambda *_: calls.append(True) or True)
+    monkeypatch.setattr(band, "is_faster", lambda *_: calls.append(True) or True)
     for a, b in zip(results("triton"), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     # The window branch calls it once; nsa_attention also before, to choose separate kernels.
@@ -186,11 +185,11 @@ def test_it_is_never_used_for_unsupported_inputs() -> None:
 def test_our_kernel_runs_if_flash_attn_was_removed_after_tuning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(band, "find_spec", lambda name: None)
-    band._installed.cache_clear()
+    monkeypatch.setattr(flash_window, "find_spec", lambda name: None)
+    flash_window._installed.cache_clear()
     save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): FLASH})
     assert not is_faster(*fake())
-    band._installed.cache_clear()
+    flash_window._installed.cache_clear()
 
 
 def test_an_installed_flash_attn_has_the_copied_signatures() -> None:

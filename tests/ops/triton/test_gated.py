@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.ops import nsa_attention, nsa_attention_and_blocks
 from nsa.ops.inputs import GatedInputs
+from nsa.ops.triton.band import gated_backward, gated_forward, triton_gated
 from nsa.ops.triton.configs import Config, override_choices
-from nsa.ops.triton.gated import gated_backward, gated_forward, triton_gated
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import (

@@ -17,7 +17,7 @@ from nsa.model.kernel_check import KernelResult, Operation, check_kernels, probl
 from nsa.ops import backend, triton
 from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts, runs_fused
 from nsa.ops.per_token import swiglu
-from nsa.ops.triton import decode, gated, per_token, select
+from nsa.ops.triton import band, decode, per_token, select
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import default
@@ -143,7 +143,7 @@ def test_a_planted_fault_is_named(
 def test_worse_blocks_are_a_problem_and_equally_good_ones_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fused = gated.triton_gated
+    fused = band.triton_gated
 
     def first_blocks(*args: Any) -> tuple[Tensor, Tensor]:
         """The branches of the blocks that the kernel selected, but other blocks are named."""
@@ -153,7 +153,7 @@ def test_worse_blocks_are_a_problem_and_equally_good_ones_are_not(
         worse[..., 1] = torch.where(last > 3, 1, worse[..., 1])
         return o, worse
 
-    monkeypatch.setattr(gated, "triton_gated", first_blocks)
+    monkeypatch.setattr(band, "triton_gated", first_blocks)
     result = only("nsa_attention")
     assert result.problem
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from nsa.ops.inputs import GatedInputs
+from nsa.ops.triton.band import gated_backward, gated_forward
 from nsa.ops.triton.configs import Config, choosing_for, override_choices
-from nsa.ops.triton.gated import gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Inputs
