@@ -45,7 +45,7 @@ def threads(count: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """For modules that import it: on tensors this small a second thread only costs time."""
+    """For folders and modules that import it: a second thread costs time on tensors this small."""
     with threads(1):
         yield
 

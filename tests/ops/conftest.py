@@ -1,4 +1,4 @@
-"""Fill uninitialised memory with NaN in every test of nsa.ops, so that reading it shows."""
+"""In every test of nsa.ops: uninitialised memory is NaN, so that reading it shows; one thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.ops.cases import one_thread as one_thread
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from nsa.ops import (
     window_attention,
 )
 from tests.ops.cases import Case, Inputs, selection
-from tests.ops.cases import one_thread as one_thread
 
 SPEC = NSASpec(4, 2, 3, 2, 0, 1, 5)
 CASE = Case(SPEC, (20,), kv_heads=2, group=2)

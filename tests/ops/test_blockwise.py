@@ -19,7 +19,6 @@ from tests.ops.cases import (
     selection,
     with_gradients,
 )
-from tests.ops.cases import one_thread as one_thread
 
 TINY = NSASpec(4, 2, 2, 2, 0, 1, 5)
 MORE_TILES_THAN_ONE = [
@@ -43,8 +42,7 @@ def tile_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def assert_branches_agree(case: Case, x: Inputs, block_index: Tensor) -> None:

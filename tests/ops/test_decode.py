@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.model.config import SUBSETS
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Inputs, random_spec
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.decoding import (
     buffers,
     by_own_queries,

@@ -11,7 +11,6 @@ from nsa.ops import compress_mean, fallback_counts, reset_fallback_counts
 from nsa.ops import triton as triton_backend
 from nsa.ops.pooling import pool, pool_blocks, torch_pool
 from nsa.spec import NSASpec
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
 from tests.ops.pooling import angles, defined, inputs, pooled
 from tests.ops.projections import DOCUMENTS, Documents

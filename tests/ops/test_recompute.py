@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from nsa.ops import nsa_attention
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Inputs, selection, with_gradients
-from tests.ops.cases import one_thread as one_thread
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 9)
 CASES = [

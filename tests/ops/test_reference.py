@@ -21,7 +21,6 @@ from nsa.ops import (
 from nsa.spec import NSASpec
 from tests.ops import naive
 from tests.ops.cases import Case, Inputs, rank_score, same_selection, selection
-from tests.ops.cases import one_thread as one_thread
 
 PAPER_LIKE = NSASpec(8, 4, 16, 4, 1, 2, 9)
 UNEVEN = NSASpec(block_len=7, block_stride=3, select_len=5, select_top=4, window=6)

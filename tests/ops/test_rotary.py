@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nsa.ops import PackedLayout, fallback_counts, reset_fallback_counts, rotary_pool
 from nsa.ops.rotary import torch_rotary_pool
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
 from tests.ops.projections import DOCUMENTS, LAYOUTS, Documents, computed, defined
 

@@ -10,7 +10,6 @@ from nsa.ops import NSASpec, selector, selector_loss
 from nsa.ops.inputs import SelectorInputs
 from nsa.ops.selector import torch_selector_loss
 from tests.ops.cases import Case, Inputs, default
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.selector import PATTERNS, RANDOM, results, sampled
 
 CASES = [*PATTERNS.values(), *RANDOM]
@@ -36,8 +35,7 @@ def test_queries_of_their_own_rank_blocks_and_get_a_gradient(name: str, heads: i
     )
     assert len(actual) == 4
     assert actual[3].any()
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     with_q = results(case, "blockwise", x)
     torch.testing.assert_close(actual[1], with_q[1])  # the target is attention's
     assert not torch.allclose(actual[0], with_q[0])
@@ -68,8 +66,7 @@ def test_few_scores_at_a_time_give_the_same_results(monkeypatch: pytest.MonkeyPa
     x = Inputs.of(PACKED)
     at_once = results(PACKED, "blockwise", x)
     monkeypatch.setattr(selector, "SCORES", 1)
-    for a, b in zip(results(PACKED, "blockwise", x), at_once, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(results(PACKED, "blockwise", x), at_once, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -5,16 +5,12 @@ compressed branch LEN and STRIDE are a block's and WINDOW is 0, none; for the wi
 STRIDE are 1. A launch computes one branch, or both from one tile of queries; the arguments of a
 missing branch are None. common.py defines the layout of rows.
 
-`triton_gated` is the three branches and their gates. Forward: one kernel computes the compressed
-branch and the window, which read the same queries; the selected branch's kernel also adds up the
-gated branches.
-
-Backward: no branch's gradient g · do is stored. With a branch's softmax p, gate g and row sums
-delta = Σ do · o, which are also the gate's gradient, its scores get the gradient (g·p) · (dp -
-delta) and its values (g·p) · do. Since g·p = exp(s - (lse - ln g)), the same kernels as without
-gates compute this, given lse - ln g instead of lse. One kernel computes lse - ln g and delta of all
-branches, and dq of the compressed branch and the window; so queries and do are read once and dq is
-written once.
+`triton_gated` is the three branches and their gates. One forward kernel computes the compressed
+branch and the window; the selected branch's kernel also adds up the gated branches. Backward, no
+gradient g · do of a branch is stored. With a branch's softmax p, gate g and row sums delta = Σ do ·
+o, which are also the gate's gradient, its scores get the gradient (g·p) · (dp - delta) and its
+values (g·p) · do. Since g·p = exp(s - (lse - ln g)), the same kernels as without gates compute
+this, given lse - ln g instead of lse.
 """
 
 from __future__ import annotations

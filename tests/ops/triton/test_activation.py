@@ -11,7 +11,6 @@ from torch import Tensor
 from nsa.ops import swiglu
 from nsa.ops.triton.launch import recording
 from nsa.ops.triton.per_token import PackedGates, swiglu_backward, swiglu_forward, triton_swiglu
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
 

@@ -21,7 +21,6 @@ from nsa.ops.triton.configs import Config, override_choices
 from nsa.ops.triton.selected import queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, with_gradients
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.projections import LAYOUTS, Documents
 from tests.ops.selector import results
 from tests.ops.triton.parity import DEVICE, Run, computed, inputs, settings

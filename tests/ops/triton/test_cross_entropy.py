@@ -13,7 +13,6 @@ from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import per_token
 from nsa.ops.triton.launch import recording
 from tests.ops.cases import default, with_gradients
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.test_cross_entropy import inputs
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
 

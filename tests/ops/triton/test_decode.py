@@ -22,7 +22,6 @@ from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops import decoding
 from tests.ops.cases import Case, Inputs
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.decoding import buffers, by_own_queries, defined, defined_by_own_queries
 from tests.ops.triton.parity import DEVICE, FLOOR, assert_exact_enough
 from tests.ops.triton.test_addresses import far_apart

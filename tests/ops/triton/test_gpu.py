@@ -20,7 +20,6 @@ from nsa.spec import NSASpec
 from tests.compile import check as compile_check
 from tests.compile import launches as kernel_launches
 from tests.ops.cases import Case
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton import gpu_checks
 from tests.ops.triton.parity import DEVICE, inputs
 

@@ -21,7 +21,6 @@ from nsa.ops.triton import band, decode, per_token, select
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import default
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import DEVICE
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)

@@ -11,7 +11,6 @@ from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton.band import band_backward, band_forward
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, branches, default, random_cases, with_gradients
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import (
     BRANCHES,
     DENSE,

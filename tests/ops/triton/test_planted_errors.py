@@ -22,7 +22,6 @@ from tests.ops.cases import (
     selection,
     with_gradients,
 )
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.planted_errors import Plant
 from tests.ops.projections import DOCUMENTS as PACKED_DOCUMENTS
 from tests.ops.projections import LAYOUTS, Documents

@@ -20,7 +20,6 @@ from tests.ops.cases import (
     same_selection,
     selection,
 )
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import DEVICE, inputs, reference_blocks
 
 RANDOM = random_cases(14 if DEVICE.type == "cpu" else 7, longest=36, seed=2)

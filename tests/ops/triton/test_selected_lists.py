@@ -17,7 +17,6 @@ from nsa.ops.triton.launch import recording
 from nsa.ops.triton.selected import blocks_by_tile, queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import DEVICE
 
 

@@ -18,7 +18,6 @@ from nsa.ops.triton.selector_loss import (
     triton_selector_loss,
 )
 from tests.ops.cases import Case, Inputs, default
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.selector import PATTERNS, RANDOM, results, sampled
 from tests.ops.test_selector import declared
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough, inputs

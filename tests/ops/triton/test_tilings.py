@@ -11,7 +11,6 @@ import torch
 from nsa.ops.triton.configs import CHIPS, Config, candidates, override_choices
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, default
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import BRANCHES, DENSE, GATHERED, KERNELS, assert_parity, settings
 
 # Several tiles of everything, full and partial ones, even where a tile is large.

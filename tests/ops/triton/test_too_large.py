@@ -18,7 +18,6 @@ from nsa.ops.triton import band, configs
 from nsa.ops.triton.configs import Config, Tile, candidates, choose_config
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import assert_parity, inputs
 
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (45,), kv_heads=2, group=3, value_dim=4)
