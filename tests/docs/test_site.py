@@ -69,21 +69,16 @@ def test_every_public_function_on_tensors_is_in_the_reference(site: Path) -> Non
             assert f'id="nsa.ops.{function}"' in page
 
 
-# Words at most. Figures are on the pages of docs/benchmarks.
-LIMITS = {
-    "docs/CHANGELOG.md": 800,
-    "docs/design/evidence.md": 3_000,
-    "docs/design/kernels.md": 3_000,
-    "docs/benchmarks/*.md": 2_000,
-    "docs/guides/*.md": 2_000,
-}
+WORDS = 40_000  # of all pages; figures are on the pages of docs/benchmarks
+LONGEST = {"docs/CHANGELOG.md": 900, "docs/**/*.md": 2_400}  # words of a page
 
 
 def test_the_documentation_stays_small() -> None:
-    pages = [*(ROOT / "docs").rglob("*.md")]
-    assert len([page for page in pages if page.parent.name != "benchmarks"]) <= 29
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert len([page for page in pages if page.parent.name != "benchmarks"]) <= 30
     assert (ROOT / "README.md").read_text().count("\n") <= 150
-    for pattern, limit in LIMITS.items():
+    assert sum(len(page.read_text().split()) for page in pages) <= WORDS
+    for pattern, limit in LONGEST.items():
         for page in ROOT.glob(pattern):
             words = len(page.read_text().split())
             assert words <= limit, f"{name(page)}: {words} words, at most {limit}"
