@@ -115,6 +115,34 @@ def test_gradients_land_in_each_weight() -> None:
         assert module.weight.grad.shape == module.weight.shape
 
 
+def hooked(modules: list[nn.Linear]) -> list[nn.Linear]:
+    modules[0].register_forward_hook(lambda *_: None)
+    return modules
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("place", [list, adjacent, hooked])
+@pytest.mark.parametrize("count", [1, 6], ids=["few rows", "many rows"])
+def test_detached_linears_train_their_weights_and_not_the_input(
+    place: Callable[[list[nn.Linear]], list[nn.Linear]], count: int, autocast: bool
+) -> None:
+    """Each bias too, where there are any, as in an index's projections."""
+    modules, x = place(linears(torch.float32)), rows(count, torch.float32)[:1].requires_grad_()
+    if place is list:
+        modules[2].bias = nn.Parameter(torch.ones(4))
+    given = [x, *(weight for module in modules for weight in module.parameters())]
+
+    def gradients(outputs: Tensor) -> list[Tensor]:
+        return [outputs, *torch.autograd.grad(outputs.square().sum(), given)]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        fused = parallel_linear(x, modules[:1], modules[1:])[..., :21]
+        separate = [modules[0](x), *(module(x.detach()) for module in modules[1:])]
+    tolerance = {"rtol": 0.02, "atol": 0.02} if autocast else {}
+    expected = gradients(torch.cat(separate, -1))
+    torch.testing.assert_close(gradients(fused), expected, **tolerance)
+
+
 def test_few_rows_copy_no_weights() -> None:
     """Decoding reads every weight once per token; a copy would read and write it again."""
     modules = linears()
