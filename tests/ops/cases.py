@@ -176,6 +176,15 @@ def with_gradients(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]
     return [o.detach() for o in outputs] + gradients
 
 
+def check_declaration(op: Any, arguments: tuple[Any, ...]) -> None:
+    """Schema, autograd, and the shapes, dtypes and strides of what comes out.
+
+    The fourth of opcheck's tests compiles, which takes seconds.
+    """
+    tests = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(op, arguments, test_utils=tests)
+
+
 def all_branches(
     x: Inputs, case: Case, block_index: Tensor, backend: str = "blockwise"
 ) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Gradients of queries without keys are zeros, and all are bitwise the same from run to run."""
+"""Gradients: zeros of queries without keys, the same bits in every run and recomputation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from nsa.ops import window_attention
+from nsa.ops import nsa_attention, window_attention
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
@@ -69,3 +70,57 @@ def test_a_second_derivative_raises() -> None:
     (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="blockwise_attention_backward has no gradient"):
         torch.autograd.grad(dq.sum(), k)
+
+
+PATTERN = NSASpec(4, 2, 4, 3, 1, 1, 9)
+CASES = [
+    Case(PATTERN, (75,), batch=2, group=6),
+    Case(PATTERN, (2, 40, 0, 33), kv_heads=1, group=3, value_dim=4),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+backends = pytest.mark.parametrize("backend", ["blockwise", "reference"])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@backends
+@cases
+@dtypes
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_gradients_through_a_recomputed_call_are_the_same_to_the_bit(
+    case: Case, backend: str, dtype: torch.dtype, reentrant: bool
+) -> None:
+    options = {"cu_seqlens": case.cu_seqlens, "backend": backend}
+
+    def mixed(*inputs: Tensor) -> Tensor:
+        return nsa_attention(*inputs, PATTERN, **options)
+
+    def recomputed(*inputs: Tensor) -> Tensor:
+        return checkpoint(mixed, *inputs, use_reentrant=reentrant)
+
+    tensors = Inputs.of(case, dtype).tensors()
+    expected, actual = with_gradients(mixed, tensors), with_gradients(recomputed, tensors)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@backends
+@cases
+@dtypes
+def test_selecting_again_selects_the_same_blocks(
+    case: Case, backend: str, dtype: torch.dtype
+) -> None:
+    """Also after calls in between with other lengths: no state is kept."""
+    x = Inputs.of(case, dtype)
+    first = selection(x, case, backend)
+    other = Case(PATTERN, (31,), group=2)
+    selection(Inputs.of(other, dtype), other, backend)
+    assert torch.equal(selection(x, case, backend), first)
+
+
+@backends
+@cases
+def test_no_call_changes_its_inputs(case: Case, backend: str) -> None:
+    x = Inputs.of(case, torch.float32)
+    before = [tensor.clone() for tensor in x.tensors()]
+    options = {"cu_seqlens": case.cu_seqlens, "backend": backend}
+    with_gradients(lambda *inputs: nsa_attention(*inputs, PATTERN, **options), x.tensors())
+    torch.testing.assert_close([*x.tensors()], before, rtol=0, atol=0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa.ops import PackedLayout, fallback_counts, reset_fallback_counts, rotary_pool
 from nsa.ops.rotary import torch_rotary_pool
-from tests.ops.cases import with_gradients
+from tests.ops.cases import check_declaration, with_gradients
 from tests.ops.projections import DOCUMENTS, LAYOUTS, Documents, computed, defined
 
 ALL = LAYOUTS["all branches"]
@@ -76,12 +76,11 @@ def test_the_op_matches_its_declaration(name: str) -> None:
     layout, documents = LAYOUTS[name], DOCUMENTS[1]
     x = documents.packed(layout).float().requires_grad_()
     inputs = (x, *documents.angles(layout), *documents.tables(), [int(n) for n in layout])
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch_rotary_pool, inputs, test_utils=tests)
+    check_declaration(torch_rotary_pool, inputs)
     outputs = torch_rotary_pool(*inputs)
     given = (*(y.detach() for y in outputs), x.detach(), *inputs[1:], outputs[1].detach())
     backward = torch.ops.nsa.rotary_pool_backward.default
-    torch.library.opcheck(backward, given, test_utils=tests)
+    check_declaration(backward, given)
 
 
 def test_auto_on_a_cpu_counts_a_fallback_and_a_backend_by_name_none() -> None:

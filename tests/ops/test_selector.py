@@ -9,7 +9,7 @@ from torch import Tensor
 from nsa.ops import NSASpec, selector, selector_loss
 from nsa.ops.inputs import SelectorInputs
 from nsa.ops.selector import torch_selector_loss
-from tests.ops.cases import Case, Inputs, default
+from tests.ops.cases import Case, Inputs, check_declaration, default
 from tests.ops.selector import PATTERNS, RANDOM, results, sampled
 
 CASES = [*PATTERNS.values(), *RANDOM]
@@ -92,8 +92,7 @@ def declared(case: Case, x: Inputs) -> SelectorInputs:
 def test_the_op_matches_its_declaration() -> None:
     x = declared(PACKED, Inputs.of(PACKED))
     arguments = (x.k_cmp.requires_grad_(), *x[1:6], x.spec.to_ints(), x.scale)
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch_selector_loss, arguments, test_utils=utils)
+    check_declaration(torch_selector_loss, arguments)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ from torch import Tensor
 from nsa.ops import swiglu
 from nsa.ops.triton.launch import recording
 from nsa.ops.triton.per_token import PackedGates, swiglu_backward, swiglu_forward, triton_swiglu
-from tests.ops.cases import with_gradients
+from tests.ops.cases import check_declaration, with_gradients
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
 
 # Rows and columns of gate_up, and the width of gate and of up: less than one tile, several tiles,
 # one row, a width that is no power of two, and padding.
 SIZES = [((7, 1336), 667), ((2, 5, 48), 24), ((1, 2), 1), ((3, 1024), 512), ((9, 20), 7)]
-DECLARATIONS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def packed(shape: tuple[int, ...]) -> Tensor:
@@ -63,9 +62,9 @@ def test_an_input_may_be_laid_out_in_any_way() -> None:
 def test_the_ops_match_their_declarations() -> None:
     """Schema, autograd, and the shapes, dtypes and strides of what comes out."""
     x = packed((3, 8))
-    torch.library.opcheck(triton_swiglu, (x.clone().requires_grad_(), 3), test_utils=DECLARATIONS)
+    check_declaration(triton_swiglu, (x.clone().requires_grad_(), 3))
     backward = torch.ops.nsa.triton_swiglu_backward.default
-    torch.library.opcheck(backward, (x[:, :3], x, 3), test_utils=DECLARATIONS)
+    check_declaration(backward, (x[:, :3], x, 3))
 
 
 def test_each_pass_is_one_launch() -> None:

@@ -17,7 +17,7 @@ from nsa.ops import (
 )
 from nsa.ops.triton import band, select, selected
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, default, selection, with_gradients
+from tests.ops.cases import Case, check_declaration, default, selection, with_gradients
 from tests.ops.triton.parity import DEVICE, inputs
 
 SPEC = NSASpec(4, 2, 4, 2, 0, 1, 5)
@@ -27,8 +27,6 @@ CASES = [
     Case(SPEC, (9, 2, 0, 5), kv_heads=1, group=2),
     Case(SPEC, (2,), group=1),
 ]
-# The fourth of opcheck's tests compiles, which takes seconds: it runs on its own, below.
-DECLARATIONS = ("test_schema", "test_autograd_registration", "test_faketensor")
 cases = pytest.mark.parametrize("case", default(2, CASES), ids=["batch", "packed", "short"])
 
 
@@ -82,10 +80,10 @@ def test_every_op_matches_its_declaration_forward_and_backward(case: Case) -> No
     """Schema, autograd, and the shapes, dtypes and strides of what comes out."""
     for name, (op, given) in forward_calls(case).items():
         if name == "select":
-            torch.library.opcheck(op, given, test_utils=DECLARATIONS)
+            check_declaration(op, given)
             continue
-        torch.library.opcheck(op, with_gradient(given), test_utils=DECLARATIONS)
-        torch.library.opcheck(*backward_call(name, op, given), test_utils=DECLARATIONS)
+        check_declaration(op, with_gradient(given))
+        check_declaration(*backward_call(name, op, given))
 
 
 @pytest.mark.parametrize("name", default(1, ["gated", "window", "selected"]))

@@ -9,12 +9,11 @@ from torch import Tensor
 from nsa.ops.inputs import PoolInputs
 from nsa.ops.triton.launch import recording
 from nsa.ops.triton.pooling import pool_backward, pool_forward, triton_pool
-from tests.ops.cases import with_gradients
+from tests.ops.cases import check_declaration, with_gradients
 from tests.ops.pooling import angles, inputs, pooled
 from tests.ops.projections import DOCUMENTS, Documents
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
 
-DECLARATIONS = ("test_schema", "test_autograd_registration", "test_faketensor")
 # Documents, heads, size. Several steps of a program, several programs, halves that are padded.
 CASES = {
     "blocks longer than a step": (Documents((45,), l=33, d=16), 1, 32),
@@ -76,11 +75,11 @@ def test_the_ops_match_their_declarations() -> None:
     x = [y.to(DEVICE) for y in inputs(documents, 2, 6, torch.float32)]
     rest = [y.to(DEVICE) for y in (*angles(documents, 6), *documents.tables())]
     trained = [y.clone().requires_grad_() for y in x]
-    torch.library.opcheck(triton_pool, (*trained, *rest), test_utils=DECLARATIONS)
+    check_declaration(triton_pool, (*trained, *rest))
     y, pooled_blocks, lse = triton_pool(*x, *rest)
     backward = torch.ops.nsa.triton_pool_backward.default
     given = (y, *x, *rest, pooled_blocks, lse)
-    torch.library.opcheck(backward, given, test_utils=DECLARATIONS)
+    check_declaration(backward, given)
 
 
 def test_launches_are_few_and_wait_for_no_value() -> None:

@@ -16,12 +16,11 @@ from nsa.ops.triton.rotary import (
     rotary_pool_forward,
     triton_rotary_pool,
 )
-from tests.ops.cases import with_gradients
+from tests.ops.cases import check_declaration, with_gradients
 from tests.ops.projections import DOCUMENTS, LAYOUTS, Documents, computed
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
 
 ALL = LAYOUTS["all branches"]
-DECLARATIONS = ("test_schema", "test_autograd_registration", "test_faketensor")
 # Several tiles of tokens with a partial last one, blocks longer than a step, and real head sizes.
 LARGE = {
     "blocks": (PackedLayout(3, 1, 64, 32, 1, 3, mean=True), Documents((45,), l=33, d=16)),
@@ -90,11 +89,11 @@ def test_the_ops_match_their_declarations(name: str) -> None:
     tables = (y.to(DEVICE) for y in (*documents.angles(layout), *documents.tables()))
     rest = (*tables, [int(number) for number in layout])
     forward = (x.clone().requires_grad_(), *rest)
-    torch.library.opcheck(triton_rotary_pool, forward, test_utils=DECLARATIONS)
+    check_declaration(triton_rotary_pool, forward)
     outputs = triton_rotary_pool(x, *rest)
     backward = torch.ops.nsa.triton_rotary_pool_backward.default
     given = (*outputs, x, *rest, outputs[1])
-    torch.library.opcheck(backward, given, test_utils=DECLARATIONS)
+    check_declaration(backward, given)
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS[:3], ids=str)

@@ -17,14 +17,13 @@ from nsa.ops.triton.selector_loss import (
     selector_loss_forward,
     triton_selector_loss,
 )
-from tests.ops.cases import Case, Inputs, default
+from tests.ops.cases import Case, Inputs, check_declaration, default
 from tests.ops.selector import PATTERNS, RANDOM, results, sampled
 from tests.ops.test_selector import declared
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough, inputs
 
 PACKED = PATTERNS["packed"]
 CASES = [*PATTERNS.values(), *RANDOM]
-DECLARATIONS = ("test_schema", "test_autograd_registration", "test_faketensor")
 M7C = Case(NSASpec(), (2048,), batch=8, kv_heads=2, group=6, key_dim=64, value_dim=64)
 
 
@@ -131,11 +130,11 @@ def test_the_op_matches_its_declaration(name: str, own: bool) -> None:
     if own:
         x = x._replace(q_cmp=x.q[:, :, : case.kv_heads].clone().requires_grad_())
     arguments = (x.k_cmp.requires_grad_(), *x[1:6], x.spec.to_ints(), x.scale)
-    torch.library.opcheck(triton_selector_loss, arguments, test_utils=DECLARATIONS)
+    check_declaration(triton_selector_loss, arguments)
     loss, _, dp, by_head = triton_selector_loss(*arguments)
     backward = torch.ops.nsa.triton_selector_loss_backward.default
     given = (torch.ones_like(loss), *arguments, dp, by_head)
-    torch.library.opcheck(backward, given, test_utils=DECLARATIONS)
+    check_declaration(backward, given)
 
 
 def recorded(case: Case, queries: int) -> list[Launch]:
