@@ -211,7 +211,8 @@ class NSAModel(NSAPreTrainedModel):
             raise ValueError(f"past_key_values is a {kind}; pass an NSACache, or use_cache=True")
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
-        loss, hidden = None, list[Tensor]()  # each block's input, and last the states
+        loss: Tensor | None = None
+        hidden: list[Tensor] = []  # each block's input
         if cache is not None:
             if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
                 raise ValueError(
