@@ -183,7 +183,8 @@ class Attention(nn.Module):
         """Return the last forward pass's selector loss, and clear it.
 
         None if it is not configured, in evaluation, or if already taken. Multiply it by
-        `selector_loss` of the settings and add it to the training loss.
+        `selector_loss` of the settings and add it to the training loss: an index shares the layer's
+        graph, so a backward pass of its own would need `retain_graph`.
         """
         loss, self.selector_loss = self.selector_loss, None
         return loss
