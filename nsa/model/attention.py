@@ -76,8 +76,10 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
             self.k_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
-        # Ranks blocks where there is one set of keys and values, which needs no gates.
-        self.index = Index(config) if attention.has_index else None
+        # Ranks blocks where there is one set of keys and values, which needs no gates. The other
+        # weights start as those of the dense model with the same seed.
+        with torch.random.fork_rng(devices=()):
+            self.index = Index(config) if attention.has_index else None
         gates = 0 if dense or attention.has_index else len(self.branches)
         if gates:
             self.gates = nn.Linear(config.width, self.heads * gates, bias=False)

@@ -222,7 +222,9 @@ class LanguageModel(nn.Module):
         add up.
         """
         residual_scale = (2 * self.config.layers) ** -0.5
-        for module in self.modules():
+        for name, module in self.named_modules():
+            if ".index." in name:  # it starts as the attention that it predicts
+                continue
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
                 if isinstance(module, nn.Linear) and module.bias is not None:

@@ -244,6 +244,18 @@ def test_a_standalone_layer_trains_its_index_by_the_loss_that_it_returns() -> No
     assert layer.take_selector_loss() is None
 
 
+@pytest.mark.parametrize("imported", [{}, IMPORTED], ids=["plain", "imported"])
+def test_a_new_model_starts_as_the_dense_one_of_its_seed(imported: dict[str, object]) -> None:
+    """So both can be compared seed by seed."""
+    models = []
+    for attention in ("index", "dense"):
+        torch.manual_seed(5)
+        models.append(LanguageModel(tiny(attention, **imported)))
+    indexed, dense = (model.state_dict() for model in models)
+    for name, weight in dense.items():
+        assert torch.equal(indexed[name], weight), name
+
+
 def test_parameters_are_those_of_a_dense_layer_and_the_index() -> None:
     """Keys and values once, no gates."""
     indexed, dense = build(tiny("index")), build(tiny("dense"))
