@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal as signals
 import time
 from pathlib import Path
 
 import pytest
 
+from nsa.engine.shutdown import CTRL_C_AGAIN_SECONDS
 from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
-from tests.faults.harness import fault_time, start_faulty, weights
+from tests.faults.harness import Run, fault_time, start_faulty, weights
 from tests.faults.table import Outcomes
 
 full = pytest.mark.full
@@ -61,3 +63,35 @@ def test_a_clock_that_jumps_changes_nothing(
     assert losses(run.dir) == golden.losses
     assert weights(run.dir) == golden.weights
     outcomes.record("clock", jump, codes=run.codes, lost=0, exact=True)
+
+
+def interrupt(run: Run) -> None:
+    for rank in run.ranks.started:
+        rank.kill(signals.SIGINT)
+
+
+def test_ctrl_c_in_the_gradient_check_ends_the_run_without_a_traceback(tmp_path: Path) -> None:
+    run = start_faulty(tmp_path, "hang", "forward", step=0, ranks=BOTH)
+    run.wait_for(lambda: len(list(tmp_path.glob("happened.*"))) == 2, "no gradient check")
+    interrupt(run)
+    assert run.end().codes == [130, 130], run.output[-3_000:]
+    line = "nsa: gradient check: one backward pass of 96 tokens"
+    assert run.ranks.text("err").splitlines()[-1] == line
+    assert not (run.dir / "config.yaml").exists(), "the run has not begun"
+
+
+def test_a_second_ctrl_c_in_a_step_that_hangs_is_recorded_as_the_reason_of_the_end(
+    tmp_path: Path,
+) -> None:
+    run = start_faulty(tmp_path, "hang", "forward", ranks=BOTH)
+    run.wait_for(lambda: len(list(tmp_path.glob("happened.*"))) == 2, "no step 6")
+    interrupt(run)
+    time.sleep(CTRL_C_AGAIN_SECONDS + 0.5)
+    assert run.ranks.codes() == [None, None], "the first one lets the step finish"
+    interrupt(run)
+    assert run.end().codes == [130, 130], run.output[-3_000:]
+    assert "Traceback" not in run.output
+    ends = [run.beats(rank)[-1] for rank in BOTH]
+    assert [end["event"] for end in ends] == ["end", "end"]
+    assert [end["status"] for end in ends] == ["failed: KeyboardInterrupt"] * 2
+    assert "| end | failed: KeyboardInterrupt |" in (run.dir / "report.md").read_text()

@@ -90,6 +90,28 @@ def test_a_fresh_run_in_an_old_folder_starts_an_empty_table(tmp_path: Path) -> N
     assert log(MetricsCsv(), tmp_path, []).read_text() == HEADER + "\n"
 
 
+@pytest.mark.parametrize("content", ["precious\n", f"{HEADER}\n"])
+def test_no_file_is_written_through_a_symbolic_link(content: str, tmp_path: Path) -> None:
+    (target := tmp_path / "target").write_text(content)
+    names = ("metrics.csv", "fallbacks.csv")
+    for name in names:
+        (tmp_path / name).symlink_to(target)
+    log(MetricsCsv(), tmp_path, [make_record(1)])
+    fallbacks = FallbacksCsv(lambda: {("select", "triton", "no GPU"): 1})
+    fallbacks.on_start(make_info(tmp_path))
+    fallbacks.on_end("finished")
+    assert not any((tmp_path / name).is_symlink() for name in names), "replaced or moved aside"
+    assert target.read_text() == content
+
+    metrics = MetricsCsv()
+    metrics.on_start(make_info(tmp_path, start_step=1))
+    (tmp_path / "metrics.csv").unlink()
+    (tmp_path / "metrics.csv").symlink_to(target)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        metrics.on_step(make_record(2))
+    assert target.read_text() == content
+
+
 @pytest.mark.parametrize("start_step", [0, 1])
 @pytest.mark.parametrize("header", ["time,loss", HEADER + ",more", HEADER[:-8], '{"step": 1}', "�"])
 def test_a_file_with_other_columns_is_moved_and_never_written_into(

@@ -81,6 +81,19 @@ def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
+def test_stacks_are_not_written_through_a_symbolic_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (target := tmp_path / "target").write_text("precious\n")
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks/rank5.txt").symlink_to(target)
+    dump_stacks_on_signal(tmp_path, 5)
+    err = capsys.readouterr().err
+    assert "SIGUSR1 will write no stacks" in err
+    assert "is a symbolic link" in err
+    assert target.read_text() == "precious\n"
+
+
 def test_each_signal_adds_a_dump_and_other_handlers_still_work(
     tmp_path: Path,
 ) -> None:
