@@ -20,6 +20,7 @@ BENCHMARKS = {  # name: one line of help
     "schedule": "how evenly the attention kernels fill a GPU, counted without one",
     "comm": "what each DeepSpeed config sends, and what that costs a step",
     "text": "loss on far text: NSA, its parts and dense attention, several seeds",
+    "real": "a real dense model becomes sparse: loss by position, recall, needles",
     "recall": "small models on recall tasks: NSA, dense and window-only attention",
     "module": "attention: NSA against dense attention and other NSA implementations",
     "train": "a training step of M7C, NSA against dense attention",

