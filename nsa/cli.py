@@ -18,6 +18,7 @@ from nsa.doctor.command import add_parser as add_doctor_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
 from nsa.export.commands import add_export_parser, add_import_parser
+from nsa.export.serve import add_serve_parser
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
@@ -91,6 +92,7 @@ def _parser() -> Parser:
     add_compare_parser(verbs)
     add_eval_parser(verbs)
     add_generate_parser(verbs)
+    add_serve_parser(verbs)
     add_doctor_parser(verbs, _kernel_table, _tune)
     add_watch_parser(verbs)
     add_plan_parser(verbs, _plan)

@@ -109,7 +109,7 @@ class HubTokenizer(Tokenizer):
 
         self.name = name
         self.definition = (name, backend, eos, start)
-        with _name_in_errors(f"data.tokenizer = {name!r}"):
+        with name_in_errors(f"data.tokenizer = {name!r}"):
             self._backend = Backend.from_str(backend)
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -141,7 +141,7 @@ class HubTokenizer(Tokenizer):
         """Read invalid UTF-8 as U+FFFD; use all CPU cores unless TOKENIZERS_PARALLELISM=false."""
         ids: list[list[TokenArray]] = [[] for _ in texts]
         for owners, pieces in _calls(texts, self._can_split):
-            with _name_in_errors(f"data.tokenizer = {self.name!r}"):
+            with name_in_errors(f"data.tokenizer = {self.name!r}"):
                 encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
             for owner, encoding in zip(owners, encodings, strict=True):
                 ids[owner].append(np.array(encoding.ids, dtype=self._type))
@@ -150,16 +150,16 @@ class HubTokenizer(Tokenizer):
     def decode(self, ids: npt.ArrayLike) -> bytes:
         array = np.asarray(ids, dtype=np.int64)
         valid = array[(array >= 0) & (array < self.vocab_size)]
-        with _name_in_errors(f"data.tokenizer = {self.name!r}"):
+        with name_in_errors(f"data.tokenizer = {self.name!r}"):
             return self._backend.decode(valid.tolist(), skip_special_tokens=True).encode()
 
     def _ids(self, text: str) -> list[int]:
-        with _name_in_errors(f"data.tokenizer = {self.name!r}"):
+        with name_in_errors(f"data.tokenizer = {self.name!r}"):
             return self._backend.encode(text, add_special_tokens=False).ids
 
 
 @contextmanager
-def _name_in_errors(name: str) -> Iterator[None]:
+def name_in_errors(name: str) -> Iterator[None]:
     """Replace errors of the `tokenizers` library by a DataError that begins with `name`."""
     try:
         yield
@@ -258,7 +258,7 @@ def _load(name: str) -> HubTokenizer:
     _check_growth(name, loaded.backend_tokenizer.to_str())
     # Only of an imported model: other runs never saw a start, and their tokenizer must not change.
     imported = (tokenizer_folder(name) / ORIGIN).is_file()
-    with _name_in_errors(f"data.tokenizer = {name!r}"):
+    with name_in_errors(f"data.tokenizer = {name!r}"):
         starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
     start = loaded.bos_token if imported and starts else None
     return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token, start)
@@ -288,7 +288,7 @@ def largest_id(file: Path) -> int:
     """Return the largest id of a tokenizer.json; raise a ValueError if it cannot be read."""
     from tokenizers import Tokenizer as Backend
 
-    with _name_in_errors(str(file)):
+    with name_in_errors(str(file)):
         vocabulary = Backend.from_file(str(file)).get_vocab(with_added_tokens=True)
     return max(vocabulary.values(), default=-1)
 

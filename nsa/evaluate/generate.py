@@ -80,7 +80,12 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
     """Return a prompt's ids, int64 [T]."""
     import numpy as np
 
-    from nsa.data.tokenizer import HubTokenizer, load_pretrained, tokenizer_folder
+    from nsa.data.tokenizer import (
+        HubTokenizer,
+        load_pretrained,
+        name_in_errors,
+        tokenizer_folder,
+    )
 
     if not args.chat:
         return tokenizer.with_start(tokenizer.encode(text)).astype("int64")
@@ -101,7 +106,8 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
             f"{file if file.is_file() else folder / 'tokenizer_config.json'}: the chat template "
             f"ends with {type(error).__name__}: {first_line(error)}; leave --chat out, or change it"
         ) from None
-    return np.array(source(chat, add_special_tokens=False).input_ids, dtype=np.int64)
+    with name_in_errors(f"data.tokenizer = {tokenizer.name!r}"):
+        return np.array(source(chat, add_special_tokens=False).input_ids, dtype=np.int64)
 
 
 class _TimeoutError(BaseException):

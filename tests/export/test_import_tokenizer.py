@@ -194,3 +194,22 @@ def test_a_chat_template_that_fails_or_never_ends_is_one_line_with_its_file(
     assert f"nsa: {file}: the chat template ends with {reason}" in error
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def test_a_tokenizer_that_panics_at_a_rendered_chat_is_one_line(
+    chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its panic is no Exception, and comes with a text that has the euro sign."""
+    imported(chat_llama, tmp_path / "run")
+    file = tmp_path / "run/tokenizer.json"
+    others = {"type": "Split", "pattern": {"Regex": "[^€]"}, "behavior": "Removed", "invert": False}
+    panics = [others, {"type": "FixedLength", "length": 0}]
+    definition = json.loads(file.read_text())
+    definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": panics}
+    file.write_text(json.dumps(definition))
+    capsys.readouterr()
+    command = ["generate", str(tmp_path / "run"), "--chat", "--max-new-tokens=1"]
+    assert main([*command, "--prompt=5 €"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"nsa: data.tokenizer = 'hf:{tmp_path / 'run'}': cannot be read")
+    assert main([*command, "--prompt=5 $"]) == 0

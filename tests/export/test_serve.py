@@ -1,0 +1,152 @@
+"""`nsa serve`: OpenAI's own client against a server in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from nsa.cli import main
+from nsa.model.hf import NSAForCausalLM
+from tests.export.llamas import imported, llama
+
+for package in ("fastapi", "uvicorn"):
+    pytest.importorskip(package, reason=f"needs {package}: pip install -e '.[serve]'")
+openai: Any = pytest.importorskip("openai", reason="needs openai: pip install -e '.[serve]'")
+
+MESSAGES = [{"role": "user", "content": "hello <|im_end|> you"}]
+
+
+@pytest.fixture(scope="module")
+def address(sparse: Path) -> Iterator[str]:
+    """The address of a server of a sparse Qwen3; Ctrl-C must end it at the end."""
+    command = [sys.executable, "-m", "nsa", "serve", str(sparse), "--port=0", "--device=cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().decode()
+            match = re.fullmatch(r"hf: (http://localhost:\d+/v1) \(Ctrl-C ends it\)\n", line)
+            assert match is not None, line + process.communicate()[1].decode()
+            yield match[1]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def client(address: str) -> Any:
+    return openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+
+
+def continued(folder: Path, ids: Any) -> str:
+    """What generate() of transformers writes greedily, 8 tokens."""
+    model = NSAForCausalLM.from_pretrained(folder).eval()
+    tokens = model.generate(**ids, max_new_tokens=8, do_sample=False)[0]
+    text = AutoTokenizer.from_pretrained(folder).decode(
+        tokens[ids["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    assert text
+    return str(text)
+
+
+def test_a_chat_gets_what_generate_writes_at_once_or_streamed(client: Any, sparse: Path) -> None:
+    expected = continued(
+        sparse,
+        AutoTokenizer.from_pretrained(sparse).apply_chat_template(
+            MESSAGES, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ),
+    )
+    assert [model.id for model in client.models.list()] == ["hf"]
+    request = {"model": "hf", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    answer = client.chat.completions.create(**request)
+    assert answer.choices[0].message.content == expected
+    assert answer.usage.completion_tokens <= 8
+    chunks = [*client.chat.completions.create(**request, stream=True)]
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == expected.rstrip("\ufffd")  # an incomplete character at the end
+    assert len(chunks) > 3
+
+
+def test_a_prompt_is_continued_greedily_or_sampled_by_its_seed(client: Any, sparse: Path) -> None:
+    expected = continued(sparse, AutoTokenizer.from_pretrained(sparse)("one", return_tensors="pt"))
+
+    def complete(**settings: Any) -> str:
+        request = {"model": "hf", "prompt": "one", "max_tokens": 8, **settings}
+        return str(client.completions.create(**request).choices[0].text)
+
+    assert complete(temperature=0) == expected
+    assert complete(seed=1) == complete(seed=1)
+    assert len({complete(seed=seed, temperature=2) for seed in range(4)}) > 1
+
+
+def test_a_wrong_request_is_answered_in_one_line_and_no_other_model_is_loaded(
+    client: Any, address: str
+) -> None:
+    for wrong, message in (
+        ({"model": "other"}, "Server is pinned to 'hf'; requested 'other'."),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "KeyError: 'text'"),
+        ({"temperature": -1}, "ValueError: `temperature`"),
+    ):
+        request = {"model": "hf", "messages": MESSAGES, "max_tokens": 1, **wrong}
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**request)
+        assert refused.value.body["message"].startswith(message)
+        assert "\n" not in refused.value.body["message"]
+    root = address.removesuffix("/v1")
+    with urllib.request.urlopen(f"{root}/health") as response:
+        assert json.load(response) == {"status": "ok"}
+    for path in ("/load_model", "/reset", "/v1/responses"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{root}{path}", data=b"{}")
+
+
+def test_an_import_is_served_by_an_export_of_it(tmp_path: Path) -> None:
+    from nsa.export.serve import ServedModel
+
+    llama(tmp_path / "llama")
+    run = imported(tmp_path / "llama", tmp_path / "run")
+    served = ServedModel(tmp_path / "run", "cpu")
+    assert served.force_model == "run"
+    weights = served.model.model.core.embed.weight
+    assert weights.equal(run.model.embed.weight)
+    assert served.tokenizer("ab").input_ids == [97, 98]
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("llama", "run")]
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(*arguments: str) -> str:
+        assert main(["serve", *arguments]) == 2
+        text = capsys.readouterr().err
+        assert text.count("\n") == 1
+        return text
+
+    folder = tmp_path / "llama"
+    llama(folder)
+    capsys.readouterr()
+    assert "there is no such folder" in error(str(tmp_path / "none" / "at" / "all"), "--port=0")
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        message = error(str(folder), f"--port={port}")
+        assert f"--host localhost --port {port}: cannot listen there" in message
+    assert "--port 99999: must be from 0 to 65,535" in error(str(folder), "--port=99999")
+    config = json.loads((folder / "config.json").read_text())
+    code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (folder / "config.json").write_text(json.dumps(config | code))
+    (folder / "mine.py").write_text("raise SystemExit('code of a stranger')")
+    assert "model_type = 'mine'" in error(str(folder), "--port=0")
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert "pip install 'nsa-m7c[serve]'" in error(str(folder), "--port=0")
