@@ -101,7 +101,7 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
 def _converted(attention: AttentionConfig, kind: str) -> AttentionConfig:
     """Return dense attention, or attention with an index: of 64 tokens each, or of the run's sizes.
 
-    docs/guides/sparsify.md has the figures.
+    docs/benchmarks/real-weights.md has the figures.
     """
     if kind == "dense":
         return replace(attention, kind=kind, selector_loss=0.0)

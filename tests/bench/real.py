@@ -26,7 +26,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from nsa.monitor.csv_files import read_metrics
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,6 +35,7 @@ from nsa.data.tokenizer import load_pretrained
 from nsa.engine.load_run import load_run
 from nsa.model import LanguageModel
 from nsa.model.loss import token_losses
+from nsa.monitor.artifacts import read_metrics
 from nsa.monitor.health import HealthRecorder
 from nsa.resources import resource_path
 from nsa.text import markdown_table
