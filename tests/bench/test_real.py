@@ -84,8 +84,8 @@ def test_a_needle_stands_between_lines_at_its_depth_and_is_asked_in_the_chat_tem
     before, _, after = text.partition(f"# The secret code of the city of Nairobi is {code}.\n")
     assert before.endswith("line 08\nline 09\n")
     assert after.startswith("line 11\n")
-    assert after.endswith("of Nairobi?<|im_end|>\n<|im_start|>assistant\n" + text[-40:])
-    assert text.endswith("The secret code of the city of Nairobi is")
+    question = "What is the secret code of the city of Nairobi?<|im_end|>\n<|im_start|>assistant\n"
+    assert after.endswith(f"line 20\n\n\n{question}The secret code of the city of Nairobi is")
 
 
 def test_recall_is_the_attention_that_selected_blocks_hold_in_all_layers() -> None:
