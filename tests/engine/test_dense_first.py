@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
+from nsa.engine.plan_command import load_profile
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.monitor.artifacts import read_table
 from nsa.spec import NSASpec
@@ -79,6 +80,28 @@ def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
         if name.endswith("gates.weight"):
             assert not before[name].any()
             assert last[name].any()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "attention", "half_dense"),
+    [
+        ("m7c", ("cmp+sel+win", "pool", 1.0), True),
+        ("m7c_index", ("sel", "pool", 1.0), True),
+        ("m7c_paper", ("cmp+sel+win", "mlp", 0.0), False),
+        ("m7c_classic", ("cmp+sel+win", "mean", 0.0), False),
+    ],
+)
+def test_recipes_begin_dense_where_a_loss_trains_the_selection(
+    recipe: str, attention: tuple[str, str, float], half_dense: bool
+) -> None:
+    for profile, steps in (("production", 50_000), ("demo", 300)):
+        config = load_profile(ROOT / f"recipes/{recipe}.py", profile).resolved()
+        config.validate()
+        model = config.model.attention
+        assert (model.branches, model.compressor, model.selector_loss) == attention
+        assert config.train.steps == steps
+        assert config.train.dense_steps == (steps // 2 if half_dense else 0)
+        assert config.selects_all_note() is None
 
 
 def test_the_dense_steps_are_those_of_dense_attention() -> None:

@@ -1,0 +1,51 @@
+"""M7C with one set of keys and values: attention that is the dense model's, read sparsely.
+
+    deepspeed --num_gpus 2 recipes/m7c_index.py
+
+Each query attends, in one softmax, to its first block, its last 8 and the 13 others that a trained
+index ranks highest, of 64 tokens each. Data and schedule are those of m7c.py. Its text and needles
+are those of dense attention, not yet of three branches: docs/benchmarks/text.md. `nsa export
+--attention dense` writes a plain Llama.
+"""
+
+from __future__ import annotations
+
+import m7c
+
+from nsa.engine.config import RunConfig
+from nsa.engine.recipe import Recipe, main
+from nsa.model.config import AttentionConfig
+from nsa.spec import NSASpec
+
+
+def production() -> RunConfig:
+    """50,000 steps, the first half dense."""
+    return _with_index(m7c.production(), select_len=64, select_top=22, local_blocks=8)
+
+
+def demo() -> RunConfig:
+    """The demo of m7c.py: 8 of 16 blocks of 32 tokens."""
+    return _with_index(m7c.demo(), select_len=32, select_top=8, local_blocks=4)
+
+
+def _with_index(
+    config: RunConfig, select_len: int, select_top: int, local_blocks: int
+) -> RunConfig:
+    """Give the recipe's model an index with one key for each block that can be selected."""
+    config.model.attention = AttentionConfig(
+        branches="sel",
+        compressor="pool",
+        selector_loss=1.0,
+        spec=NSASpec(
+            block_len=select_len,
+            block_stride=select_len,
+            select_len=select_len,
+            select_top=select_top,
+            local_blocks=local_blocks,
+        ),
+    )
+    return config
+
+
+if __name__ == "__main__":
+    main(Recipe("m7c_index", __doc__, {"production": production, "demo": demo}))
