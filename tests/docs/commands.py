@@ -228,6 +228,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
     "python recipes/m7c_classic.py": partial(recipe, "recipes/m7c_classic.py"),
     "python recipes/m7c_dense.py": partial(recipe, "recipes/m7c_dense.py"),
+    "python recipes/sparsify.py": partial(recipe, "recipes/sparsify.py"),
     "python -m tests.bench": partial(parsed, bench_main),
     "nsa train": train,
     "nsa watch": watch,
