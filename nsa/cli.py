@@ -24,7 +24,7 @@ from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
 from nsa.resources import existing_or_resource, resource_path
 from nsa.system import package_version
-from nsa.untrusted import printable
+from nsa.text import printable
 from nsa.validation import Parser, positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command

@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from nsa.untrusted import printable
+# Control characters, Unicode's line ends and marks that reorder text, and surrogates.
+CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Replace control characters, which a terminal obeys, by escapes, except those in `keep`."""
+    return CONTROLS.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -26,8 +26,6 @@ import yaml
 
 MAX_TEXT_BYTES = 2**28  # of a text file; ours are far smaller
 MAX_YAML_CHARS = 2**18  # PyYAML is slow
-# Control characters, Unicode's line ends and marks that reorder text, and surrogates.
-CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 OTHER_BASE = re.compile("[-+]?(0[0-9_xXbB]|.*:)")  # octal, hexadecimal, binary, base 60
 FORCE_DATA, FORCE_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 MAX_DEPTH = 100  # levels of nesting; ours have fewer than ten
@@ -232,11 +230,6 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
     finally:
         del os.environ[FORCE_DATA]
         os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Replace control characters, which a terminal obeys, by escapes, except those in `keep`."""
-    return CONTROLS.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
 def short_repr(value: Any) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.untrusted import MAX_TEXT_BYTES, parse_json, parse_yaml, printable, read_text
+from nsa.text import printable
+from nsa.untrusted import MAX_TEXT_BYTES, parse_json, parse_yaml, read_text
 from tests.evaluate.models import write_model
 from tests.ranks import ROOT, spawn_ranks
 

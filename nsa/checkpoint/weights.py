@@ -25,7 +25,8 @@ from torch import Tensor
 from nsa.checkpoint.commit import MANIFEST, find_problem, newest_valid
 from nsa.checkpoint.state_file import ANY_RANKS, read_state_file
 from nsa.dtypes import DTYPES
-from nsa.untrusted import data_only, open_regular, parse_json, parse_yaml, printable, read_text
+from nsa.text import printable
+from nsa.untrusted import data_only, open_regular, parse_json, parse_yaml, read_text
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"

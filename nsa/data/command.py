@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from nsa.constants import INTERRUPTED
 from nsa.data.config import ON_ERROR, DataConfig
 from nsa.data.source import SPLITS
-from nsa.untrusted import printable, short_repr
+from nsa.text import printable
+from nsa.untrusted import short_repr
 from nsa.validation import positive_flags
 
 if TYPE_CHECKING:

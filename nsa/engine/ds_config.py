@@ -33,7 +33,8 @@ from pydantic import BaseModel, ValidationError
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import walk
-from nsa.untrusted import matches, parse_json, printable, read_text
+from nsa.text import printable
+from nsa.untrusted import matches, parse_json, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}

@@ -20,7 +20,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.resolve import read_saved_config
 from nsa.model import LanguageModel
 from nsa.model.language_model import meta_model
-from nsa.untrusted import printable
+from nsa.text import printable
 
 CONFIG = "config.yaml"
 

@@ -15,8 +15,7 @@ from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.cpu_collectives import AllRanksCrash, RunAborted
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import Recipe
-from nsa.text import as_one_line
-from nsa.untrusted import printable
+from nsa.text import as_one_line, printable
 from nsa.validation import reject_unknown_flags
 
 __all__ = ["Recipe", "main"]

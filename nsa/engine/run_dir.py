@@ -22,7 +22,8 @@ from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest
 from nsa.monitor.artifacts import read_json
-from nsa.untrusted import parse_yaml, printable, read_text
+from nsa.text import printable
+from nsa.untrusted import parse_yaml, read_text
 
 LOCK = ".lock"
 CONFIG_FILES = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.data.source import ALL, is_path
-from nsa.text import first_line
-from nsa.untrusted import printable
+from nsa.text import first_line, printable
 from nsa.validation import positive_flags
 
 if TYPE_CHECKING:

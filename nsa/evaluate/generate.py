@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
 from nsa.system import text_or_empty
-from nsa.text import first_line
-from nsa.untrusted import printable, short_repr
+from nsa.text import first_line, printable
+from nsa.untrusted import short_repr
 
 if TYPE_CHECKING:
     import torch

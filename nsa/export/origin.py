@@ -11,7 +11,8 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from nsa.data.tokenizer import ORIGIN
-from nsa.untrusted import matches, printable, read_object, read_text
+from nsa.text import printable
+from nsa.untrusted import matches, read_object, read_text
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 
 from nsa.export.from_hf import rope_settings
 from nsa.model.hf_config import SHAPE, NSAConfig
-from nsa.untrusted import printable, short_repr
+from nsa.text import printable
+from nsa.untrusted import short_repr
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OWN = {NSAConfig.attribute_map.get(name, name) for name in SHAPE} | {

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from nsa.constants import BRANCHES
-from nsa.untrusted import printable
+from nsa.text import printable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from nsa.monitor.observer import (
     StepRecord,
     warn,
 )
-from nsa.untrusted import printable
+from nsa.text import printable
 
 _LINES_PER_RUN = 20  # in a fast run; a slow one prints a line every `min_seconds`
 

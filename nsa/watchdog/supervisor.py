@@ -23,7 +23,7 @@ import psutil
 
 from nsa.monitor.observer import BackgroundWriter
 from nsa.system import in_background, is_alive, with_timeout
-from nsa.untrusted import printable
+from nsa.text import printable
 from nsa.watchdog.hang_detector import LIMIT_SECONDS, FolderState, HangDetector, HangReport
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
 
