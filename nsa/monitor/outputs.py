@@ -106,7 +106,7 @@ class Progress(Observer):
         if status == "finished":
             run = shlex.quote(str(self._run_dir))
             self._print(
-                f"to go on:\n  nsa report {run}\n  nsa generate {run} --prompt 'def '\n"
+                f"next commands:\n  nsa report {run}\n  nsa generate {run} --prompt 'def '\n"
                 f"  tensorboard --logdir {run}"
             )
 

@@ -56,7 +56,7 @@ def test_a_finished_run_prints_three_commands_to_go_on_and_a_stopped_one_none(
             progress.on_end(status)
         _, *end = (tmp_path / "log").read_text().splitlines()
         commands = [
-            "to go on:",
+            "next commands:",
             f"  nsa report '{run_dir}'",
             f"  nsa generate '{run_dir}' --prompt 'def '",
             f"  tensorboard --logdir '{run_dir}'",
