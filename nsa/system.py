@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import psutil  # imported late: benchmarks of a machine without it need the other functions
 
 T = TypeVar("T")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of the address that only this machine reaches
 _TIMEOUT_SECONDS = 10.0  # a stuck driver must not block the check
 
 

@@ -10,22 +10,15 @@ m7c.py has a larger batch: docs/guides/zero-and-pcie.md.
 from __future__ import annotations
 
 import m7c
+from m7c_paper import sparse_throughout
 
 from nsa.engine.config import RunConfig
 from nsa.engine.recipe import Recipe, main
 
 
-def sparse_throughout(config: RunConfig) -> RunConfig:
-    """Set φ = `mean`, no selector loss, and NSA from the first step."""
-    config.model.attention.compressor = "mean"
-    config.model.attention.selector_loss = 0.0
-    config.train.dense_steps = 0
-    return config
-
-
 def production() -> RunConfig:
     """50,000 steps of 4 sequences, one per micro-batch and GPU: 410 million tokens."""
-    config = sparse_throughout(m7c.production())
+    config = sparse_throughout(m7c.production(), "mean")
     config.model.activation_checkpointing = "reentrant"
     config.train.micro_batch = 1
     config.train.accumulation = 2
@@ -43,7 +36,7 @@ def tuned() -> RunConfig:
 
 def demo() -> RunConfig:
     """The demo of m7c.py with NSA in all steps."""
-    return sparse_throughout(m7c.demo())
+    return sparse_throughout(m7c.demo(), "mean")
 
 
 PROFILES = {"production": production, "tuned": tuned, "demo": demo}

@@ -14,35 +14,25 @@ import m7c
 
 from nsa.engine.config import RunConfig
 from nsa.engine.recipe import Recipe, main
-from nsa.model.config import AttentionConfig
+from nsa.model.config import INDEXED, AttentionConfig
 from nsa.spec import NSASpec
 
 
 def production() -> RunConfig:
     """50,000 steps, the first half dense."""
-    return _with_index(m7c.production(), select_len=64, select_top=22, local_blocks=8)
+    return _with_index(m7c.production(), INDEXED)
 
 
 def demo() -> RunConfig:
     """The demo of m7c.py: 8 of 16 blocks of 32 tokens."""
-    return _with_index(m7c.demo(), select_len=32, select_top=8, local_blocks=4)
+    blocks = NSASpec(block_len=32, block_stride=32, select_len=32, select_top=8, local_blocks=4)
+    return _with_index(m7c.demo(), blocks)
 
 
-def _with_index(
-    config: RunConfig, select_len: int, select_top: int, local_blocks: int
-) -> RunConfig:
+def _with_index(config: RunConfig, spec: NSASpec) -> RunConfig:
     """Give the recipe's model an index with one key for each block that can be selected."""
     config.model.attention = AttentionConfig(
-        branches="sel",
-        compressor="pool",
-        selector_loss=1.0,
-        spec=NSASpec(
-            block_len=select_len,
-            block_stride=select_len,
-            select_len=select_len,
-            select_top=select_top,
-            local_blocks=local_blocks,
-        ),
+        branches="sel", compressor="pool", selector_loss=1.0, spec=spec
     )
     return config
 

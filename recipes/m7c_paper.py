@@ -15,21 +15,22 @@ from nsa.engine.config import RunConfig
 from nsa.engine.recipe import Recipe, main
 
 
+def sparse_throughout(config: RunConfig, compressor: str) -> RunConfig:
+    """Set φ, and NSA from the first step without the selector loss."""
+    config.model.attention.compressor = compressor
+    config.model.attention.selector_loss = 0.0
+    config.train.dense_steps = 0
+    return config
+
+
 def production() -> RunConfig:
     """50,000 steps with the paper's attention."""
-    return _as_in_the_paper(m7c.production())
+    return sparse_throughout(m7c.production(), "mlp")
 
 
 def demo() -> RunConfig:
     """The demo of m7c.py with the paper's attention, in smaller blocks."""
-    return _as_in_the_paper(m7c.demo())
-
-
-def _as_in_the_paper(config: RunConfig) -> RunConfig:
-    config.model.attention.compressor = "mlp"
-    config.model.attention.selector_loss = 0.0
-    config.train.dense_steps = 0
-    return config
+    return sparse_throughout(m7c.demo(), "mlp")
 
 
 if __name__ == "__main__":

@@ -164,13 +164,13 @@ def name_in_errors(name: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _is_library_error(error):
+        if not is_library_error(error):
             raise
         reason = first_line(error)
         raise DataError(f"{name}: cannot be read ({reason}); save the tokenizer again") from None
 
 
-def _is_library_error(error: BaseException) -> bool:
+def is_library_error(error: BaseException) -> bool:
     """Return whether it is an Exception, or a panic of Rust code, which is none."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
@@ -272,7 +272,7 @@ def load_pretrained(name: str) -> Any:
     try:
         return _from_pretrained(str(folder) if folder.is_dir() else path)
     except BaseException as error:
-        if not _is_library_error(error):
+        if not is_library_error(error):
             raise
         if folder.is_dir():
             raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from nsa.engine import disable_shared_memory_op
-from nsa.system import free_port, interface_towards
+from nsa.system import LOOPBACK, free_port, interface_towards
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 # By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL
@@ -41,7 +41,6 @@ FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT":
 INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 ROOT_CAUSE_GRACE_SECONDS = 5  # for the rank that failed first to report before its peers do
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 POLL_SECONDS = 0.02
 SCHEME = "private"  # of the rendezvous' init_method
 _created: list[Path] = []  # rendezvous files of this process, if it is rank 0

@@ -20,9 +20,8 @@ from typing import Any
 from uuid import uuid4
 
 from nsa.evaluate.command import add_run_arguments, parse_device
+from nsa.system import LOOPBACK
 from nsa.text import first_line
-
-LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def add_serve_parser(verbs: Any) -> None:
@@ -47,7 +46,7 @@ def _serve(args: argparse.Namespace) -> int:
     with _listen(args.host, args.port) as listener:
         served = ServedModel(args.path, args.device)
         port = listener.getsockname()[1]
-        if args.host not in LOCAL:
+        if args.host not in LOOPBACK:
             print(f"nsa: warning: --host {args.host}: no password is asked", file=sys.stderr)
         print(f"{served.force_model}: http://{args.host}:{port}/v1 (Ctrl-C ends it)", flush=True)
         config = uvicorn.Config(build_app(served), log_level="warning")
@@ -141,6 +140,8 @@ def build_app(served: ServedModel) -> Any:
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.utils import GenerationState
 
+    from nsa.data.tokenizer import is_library_error
+
     app = FastAPI(openapi_url=None)
     state = GenerationState()
 
@@ -154,7 +155,7 @@ def build_app(served: ServedModel) -> Any:
         except HTTPException as error:
             return refusal(str(error.detail), error.status_code)
         except BaseException as error:  # of a template, a value, or a panic of the tokenizer
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not is_library_error(error):
                 raise
             return refusal(f"{type(error).__name__}: {first_line(error)}", 400)
 
