@@ -1,11 +1,10 @@
-"""Source tree: no import cycles, no words of the early dialect, docstrings and file lengths."""
+"""Source tree: import layers by the design page's table, no cycles, docstrings, file lengths."""
 
 from __future__ import annotations
 
 import ast
 import re
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -15,22 +14,15 @@ SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "nsa").rglob("*.py"))
 }
-# Words of this project's early dialect, and the words that readers grep for instead.
-DIALECT = {
-    r"mend(s|ed|ing)?": "fix",
-    r"anew": "again",
-    r"whoever": "any, whatever",
-    r"beforehand": "in advance",
-    r"thereby": "so",
-    r"gone[ _]on": "resumed, continued",
-    r"so[ _]many": "at most N, N",
-    r"mourn(s|ed|ing)?": "lost peer, grace period",
-    r"lived[ _]with": "tolerated",
-    r"in[ _]that[ _]of": "relative to",
-    r"unturned": "pre-RoPE",
-}
-EXEMPT = (Path(__file__), ROOT / "docs/CHANGELOG.md")  # they name the words that were replaced
-FOLDERS = ("nsa", "recipes", "launch", "docs", "tests", "ds_configs")
+PAGE = ROOT / "docs/design/architecture.md"
+# | `nsa/package/` | content | packages that it may import, all of them in rows above |
+ROW = re.compile(r"^\| `nsa/(\w+)(?:/|\.py)` \| .* \| (.*) \|$", re.MULTILINE)
+LAYERS = {package: re.findall(r"\w+", below) for package, below in ROW.findall(PAGE.read_text())}
+ENTRY_POINTS = "nsa", "nsa.__main__"  # which give users names of any layer
+
+
+def package_of(module: str) -> str:
+    return module.removeprefix("nsa").strip(".").split(".")[0]
 
 
 def imports(module: str) -> set[str]:
@@ -51,16 +43,22 @@ def test_imports_form_no_cycle() -> None:
     assert set(TopologicalSorter(graph).static_order()) == SOURCES.keys()
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_no_file_uses_a_word_of_the_dialect(folder: str) -> None:
-    """Words inside of identifiers included."""
-    dialect = re.compile(rf"(?<![a-z])({'|'.join(DIALECT)})(?![a-z])", re.IGNORECASE)
-    for path in sorted((ROOT / folder).rglob("*")):
-        if path.suffix not in (".py", ".md", ".sh", ".yml", ".sbatch") or path in EXEMPT:
-            continue
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            match = dialect.search(line)
-            assert match is None, f"{path.relative_to(ROOT)}:{number}: {match[0]!r}"
+def test_each_package_has_a_row_below_those_that_it_may_import() -> None:
+    assert LAYERS.keys() == {package_of(module) for module in SOURCES.keys() - {*ENTRY_POINTS}}
+    packages = list(LAYERS)
+    for number, (package, below) in enumerate(LAYERS.items()):
+        upward = {*below} - {"any", *packages[:number]}
+        assert not upward, f"{PAGE.name}: {package} may import {upward}, which are not above it"
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES.keys() - {*ENTRY_POINTS}))
+def test_a_module_imports_only_what_the_row_of_its_package_allows(module: str) -> None:
+    here = package_of(module)
+    for imported in sorted(imports(module)):
+        assert {package_of(imported), "any"} & {here, *LAYERS[here]}, (
+            f"{SOURCES[module].relative_to(ROOT)} imports {imported}: {here} may not import "
+            f"{package_of(imported)}, by {PAGE.name}"
+        )
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
