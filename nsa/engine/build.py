@@ -136,10 +136,12 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
                 dist_init_required=False,
             )
     except Exception as error:
-        tracker = type(error).__module__.partition(".")[0]
+        missing = error.name if isinstance(error, ImportError) else None
+        tracker = missing or type(error).__module__.partition(".")[0]  # raises without an API key
         if tracker not in ("wandb", "comet_ml"):
             raise
-        raise ValueError(f"{tracker}: {' '.join(str(error).split())}") from error  # no API key
+        fix = "; install it, or remove its block from the DeepSpeed config" if missing else ""
+        raise ValueError(f"{tracker}: {' '.join(str(error).split())}{fix}") from error
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # plain: stage 0 with fp32
         skip_nonfinite_steps(engine.optimizer)
     return engine

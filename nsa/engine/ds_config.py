@@ -1,44 +1,38 @@
 """DeepSpeed's JSON: load it strictly, fill it from the recipe, check it before the run starts.
 
-DeepSpeed ignores unknown keys and uses its defaults instead. Here unknown keys are errors, and each
-number is set in one place: the recipe or the JSON. The names that the installed DeepSpeed reads
-come from its pydantic models, and elsewhere from recording the keys that its parser looks up.
+DeepSpeed ignores keys that it does not know and uses its defaults instead. Here they are errors,
+found by recording the keys that its parser looks up, and each number is set in one place: the
+recipe or the JSON.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
 from deepspeed.comm.config import CommsLoggerConfig
-from deepspeed.monitor.config import CometConfig, CSVConfig, WandbConfig
-from deepspeed.runtime import config as runtime_config
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel, ValidationError
 
-from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import walk
 from nsa.text import printable
-from nsa.untrusted import matches, parse_json, read_text
+from nsa.untrusted import parse_json, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
-OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
-TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
+OPTIMIZER = {"params": {"torch_adam": True, "fused": True}}
 OWNED_FIELDS = {  # DeepSpeed key: the field of `train` that sets it
     "train_micro_batch_size_per_gpu": "micro_batch",
     "gradient_accumulation_steps": "accumulation",
@@ -46,20 +40,20 @@ OWNED_FIELDS = {  # DeepSpeed key: the field of `train` that sets it
     "optimizer.params.lr": "learning_rate",
     "optimizer.params.weight_decay": "weight_decay",
 }
-DEFAULTS = {"optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8}
-
-PRECISION_OF_DTYPE = {str(dtype): precision for precision, dtype in DTYPES.items()}
-MODELS: dict[str, type[BaseModel]] = {  # of DeepSpeed's blocks that have one
+DEFAULTS = {
+    "optimizer.type": "AdamW",
+    "optimizer.params.betas": [0.9, 0.95],
+    "optimizer.params.eps": 1e-8,
+}
+BLOCKS = ("optimizer", "optimizer.params", "zero_optimization", "bf16", "fp16", "timers")
+MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's, which refuse unknown keys themselves
     "zero_optimization": DeepSpeedZeroConfig,
     "bf16": DeepSpeedBF16Config,
     "fp16": DeepSpeedFP16Config,
     "timers.throughput": DeepSpeedThroughputTimerConfig,
     "comms_logger": CommsLoggerConfig,
-    "wandb": WandbConfig,
-    "comet": CometConfig,
-    "csv_monitor": CSVConfig,
 }
-WITHOUT_MODEL = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
+OF_ADAMW = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
 OF_MUON = ("muon_lr", "momentum", "ns_method")
 OTHER_WAYS = (
     *("autotuning", "compile", "data_efficiency", "expert_parallel", "hybrid_engine"),
@@ -76,6 +70,7 @@ REFUSED = {
     "fp16.fp16_master_weights_and_grads": "loses the fp32 master weights; remove it",
     "bf16.check_grad_overflow": "a step with non-finite gradients must be skipped; remove it",
     "zero_optimization.compute_grad_norm": "without the norm such a step is not skipped; remove it",
+    "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
     "checkpoint.load_universal": "remove it; use --resume --universal",
     "zero_optimization.elastic_checkpoint": "remove it; use --resume --universal",
     "tensorboard": "remove it and set monitor.tensorboard",
@@ -86,6 +81,7 @@ REFUSED = {
 }
 
 Owned = dict[str, tuple[Any, str]]  # DeepSpeed key: the recipe's value, and what sets it
+Problems = Iterator[tuple[str, str]]  # path of a key to change; why, and how
 
 
 @dataclass(frozen=True)
@@ -115,17 +111,12 @@ def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
     """Return the ZeroMode of a config whose stage and precision are filled in."""
     zero = resolved["zero_optimization"]
     precision = next((p for p in ("bf16", "fp16") if resolved[p]["enabled"]), "fp32")
-    accumulation = block_of(resolved, "data_types").get("grad_accum_dtype") or precision
-    try:
-        accumulation = PRECISION_OF_DTYPE[str(DtypeEnum(accumulation).value)]
-    except (KeyError, ValueError):
-        accumulation = str(accumulation)
     offloads = [block_of(zero, name) for name in ("offload_optimizer", "offload_param")]
     overlap = zero.get("overlap_comm")
     return ZeroMode(
         stage=zero["stage"],
         precision=precision,
-        accumulation=accumulation,
+        accumulation=block_of(resolved, "data_types").get("grad_accum_dtype") or precision,
         overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
         offload=any(block.get("device", "none") != "none" for block in offloads),
         muon=has_muon(resolved),
@@ -151,19 +142,17 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
             object_pairs_hook=_refuse_duplicates,
             parse_constant=_refuse_constant,
         )
-        if not isinstance(raw, dict):
-            raise ValueError(f"holds {_as_json(raw)}; write an object: {{…}}")
-        return raw
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}; "
-            "write plain JSON: no comments, no trailing commas, names in double quotes"
-        ) from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ValueError(f"{path}: {reason}; name a JSON file") from error
+    except json.JSONDecodeError as error:
+        fix = "write plain JSON: no comments, no trailing commas, names in double quotes"
+        raise ValueError(f"{path}: {error}; {fix}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: holds {_as_json(raw)}; write an object: {{…}}")
+    return raw
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -191,24 +180,32 @@ def resolve_ds_config(
 ) -> dict[str, Any]:
     """Check `raw` and return the dictionary for `deepspeed.initialize`.
 
-    Raises a ValueError with a line for every key that DeepSpeed would ignore or refuse, or that
-    contradicts the recipe: key, value and fix. What depends on the other keys is checked once these
-    are fixed, and DeepSpeed's own refusals follow.
+    Raises a ValueError with a line for every key to change: key, value and fix. What depends on
+    the other keys is checked once these are fixed.
     """
     owned = owned_values(config, world_size)
-    problems = dict(_problems(raw, owned))
-    resolved = _fill(raw, owned)
+    problems, resolved = dict(_recipe_problems(raw, owned)), deepcopy(raw)
+    for path in problems:
+        block, name = _parent(resolved, path)
+        block.pop(name, None)
+    resolved.setdefault("optimizer", deepcopy(OPTIMIZER))
+    for path, (value, _) in owned.items():
+        block, name = _parent(resolved, path)
+        block[name] = value
+    for path, value in DEFAULTS.items():
+        block, name = _parent(resolved, path)
+        if block.get(name, "auto") == "auto":
+            block[name] = value
+    problems |= _parser_problems(resolved, source)
     problems = problems or dict(_mode_problems(resolved))
-    if not problems:
-        if zero_mode(resolved).buckets:
-            resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
-        resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
-        problems = dict(_refused_values(resolved, source))
     lines = [f"{_at(raw, path)}{problem}" for path, problem in problems.items()]
     if len(lines) == 1:
         raise ValueError(f"{source}: {lines[0]}")
     if lines:
         raise ValueError("\n  ".join([f"{source}: {len(lines)} keys to change:", *lines]))
+    if zero_mode(resolved).buckets:
+        resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
+    resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     return resolved
 
 
@@ -252,41 +249,15 @@ def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _problems(raw: dict[str, Any], owned: Owned) -> Iterator[tuple[str, str]]:
-    """Yield the path of each key to change, and why and how."""
-    yield from _key_problems(raw, known_keys(), owned)
-    every = raw.get("steps_per_print")
-    if isinstance(every, int | float) and every < 1:
-        yield "steps_per_print", ": write 1 or more, or remove it"
-    if isinstance(raw.get("optimizer"), dict):
-        yield from _optimizer_problems(raw["optimizer"])
-    for name, package in TRACKERS.items():
-        if block_of(raw, name).get("enabled") and find_spec(package) is None:
-            yield (
-                f"{name}.enabled",
-                f": needs the package {package}, which is not installed; pip install "
-                f"'nsa-m7c[{name}]', or remove the block",
-            )
-
-
-def _key_problems(
-    block: dict[str, Any], known: dict[str, Any], owned: Owned, prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """Yield the problems of a block's keys; none of the keys below one that has a problem."""
-    for key, value in block.items():
-        path, default = f"{prefix}{key}", known.get(key)
+def _recipe_problems(raw: dict[str, Any], owned: Owned) -> Problems:
+    """Yield what contradicts the recipe, changes the numbers or loses data."""
+    for path, value in walk(raw):
+        if path.startswith(tuple(f"{refused}." for refused in REFUSED)):
+            continue
         if path in REFUSED:
             yield path, f": {REFUSED[path]}"
-        elif key not in known:
-            near = get_close_matches(key.lower(), known, 1)
-            fix = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
-            yield path, f": DeepSpeed {deepspeed.__version__} has no such key; {fix}"
-        elif isinstance(default, dict) and isinstance(value, dict):
-            yield from _key_problems(value, default, owned, f"{path}.")
-        elif isinstance(default, dict):
+        elif path in BLOCKS and not isinstance(value, dict):
             yield path, ": this is a block; write an object: {…}"
-        elif isinstance(value, dict):
-            yield path, ": this is a single value, not a block; write a value"
         elif path in owned:
             expected, origin = owned[path]
             same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
@@ -294,15 +265,26 @@ def _key_problems(
                 yield path, f', but {origin}; write "auto", or set the recipe\'s to match'
         elif value == "auto" and path not in DEFAULTS:
             yield path, ': only what the recipe sets may be "auto"; write a value or remove it'
-        elif isinstance(default, bool) and not isinstance(value, bool):
-            yield path, ": this is a switch; write true or false"
+    every = raw.get("steps_per_print")
+    if isinstance(every, int | float) and every < 1:
+        yield "steps_per_print", ": write 1 or more, or remove it"
+    optimizer = block_of(raw, "optimizer")
+    if str(optimizer.get("type", "adamw")).lower() not in ("adam", "adamw", "muon"):
+        yield "optimizer.type", ': not supported; write "AdamW" or "Muon"'
+    params = optimizer.get("params", {})
+    if optimizer and isinstance(params, dict) and params.get("torch_adam") is not True:
+        yield (
+            "optimizer.params.torch_adam",
+            ': DeepSpeed would compile its Adam at the first start; write "torch_adam": true',
+        )
 
 
 class _Recorder(dict[str, Any]):
-    """A dictionary that records which keys are looked up, and with which default."""
+    """A block that records which keys are looked up, and with which default."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, block: Mapping[str, Any]) -> None:
+        nested = {k: _Recorder(v) if isinstance(v, dict) else v for k, v in block.items()}
+        super().__init__(nested)
         self.looked_up: dict[str, Any] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -317,64 +299,54 @@ class _Recorder(dict[str, Any]):
         return self  # records `name in config.keys()` too
 
 
-@cache
-def known_keys() -> dict[str, Any]:
-    """Return every key that DeepSpeed reads, with its default or its nested keys."""
-    blocks = {name: _Recorder() for name in WITHOUT_MODEL}
-    blocks["optimizer"] = _Recorder({"type": "adamw"})
-    minimal = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    config = _Recorder(minimal | blocks)
-    runtime_config.DeepSpeedConfig(config)
-    known: dict[str, Any] = {
-        key: None if default == {} else default for key, default in config.looked_up.items()
-    }
-    known |= {name: dict(block.looked_up) for name, block in blocks.items()}
-    known["timers"] = {}
-    for path, model in MODELS.items():
-        *parents, name = path.split(".")
-        block = known[parents[0]] if parents else known
-        block[name] = _fields(model)
-    adamw = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
-    known["optimizer"]["params"] = dict.fromkeys([*adamw, "torch_adam", *OF_MUON])
-    # DeepSpeed looks up those that it has removed, to refuse them.
-    removed = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
-    return {name: nested for name, nested in known.items() if name not in removed}
+def _parser_problems(resolved: dict[str, Any], source: str) -> Problems:
+    """Let DeepSpeed parse the resolved config; yield the keys that it refuses or does not read."""
+    # Without train_batch_size, which DeepSpeed would compare with the current process group.
+    config = _Recorder({k: v for k, v in deepcopy(resolved).items() if k != "train_batch_size"})
+    try:
+        DeepSpeedConfig(config)
+    except ValidationError as error:
+        block = next((path for path, model in MODELS.items() if model.__name__ == error.title), "")
+        fields = MODELS[block].model_fields if block else {}
+        for detail in error.errors():
+            path = ".".join((block, *map(str, detail["loc"]))).strip(".")
+            if detail["type"] == "extra_forbidden":
+                yield path, _unknown(path, [field.alias or name for name, field in fields.items()])
+            else:
+                yield path, f": {detail['msg']}"
+    except (ValueError, TypeError, AttributeError, AssertionError, DeepSpeedConfigError) as error:
+        raise ValueError(f"{source}: DeepSpeed refuses it: {error}") from error
+    else:
+        yield from _unread_keys(config)
+        params = block_of(block_of(resolved, "optimizer"), "params")
+        params = {name: value for name, value in params.items() if name in OF_ADAMW}
+        try:
+            torch.optim.AdamW([torch.zeros(1)], **params)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            yield "optimizer.params", f": torch.optim.AdamW refuses them: {error}"
 
 
-def _fields(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the fields of a pydantic model, nested models included, without deprecated ones."""
-    names: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        extra: Any = field.json_schema_extra or {}
-        if not extra.get("deprecated"):
-            types = [field.annotation, *get_args(field.annotation)]
-            nested = [t for t in types if isinstance(t, type) and issubclass(t, BaseModel)]
-            names[field.alias or name] = _fields(nested[0]) if nested else None
-    return names
+def _unread_keys(block: _Recorder, prefix: str = "") -> Problems:
+    known = block.looked_up
+    if prefix == "optimizer.params.":
+        known = dict.fromkeys((*OF_ADAMW, *OF_MUON, "torch_adam"))
+    for key, value in block.items():
+        path = f"{prefix}{key}"
+        if key not in known:
+            yield path, _unknown(path, known)
+        elif isinstance(known[key], bool) and not isinstance(value, bool):
+            yield path, ": this is a switch; write true or false"
+        elif isinstance(value, _Recorder) and value.looked_up and path not in MODELS:
+            yield from _unread_keys(value, f"{path}.")
 
 
-def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Require AdamW or Muon with torch's AdamW: DeepSpeed's Adam is compiled at the first start."""
-    params = block.get("params", {})
-    if not isinstance(params, dict):
-        return
-    betas, eps = params.get("betas", "auto"), params.get("eps", "auto")
-    if betas != "auto" and not (
-        matches(betas, [(int, float)]) and len(betas) == 2 and min(betas) >= 0 and max(betas) < 1
-    ):
-        yield "optimizer.params.betas", ": write two numbers, 0 or more and below 1"
-    if eps != "auto" and not (matches(eps, (int, float)) and eps > 0):
-        yield "optimizer.params.eps", ": write a number above 0"
-    if str(block.get("type")).lower() not in ("adam", "adamw", "muon"):
-        yield "optimizer.type", ': not supported; write "AdamW" or "Muon"'
-    if params.get("torch_adam") is not True:
-        yield (
-            "optimizer.params.torch_adam",
-            ': DeepSpeed would compile its Adam at the first start; write "torch_adam": true',
-        )
+def _unknown(path: str, known: Iterable[str]) -> str:
+    near = get_close_matches(path.rpartition(".")[2].lower(), known, 1)
+    fix = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
+    return f": DeepSpeed {deepspeed.__version__} has no such key; {fix}"
 
 
-def _mode_problems(resolved: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _mode_problems(resolved: dict[str, Any]) -> Problems:
     """Yield what this stage and precision would train otherwise than the config says."""
     stage = block_of(resolved, "zero_optimization").get("stage")
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -395,34 +367,6 @@ def _mode_problems(resolved: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "accumulation; elsewhere it clips the update, which shrinks it more than a "
             "hundredfold; use ds_configs/zero1_muon.json with train.precision=bf16",
         )
-
-
-def _fill(raw: dict[str, Any], owned: Owned) -> dict[str, Any]:
-    """Return `raw` with the recipe's values, and defaults for what it leaves out."""
-    resolved = deepcopy(raw)
-    resolved.setdefault("optimizer", deepcopy(OPTIMIZER))
-    for path, (value, _) in owned.items():
-        block, name = _parent(resolved, path)
-        block[name] = value
-    for path, value in DEFAULTS.items():
-        block, name = _parent(resolved, path)
-        if block.get(name, "auto") == "auto":
-            block[name] = value
-    return resolved
-
-
-def _refused_values(resolved: dict[str, Any], source: str) -> Iterator[tuple[str, str]]:
-    """Let DeepSpeed parse the resolved config; yield the keys whose values it refuses."""
-    # Without train_batch_size, which DeepSpeed would compare with the current process group.
-    parsed = {key: value for key, value in resolved.items() if key != "train_batch_size"}
-    try:
-        DeepSpeedConfig(deepcopy(parsed))
-    except ValidationError as error:
-        block = next((name for name, model in MODELS.items() if model.__name__ == error.title), "")
-        for detail in error.errors():
-            yield ".".join((block, *map(str, detail["loc"]))).strip("."), f": {detail['msg']}"
-    except (ValueError, AssertionError, DeepSpeedConfigError) as error:
-        raise ValueError(f"{source}: DeepSpeed refuses it: {error}") from error
 
 
 def _parent(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:

@@ -32,6 +32,8 @@ from nsa.monitor.throughput import StepProfiler
 from nsa.ops import fallback_counts
 from nsa.report.report import write_report
 
+TRACKERS = ("wandb", "comet", "csv_monitor")  # DeepSpeed's blocks, besides TensorBoard's
+
 
 class Telemetry:
     """Writes heartbeats from its creation on, everything else at each step."""

@@ -39,7 +39,6 @@ from nsa.engine.checks import check_kernels_on_all_ranks
 from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import AllRanksError, CpuCollectives, RunAborted
 from nsa.engine.data import open_data
-from nsa.engine.ds_config import TRACKERS
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.micro_batch import fit_on_all_ranks
 from nsa.engine.process_group import Ranks, crash, start_ranks, stop_ranks
@@ -50,7 +49,13 @@ from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.teacher import check_tokenizer, find_teacher, load_teacher
-from nsa.engine.telemetry import Telemetry, build_observers, trackers, write_final_report
+from nsa.engine.telemetry import (
+    TRACKERS,
+    Telemetry,
+    build_observers,
+    trackers,
+    write_final_report,
+)
 from nsa.gates.criteria import preflight
 from nsa.gates.results import record_result, schedule
 from nsa.gpus import peak_flops

@@ -27,8 +27,7 @@ REFUSED_IN = {
     "axolotl_zero3_bf16": [
         f"zero_optimization.{name}"
         for name in (
-            *("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters"),
-            *("max_reuse_distance", "gather_16bit_weights_on_model_save", "reduce_bucket_size"),
+            *("prefetch_bucket_size", "param_persistence_threshold", "reduce_bucket_size"),
         )
     ],
     "llama_factory_z3": [

@@ -169,12 +169,9 @@ NAMES = [  # shipped config, key, value, what the message must say
     ("zero2_pcie", "optimizer__params__beta", [0.9, 0.95], 'did you mean "betas"?'),
     ("zero2_pcie", "optimizer__params__max_grad_norm", 1.0, "has no such key"),
     ("zero2_pcie", "xyzzy", 1, "remove it"),
-    ("zero2_pcie", "zero_optimization__cpu_offload", True, "has no such key"),
-    ("zero3", "zero_optimization__max_live_parameters", 1, '"stage3_max_live_parameters"'),
-    ("zero2_pcie", "gradient_clipping", {"a": 1}, "this is a single value, not a block"),
-    ("zero2_pcie", "amp", {}, "has no such key"),
-    ("zero2_pcie", "curriculum_learnin", {}, "has no such key; remove it"),
-    ("zero2_pcie", "progressive_layer_drop", {"enabled": True}, "has no such key"),
+    ("zero3", "zero_optimization__max_live_paramters", 1, '"stage3_max_live_parameters"'),
+    ("zero2_pcie", "gradient_clipping", {"a": 1}, 'write "auto"'),
+    ("zero2_pcie", "progressive_layer_drop", {"enabled": True}, "has been removed"),
 ]
 KINDS = [
     ("zero2_pcie", "zero_optimization", True, "write an object"),
@@ -182,9 +179,9 @@ KINDS = [
     ("zero2_pcie", "bf16__enabled", 1, 'write "auto"'),
     ("zero2_pcie", "optimizer__params", 1, "write an object"),
     ("zero2_pcie", "prescale_gradients", 1, "write true or false"),
-    ("zero2_pcie", "wall_clock_breakdown", "false", "write true or false"),
+    ("zero2_pcie", "wall_clock_breakdown", "false", "DeepSpeed refuses it"),
     ("zero2_pcie", "steps_per_print", 0, "write 1 or more"),
-    ("zero2_pcie", "zero_optimization__stage", 4, "write 0, 1, 2 or 3"),
+    ("zero2_pcie", "zero_optimization__stage", 4, "should be 0, 1, 2"),
     ("zero2_pcie", "zero_optimization__stage", True, "write 0, 1, 2 or 3"),
     ("zero2_pcie", "zero_optimization__reduce_bucket_size", -1, "greater than 0"),
     ("zero2_pcie", "comms_logger__prof_ops", 3, "valid list"),
@@ -192,12 +189,11 @@ KINDS = [
     ("zero2_pcie", "checkpoint__tag_validation", "maybe", "WARN"),
 ]
 KINDS += [
-    *(
-        ("zero2_pcie", "optimizer__params__betas", betas, "two numbers, 0 or more and below 1")
-        for betas in ([0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, "auto"], 0.9)
-    ),
-    ("zero2_pcie", "optimizer__params__eps", 0, "write a number above 0"),
-    ("zero2_pcie", "optimizer__params__eps", "1e-8", "write a number above 0"),
+    ("zero2_pcie", f"optimizer__params__{name}", value, "torch.optim.AdamW refuses them")
+    for name, value in (
+        *(("betas", betas) for betas in ([0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, "auto"], 0.9)),
+        *(("eps", eps) for eps in (-1e-8, "1e-8")),
+    )
 ]
 OTHER_TRAINING = [  # what would change the numbers, or lose steps or checkpoints
     ("zero2_pcie", "optimizer__type", "Lamb", 'write "AdamW"'),
@@ -217,6 +213,7 @@ OTHER_TRAINING = [  # what would change the numbers, or lose steps or checkpoint
             ("fp16.fp16_master_weights_and_grads", True, "loses the fp32 master weights"),
             ("bf16.check_grad_overflow", False, "must be skipped"),
             ("zero_optimization.compute_grad_norm", False, "is not skipped"),
+            ("zero_optimization.cpu_offload", True, 'write "offload_optimizer"'),
             ("checkpoint.load_universal", True, "use --resume --universal"),
             ("zero_optimization.elastic_checkpoint", True, "--resume --universal"),
             *((name, {}, "another way of training") for name in OTHER_WAYS),
@@ -233,8 +230,8 @@ def test_a_misleading_key_is_refused_with_a_fix(
     assert words in message
     assert "\n" not in message, "one line, also where keys below it are missing"
     assert "mine.json" in message
-    if key != "checkpoint__tag_validation" and key != "communication_data_type":
-        assert key.replace("__", ".") in message
+    if "DeepSpeed refuses it" not in message:
+        assert key.replace("__", ".").removesuffix(".betas").removesuffix(".eps") in message
 
 
 def test_every_refused_key_is_tried_above() -> None:
@@ -278,8 +275,8 @@ def test_a_missing_stage_is_refused_once_all_keys_are_known() -> None:
     del raw["zero_optimization"]
     fix = "zero_optimization.stage is missing: write 0, 1, 2 or 3"
     assert error_message(raw) == f"mine.json: {fix}"
-    message = error_message(raw | {"zero_optimisation": {"stage": "auto"}})
-    assert message.startswith('mine.json: zero_optimisation = {"stage": "auto"}: DeepSpeed ')
+    message = error_message(raw | {"zero_optimisation": {"stage": 2}})
+    assert message.startswith('mine.json: zero_optimisation = {"stage": 2}: DeepSpeed ')
     assert message.endswith('did you mean "zero_optimization"? If not, remove it')
 
 

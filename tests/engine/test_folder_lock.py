@@ -101,6 +101,25 @@ def test_resume_takes_the_run_with_the_highest_number(
         Path("runs", name, "config.yaml").touch()
     assert choose_run_dir(None, "m7c", resume=True) == Path("runs/m7c-10")
     assert choose_run_dir(None, "m7c", resume=False) == Path("runs/m7c")
+    Path("runs/m7c/checkpoints").mkdir(parents=True)  # a run, too
+    assert choose_run_dir(None, "m7c", resume=False) == Path("runs/m7c-3")
+
+
+@pytest.mark.parametrize(
+    ("file", "resume", "problem"),
+    [
+        ("config.yaml", False, "already holds a run; add --resume"),
+        ("other", True, "holds no run; drop --resume"),
+        ("model.safetensors", True, "holds model weights, not a run; .* train.start_from="),
+        ("model.safetensors", False, "holds model weights, not a run; .* train.start_from="),
+    ],
+)
+def test_a_run_takes_no_folder_of_something_else(
+    file: str, resume: bool, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ValueError, match=f"--run-dir {tmp_path}: {problem}"):
+        choose_run_dir(tmp_path, "m7c", resume)
 
 
 def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("config", "mode"),
     [
-        ("zero1_pcie", "reentrant"),
+        ("zero2_pcie", "reentrant"),
         pytest.param("zero2_overlap", "selective", marks=pytest.mark.full),
     ],
 )

@@ -54,11 +54,3 @@ def test_two_ranks_end_with_the_parameters_of_one_process(cells: list[Cell]) -> 
     assert [tuple(row["cell"]) for row in rows] == cells
     assert [row for row in rows if row["error"] > BOUND] == []
     assert [row for row in rows if row["wrong"] < 2 * BOUND] == [], "a lost batch would pass"
-
-
-def test_the_cells_cover_what_they_claim() -> None:
-    assert {cell[0] for cell in REENTRANT} == set(ZERO)
-    assert {cell[1] for cell in OTHERS} == set(ACTIVATION_CHECKPOINTING) - {"reentrant"}
-    for first, second in itertools.combinations(range(4), 2):
-        pairs = {(cell[first], cell[second]) for cell in EVERYTHING}
-        assert {(cell[first], cell[second]) for cell in PAIRWISE} == pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -261,42 +262,39 @@ def needed(mode: str) -> float:
     return required(memory(model_of(config), zero, batch, 2))
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "reentrant"])
-def test_production_takes_the_fastest_mode_that_fits_and_logs_why(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu_memory = 1.001 * needed(mode)
-    written, note = mode_and_note(production(tmp_path, monkeypatch, gpu_memory))
-    assert written == mode
-    assert note.startswith(f"activation checkpointing: {mode} (needs about ")
-    assert f" of {gpu_memory / 1e9:.1f} GB; " in note
-    assert "lower" not in note
-
-
 def test_80_gb_need_no_recomputation() -> None:
     assert needed("reentrant") < needed("selective") < needed("none") < 80e9
 
 
-def test_too_little_memory_for_any_mode_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("memory", "flags", "mode", "note"),
+    [
+        *((m, [], m, rf"{m} \(needs about .*; (?!.*lower)") for m in ("none", "selective")),
+        ("reentrant", [], "reentrant", r"reentrant \(needs about .*; (?!.*lower)"),
+        (3e9, [], "reentrant", r".*; does not fit: lower train\.micro_batch\)$"),
+        (None, [], "none", r"none \(there is no GPU\)$"),
+        (80e9, ["--set=model.activation_checkpointing=reentrant"], "reentrant", None),
+    ],
+)
+def test_production_takes_the_fastest_mode_that_fits_and_logs_why(
+    memory: float | str | None,
+    flags: list[str],
+    mode: str,
+    note: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mode, note = mode_and_note(production(tmp_path, monkeypatch, 3e9))
-    assert mode == "reentrant"
-    assert note.endswith("; does not fit: lower train.micro_batch)")
-
-
-def test_without_a_gpu_nothing_is_recomputed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = production(tmp_path, monkeypatch, None)
-    assert not one.fits_micro_batch, "there is nothing to measure"
-    mode, note = mode_and_note(one)
-    assert (mode, note) == ("none", "activation checkpointing: none (there is no GPU)")
-
-
-def test_a_mode_that_is_set_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = "--set=model.activation_checkpointing=reentrant"
-    assert mode_and_note(production(tmp_path, monkeypatch, 80e9, flag)) == ("reentrant", "")
+    """`memory` is in bytes, or as much as a mode needs; a mode that is set is kept."""
+    if isinstance(memory, str):
+        memory = 1.001 * needed(memory)
+    one = production(tmp_path, monkeypatch, memory, *flags)
+    assert one.fits_micro_batch == (memory is not None), "without a GPU there is nothing to measure"
+    taken, logged = mode_and_note(one)
+    assert taken == mode
+    if note is None:
+        assert logged == ""
+    else:
+        assert re.match(f"activation checkpointing: {note}", logged), logged
 
 
 def test_a_resumed_run_keeps_its_mode_on_another_gpu(
@@ -306,17 +304,3 @@ def test_a_resumed_run_keeps_its_mode_on_another_gpu(
     for name, text in production(tmp_path, monkeypatch, small).config_files().items():
         (tmp_path / name).write_text(text)
     assert mode_and_note(production(tmp_path, monkeypatch, 80e9, "--resume")) == ("selective", "")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "mode"),
-    [
-        ("m7c", "auto"),
-        ("m7c_dense", "auto"),
-        ("m7c_classic", "reentrant"),
-        ("m7c_32k", "reentrant"),
-    ],
-)
-def test_the_mode_of_each_recipe(recipe: str, mode: str) -> None:
-    config = load_profile(ROOT / f"recipes/{recipe}.py", "production")
-    assert config.model.activation_checkpointing == mode

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import spawn_ranks
 
 SCRIPT = """
@@ -28,23 +26,12 @@ os._exit(0)
 """
 
 
-@pytest.fixture
-def environment(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """One rank, beside the lock that a killed build of the operation left."""
-    folder = tmp_path / "deepspeed_shm_comm"
-    folder.mkdir()
-    (folder / "lock").touch()
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    return {**ranks, **address, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-
-
-def test_a_users_script_does_not_wait_for_a_killed_build(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_users_script_does_not_wait_for_a_killed_build(tmp_path: Path, free_port: int) -> None:
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / "deepspeed_shm_comm/lock").touch()  # as a killed build of the operation leaves it
     (program := tmp_path / "script.py").write_text(SCRIPT)
-    process = spawn_ranks(program, ranks=0, environment=environment)
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    process = spawn_ranks(program, ranks=1, port=free_port, environment=environment)
     try:
         (code,) = process.codes(60)
     finally:

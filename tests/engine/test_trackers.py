@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from nsa.cli import main
 from tests.engine.runs import TINY, Finished, losses, on_one_rank, succeed
 from tests.ranks import ROOT
 
-PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 BLOCKS = {
     "csv_monitor": {"enabled": True},
     "wandb": {"enabled": True, "project": "m7c"},
@@ -117,14 +114,18 @@ def test_a_dry_run_sends_nothing_and_leaves_an_existing_folder_as_it_is(tmp_path
     assert run.stat().st_mode & 0o777 == 0o755
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
 def test_a_missing_package_is_one_line_that_names_it(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, package: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, PACKAGES[name], None)  # Python's mark for "not importable"
+    (program := tmp_path / "without.py").write_text(
+        f"import runpy, sys\nsys.modules[{package!r}] = None  # Python's mark: not importable\n"
+        f"runpy.run_path({str(ROOT / 'recipes/m7c.py')!r}, run_name='__main__')\n"
+    )
     file = write_config(tmp_path, name)
-    assert main(["check", str(file)]) == 2
-    assert capsys.readouterr().err == (
-        f"nsa: {file}: {name}.enabled = true: needs the package {PACKAGES[name]}, which is not "
-        f"installed; pip install 'nsa-m7c[{name}]', or remove the block\n"
+    result = on_one_rank(str(program), *TINY, f"--deepspeed_config={file}", folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        f"m7c: {package}: import of {package} halted; None in sys.modules; install it, or remove "
+        "its block from the DeepSpeed config"
     )
