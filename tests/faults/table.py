@@ -19,10 +19,9 @@ HEAD = (
 )
 
 
-ONE_LINE = "Refused in one line that names the fix, with exit code 2."
-EXACT = "the resumed run repeats the uninterrupted one."
-RESUMABLE = f"Ends with exit code 1; {EXACT}"
-UNAFFECTED = "The run is not affected."
+EXACT = "resumes exactly."
+RESUMABLE = f"Exit code 1; {EXACT}"
+UNAFFECTED = "Not affected."
 
 # Name of the fault: (what happens, what is promised).
 FAULTS: dict[str, tuple[str, str]] = {
@@ -30,13 +29,13 @@ FAULTS: dict[str, tuple[str, str]] = {
     "kill-any-time": ("`kill -9` of one rank or all, at a random moment", RESUMABLE),
     "kill-launched": (
         "`kill -9` of a rank under `nsa watch --restart` and DeepSpeed's launcher",
-        "Restarted from the newest checkpoint; ends with exit code 0.",
+        "Restarted from the newest checkpoint; exit code 0.",
     ),
     "kill-launcher": (
         "`kill -9` of DeepSpeed's launcher",
         f"Its ranks finish the step, save and exit; {EXACT}",
     ),
-    "crash": ("an exception on one rank", f"{RESUMABLE} The traceback is that rank's."),
+    "crash": ("an exception on one rank", f"Exit code 1, that rank's traceback; {EXACT}"),
     "wrong-token": ("a token outside the vocabulary, on one rank", RESUMABLE),
     "hang": (
         "a rank that hangs: in the loader, in forward, before a collective",
@@ -45,37 +44,37 @@ FAULTS: dict[str, tuple[str, str]] = {
     "stop": ("a rank that is stopped (`kill -STOP`), all of its threads", "As for a hang."),
     "nan-skip": (
         "a NaN or inf loss or gradient on one rank, `train.on_bad_step=skip`",
-        "All ranks skip the step, which is counted and logged; the run finishes.",
+        "All ranks skip the step and log it; the run finishes.",
     ),
     "nan-abort": (
         "the same, `train.on_bad_step=abort`",
-        "Exit code 3 and a checkpoint; resumed, it continues as if it had skipped the step.",
+        "Exit code 3 and a checkpoint; resumes as if it had skipped the step.",
     ),
     "damage": (
         "each file of the newest checkpoint truncated, with a bit flipped, deleted",
-        f"The damage is detected and named; the checkpoint before it is used; {EXACT}",
+        f"The file is named, the checkpoint before it used; {EXACT}",
     ),
     "disk-full": (
         "a disk that fills up during training",
-        "Training continues and logs what was not saved; the earlier checkpoint stays valid.",
+        "Training continues and logs what was not saved; the earlier checkpoint stays.",
     ),
     "disk-hangs": (
         "a disk that hangs (`fsfreeze`) for longer than the watchdog's limits",
-        "The run waits and continues, `nsa watch` reports it; no step or row is lost.",
+        "The run waits, `nsa watch` reports it; no step or row is lost.",
     ),
     "read-only": ("a disk that turns read-only during training", "As for a full disk."),
     "deleted": (
         "the run's folder deleted during training",
-        "The step is finished and saved, exit code 2 and one line; resumed, no step is lost.",
+        f"The step is saved, exit code 2; {EXACT}",
     ),
     "clock": ("a clock that jumps an hour back or forward, on one rank", UNAFFECTED),
     "signal": (
         "SIGTERM or SIGINT in each phase, to one rank or all",
-        f'The step is finished and saved, exit code 0, "preempted"; {EXACT}',
+        f"The step is finished and saved, exit code 0; {EXACT}",
     ),
     "heartbeat": ("garbage in a rank's heartbeat file", UNAFFECTED),
-    "two-runs": ("a second run in the same folder", f"{ONE_LINE} The first continues."),
-    "json": ("each kind of mistake in DeepSpeed's JSON", ONE_LINE),
+    "two-runs": ("a second run in the same folder", "Refused; the first continues."),
+    "json": ("each kind of mistake in DeepSpeed's JSON", "Refused."),
 }
 
 
