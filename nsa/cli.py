@@ -128,8 +128,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from nsa.engine.config import RunConfig
-    from nsa.engine.resolve import resolve_config
+    from nsa.engine.config import RunConfig, resolve_config
 
     positive_flags(args, "ranks")
     # Importing DeepSpeed logs to stdout, which must only hold the JSON.

@@ -8,8 +8,7 @@ import pytest
 
 from nsa import withdrawn
 from nsa.cli import main
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import read_saved_config, resolve_config, to_yaml
+from nsa.engine.config import RunConfig, read_saved_config, resolve_config, to_yaml
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel, ValidationError
 
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import walk
+from nsa.engine.config import RunConfig, walk
 from nsa.text import printable
 from nsa.untrusted import parse_json, read_text
 

@@ -16,8 +16,7 @@ from nsa.data.config import DataConfig
 from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import DataError, is_path
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import read_saved_config
+from nsa.engine.config import RunConfig, read_saved_config
 from nsa.model import LanguageModel
 from nsa.model.language_model import meta_model
 from nsa.text import printable

@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from nsa.engine import recipe as recipes
-from nsa.engine.command_line import DEFAULT_DS_CONFIG, with_model_of_start
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, resolve_config
 from nsa.engine.micro_batch import batch_of, model_of, resolve_auto, zero_of
-from nsa.engine.resolve import resolve_config
+from nsa.engine.recipe import DEFAULT_DS_CONFIG, with_model_of_start
 from nsa.planner.command import assumptions, describe, hardware, json_row, table
 from nsa.planner.forecast import Candidate, compare, fits, forecast
 from nsa.planner.inputs import Zero

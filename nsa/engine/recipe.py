@@ -1,27 +1,68 @@
-"""Entry point of every recipe: parse the command line, train or dry-run, exit with a code."""
+"""Entry point of every recipe: its flags, how they resolve to a RunRequest, and exit codes."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import gc
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
+from deepspeed.accelerator import get_accelerator
+
+from nsa.checkpoint.weights import find_weights
+from nsa.constants import SHORT_RUN
+from nsa.data.builtin import embedded_note
+from nsa.data.source import absolute_source
 from nsa.data.worker import WorkerDied
-from nsa.engine.command_line import build_parser, resolve_request
+from nsa.dtypes import DTYPES
+from nsa.engine.config import (
+    AUTO,
+    RunConfig,
+    read_saved_config,
+    resolve_config,
+    scaled_warmup,
+    walk,
+)
 from nsa.engine.cpu_collectives import AllRanksCrash, RunAborted
-from nsa.engine.run_dir import FolderLock
-from nsa.engine.run_request import Recipe
+from nsa.engine.ds_config import has_muon, leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.load_run import dataset_vocabulary, read_config
+from nsa.engine.micro_batch import resolve_auto, resolved_zero
+from nsa.engine.resume import find_initial_weights
+from nsa.engine.run_dir import FolderLock, choose_run_dir, find_saved
+from nsa.engine.run_request import RunRequest
+from nsa.engine.shutdown import parse_time
+from nsa.gates.results import until_step
+from nsa.model.count import parameter_count
+from nsa.monitor.artifacts import read_json
+from nsa.monitor.throughput import parse_steps
+from nsa.resources import existing_or_resource, resource_path
+from nsa.system import available_memory
 from nsa.text import as_one_line, printable
-from nsa.validation import reject_unknown_flags
+from nsa.validation import Parser, reject_unknown_flags
 
 __all__ = ["Recipe", "main"]
 
 CRASHED, REFUSED, ABORTED = 1, 2, 3  # exit codes
 RANK_0_REPORT_SECONDS = 10  # for rank 0 to report an error before another rank does
+DEFAULT_DS_CONFIG = resource_path("ds_configs/zero1_pcie.json")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A name and its profiles, always including `production` and `demo`."""
+
+    name: str
+    description: str
+    profiles: Mapping[str, Callable[[], RunConfig]]
+    model_of_start: bool = False  # shape and tokenizer are those of train.start_from
 
 
 def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
@@ -80,3 +121,309 @@ def _exit_with_error(recipe: Recipe, error: Exception, code: int) -> NoReturn:
     text = printable(str(error), keep="\n")
     print(f"{recipe.name}: {text}", file=sys.stderr, flush=True)
     end_process(code)
+
+
+def build_parser(recipe: Recipe) -> Parser:
+    """Return the parser of a recipe's flags."""
+    parser = Parser(
+        prog=f"{recipe.name}.py",
+        allow_abbrev=False,
+        description=recipe.description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Precedence: recipe < --config < --set. DeepSpeed settings: --deepspeed_config.",
+    )
+    add = parser.add_argument
+    about = "set of values (default: production on an accelerator, demo without one)"
+    add("--profile", choices=sorted(recipe.profiles), help=about)
+    add("--steps", type=int, help="number of training steps; also the length of the LR schedule")
+    about = "stop after this step or go/no-go gate (preflight, sanity, smoke, extended, "
+    about += "production); the LR schedule is unchanged"
+    add("--until", metavar="STEP|GATE", help=about)
+    add("--time-limit", metavar="TIME", help="save and exit after this time: 45m, 2h30m, seconds")
+    add("--run-dir", type=Path, help="output folder (default: runs/<recipe>-<profile>)")
+    add("--resume", action="store_true", help="resume from the newest checkpoint in the run folder")
+    about = "with --resume: convert a checkpoint saved by another number of ranks"
+    add("--universal", action="store_true", help=about)
+    add("--config", type=Path, help="YAML file that overrides the recipe")
+    about = "override one setting, e.g. train.learning_rate=3e-4; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+    about = "DeepSpeed JSON (default: ds_configs/zero1_pcie.json)"
+    add("--deepspeed_config", type=existing_or_resource, help=about)
+    add("--profile-steps", metavar="10-12", help="trace these steps into <run>/profile")
+    about = "build everything, run one step on random tokens, print a summary and exit"
+    add("--dry-run", action="store_true", help=about)
+    add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
+    """Resolve and validate the flags, without a process group; raise ValueError on a mistake.
+
+    Folder, settings, data and DeepSpeed are resolved in this order. What the user may not expect
+    is added to the notes.
+    """
+    if flags.universal and not flags.resume:
+        raise ValueError("--universal: requires --resume; add it")
+    notes: list[str] = []
+    profile, run_dir, checkpoint, saved = _resolve_folder(recipe, flags, notes)
+    base, config = _resolve_settings(recipe, flags, profile, saved, notes)
+    _resolve_data(config, None if saved is None else base)
+    data_changed = saved is not None and _check_changes(base, config, run_dir, saved.name, notes)
+    notes += _warnings(base, config)
+    config, ds_config, fits_micro_batch = _resolve_deepspeed(config, flags, saved, notes)
+    stop_step = config.train.steps
+    if flags.until is not None:
+        stop_step = until_step(flags.until, config.monitor.ladder, config.train.steps)
+    return RunRequest(
+        recipe=recipe.name,
+        profile=profile,
+        config=config,
+        ds_config=ds_config,
+        run_dir=run_dir,
+        resume=flags.resume,
+        checkpoint=checkpoint,
+        resumed_config=None if saved is None else base,
+        data_changed=data_changed,
+        stop_step=stop_step,
+        notes=notes,
+        time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
+        profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
+        fits_micro_batch=fits_micro_batch,
+        universal=flags.universal,
+    )
+
+
+def _resolve_folder(
+    recipe: Recipe, flags: argparse.Namespace, notes: list[str]
+) -> tuple[str, Path, Path | None, Path | None]:
+    """Return profile, run folder, checkpoint to resume from and folder of the saved settings."""
+    profile = flags.profile
+    on_accelerator = get_accelerator().device_name() != "cpu"
+    if profile is None:
+        profile = "production" if on_accelerator else "demo"
+    run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
+    checkpoint, saved, found = find_saved(run_dir) if flags.resume else (None, None, [])
+    began_with = read_json(run_dir / "env.json").get("profile")
+    if saved is not None and isinstance(began_with, str):
+        if flags.profile not in (None, began_with):
+            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {began_with}")
+        profile = began_with
+    elif flags.profile is None and not on_accelerator and saved is None:
+        notes.append(
+            "NO ACCELERATOR FOUND: running the `demo` profile, few steps on short sequences, "
+            "instead of `production`; --profile production overrides this"
+        )
+    notes += found
+    return profile, run_dir, checkpoint, saved
+
+
+def _resolve_settings(
+    recipe: Recipe, flags: argparse.Namespace, profile: str, saved: Path | None, notes: list[str]
+) -> tuple[RunConfig, RunConfig]:
+    """Return the config of the recipe or of the saved run, and what the flags make of it."""
+    overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
+    if saved is not None:
+        base, withdrawn = read_saved_config(saved / "config.yaml")
+        notes += withdrawn
+        return base, resolve_config(base, flags.config, overrides)
+    base = recipe.profiles[profile]()
+    if recipe.model_of_start:
+        base = with_model_of_start(base, resolve_config(base, flags.config, flags.set))
+    config = resolve_config(base, flags.config, overrides)
+    vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
+    if vocab_size and config.train.start_from is None:
+        base = replace(base, model=replace(base.model, vocab_size=vocab_size))
+        config = resolve_config(base, flags.config, overrides)  # which --config and --set override
+        if config.model.vocab_size != before:
+            notes.append(
+                f"model.vocab_size = {vocab_size} instead of {before}: the ids of "
+                f"{config.data.source_names()}, rounded up to a multiple of 64"
+            )
+    return base, config
+
+
+def _resolve_data(config: RunConfig, saved: RunConfig | None) -> None:
+    """Make paths absolute, so that the run resumes from any folder, and pin the teacher."""
+    source = absolute_source(config.data.source)
+    # Checkpoints store the cursors of streams under the path as the saved config spells it.
+    if saved is not None and source == absolute_source(saved.data.source):
+        source = saved.data.source
+    config.data.source = source
+    if config.train.teacher is not None:  # its newest checkpoint: that of a resumed run is the same
+        teacher = Path(config.train.teacher).expanduser().absolute()
+        with contextlib.suppress(ValueError):  # `find_teacher` raises it, with the setting's name
+            teacher = find_weights(teacher)
+        config.train.teacher = str(teacher)
+
+
+def _resolve_deepspeed(
+    config: RunConfig, flags: argparse.Namespace, saved: Path | None, notes: list[str]
+) -> tuple[RunConfig, dict[str, Any], bool]:
+    """Replace each "auto"; return config, DeepSpeed's config, and whether a GPU is to measure it.
+
+    Without --deepspeed_config a resumed run keeps DeepSpeed's config of its checkpoint.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    _check_hardware(config, ranks)
+    path = flags.deepspeed_config or DEFAULT_DS_CONFIG
+    if flags.deepspeed_config is None and saved is not None:
+        path = saved / "ds_config.json"
+        raw = leave_to_recipe(load_ds_config(path))
+    else:
+        raw = load_ds_config(path)
+    resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(path))
+    ds_config, gpu_memory, accelerator = resolve(config), None, get_accelerator()
+    if accelerator.device_name() != "cpu":  # this node's smallest GPU, so that its ranks agree
+        gpu_memory = min(map(accelerator.total_memory, range(accelerator.device_count())))
+    fits_micro_batch = config.train.micro_batch == AUTO and gpu_memory is not None
+    if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
+        zero = resolved_zero(ds_config, config)
+        config, batch_notes, mode_notes = resolve_auto(config, zero, ranks, gpu_memory)
+        ds_config = resolve(config)
+        notes += [*batch_notes, *mode_notes]
+    if has_muon(ds_config):
+        notes.append("Muon: the first step compiles its update, a minute or more without output")
+    if config.train.compile:
+        _check_compile(config, ds_config["zero_optimization"])
+    return config, ds_config, fits_micro_batch
+
+
+def with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:
+    """Return the recipe's config with shape, tokenizer and length of `config.train.start_from`."""
+    weights = find_initial_weights(config)
+    if weights is None:
+        raise ValueError("train.start_from = null: this recipe needs a model; set it to a folder")
+    start = read_config(weights)
+    if start.model.attention.kind != "nsa":
+        raise ValueError(
+            f"train.start_from = {str(weights)!r}: has dense attention; convert it: nsa import "
+            f"{config.train.start_from} --to runs/nsa-start --attention nsa"
+        )
+    start.model.attention.selector_loss = base.model.attention.selector_loss
+    start.model.activation_checkpointing = base.model.activation_checkpointing
+    data = replace(
+        base.data,
+        tokenizer=start.data.tokenizer,
+        seq_len=min(base.data.seq_len, start.data.seq_len),
+    )
+    return replace(base, model=start.model, data=data)
+
+
+def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
+    """Yield a line for each setting of `config` that is probably a mistake or a surprise.
+
+    `base` is the config before the flags changed it.
+    """
+    train = config.train
+    warmup = scaled_warmup(base.train.warmup_steps, base.train.steps, train.steps)
+    if train.warmup_steps == warmup != base.train.warmup_steps:
+        yield (
+            f"train.warmup_steps = {warmup}, scaled with train.steps: "
+            f"{base.train.warmup_steps:,} of {base.train.steps:,}"
+        )
+    if train.warmup_steps >= train.steps:
+        yield (
+            f"train.warmup_steps = {train.warmup_steps}: not below train.steps = {train.steps}, so "
+            "the learning rate never decays; lower train.warmup_steps"
+        )
+    if note := config.selects_all_note():
+        yield note
+    if "embedded" in config.data.sources() and (note := embedded_note()):
+        yield note
+    if train.switch_step:
+        yield (
+            f"attention is dense in the first {train.switch_step:,} of {train.steps:,} steps "
+            "(train.dense_steps); nothing is selected in them, so selection.csv and the gates' "
+            "curves begin after them"
+        )
+        if not config.model.attention.selector_loss:
+            yield (
+                f"train.dense_steps = {train.switch_step}: without the selector loss compressed "
+                "keys learn nothing in them; set model.attention.selector_loss=1"
+            )
+    elif base.train.dense_steps == AUTO and config.model.attention.kind == "nsa":
+        yield (
+            "attention is sparse from the first step: train.dense_steps=auto needs the selector "
+            f"loss, new weights and {SHORT_RUN} steps"
+        )
+
+
+def _check_changes(
+    base: RunConfig, config: RunConfig, run_dir: Path, checkpoint: str, notes: list[str]
+) -> bool:
+    """Refuse or log the changes of a resumed run; return whether they concern its data order."""
+    before, after = (
+        {name: value for name, value in walk(asdict(one)) if not isinstance(value, dict)}
+        for one in (base, config)
+    )
+    changeable = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
+    order_stays = ("data.packing", "data.timeout", "data.on_error")
+    data_changed = False
+    for name in sorted(before | after):
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        fixed = name.startswith("model.") or name == "train.sequence_parallel"
+        if fixed and name.removeprefix("model.") not in changeable:
+            raise ValueError(
+                f"{name} = {new!r}: {run_dir} was created with {old!r}; drop the change, or start "
+                "a fresh run in another folder"
+            )
+        notes.append(f"changed since {checkpoint}: {name}: {old} -> {new}")
+        of_data = name.startswith("data.") and name not in order_stays
+        data_changed |= of_data or name == "train.seed"
+    return data_changed
+
+
+def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:
+    """Refuse settings with which compiled blocks fail, or compile again in each step."""
+    model, ranks = config.model, config.train.sequence_parallel
+    problems = {
+        "model.activation_checkpointing = selective, which saves operators that compiling fuses": (
+            model.activation_checkpointing == "selective",
+            "set model.activation_checkpointing=reentrant or none",
+        ),
+        "dense attention over packed documents, which has new shapes in each step": (
+            model.attention.kind == "dense" and config.data.packing == "documents",
+            "set data.packing=concat",
+        ),
+        f"train.sequence_parallel = {ranks}, which exchanges tokens within a block": (
+            ranks > 1,
+            "set train.sequence_parallel=1",
+        ),
+        # Stage 3 gathers weights in hooks of every module. DeepSpeed before 0.19.5 reused a bucket
+        # of overlap_comm too early under torch.compile.
+        "ZeRO stage 3 or overlap_comm, which no test covers": (
+            zero["stage"] > 2 or bool(zero.get("overlap_comm")),
+            "use ds_configs/zero1_pcie.json or zero2_pcie.json",
+        ),
+    }
+    for problem, (applies, fix) in problems.items():
+        if applies:
+            raise ValueError(f"train.compile = true: not with {problem}; {fix}")
+
+
+def _check_hardware(config: RunConfig, ranks: int) -> None:
+    """Refuse what the accelerator, the host's memory or the number of ranks cannot do."""
+    accelerator, train, model = get_accelerator(), config.train, config.model
+    supported = [name for name, dtype in DTYPES.items() if dtype in accelerator.supported_dtypes()]
+    if train.precision not in supported:
+        raise ValueError(
+            f"train.precision = {train.precision!r}: DeepSpeed does not support it on "
+            f"{accelerator.device_name()} here; set train.precision to {' or '.join(supported)}"
+        )
+    # Every rank builds the weights in the host's memory, in float32.
+    local_ranks, available = int(os.environ.get("LOCAL_SIZE", 1)), available_memory()
+    needed = 4 * parameter_count(model) * local_ranks
+    if needed > available:
+        raise ValueError(
+            f"model.width = {model.width}, model.layers = {model.layers}: the weights alone take "
+            f"{needed / 1e9:,.1f} GB on {local_ranks} ranks of this machine, which has "
+            f"{available / 1e9:,.1f} GB available; make the model smaller"
+        )
+    if ranks % train.sequence_parallel:
+        raise ValueError(
+            f"train.sequence_parallel = {train.sequence_parallel}: does not divide the world size, "
+            f"{ranks}; launch a multiple of it (deepspeed --num_gpus {train.sequence_parallel}), "
+            "or set train.sequence_parallel=1"
+        )

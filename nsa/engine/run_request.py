@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import to_yaml
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A name and its profiles, always including `production` and `demo`."""
-
-    name: str
-    description: str
-    profiles: Mapping[str, Callable[[], RunConfig]]
-    model_of_start: bool = False  # shape and tokenizer are those of train.start_from
+from nsa.engine.config import RunConfig, to_yaml
 
 
 @dataclass(frozen=True)

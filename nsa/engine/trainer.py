@@ -36,13 +36,12 @@ from nsa.doctor.ranks import rank_checks
 from nsa.engine import loop, resume
 from nsa.engine.build import build_engine, check_length
 from nsa.engine.checks import check_kernels_on_all_ranks
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, to_yaml
 from nsa.engine.cpu_collectives import AllRanksError, CpuCollectives, RunAborted
 from nsa.engine.data import open_data
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.micro_batch import fit_on_all_ranks
 from nsa.engine.process_group import Ranks, crash, start_ranks, stop_ranks
-from nsa.engine.resolve import to_yaml
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run import Run
 from nsa.engine.run_dir import FolderLock, record_run

@@ -114,7 +114,7 @@ def _log(line: str) -> None:
 
 def _data_settings(args: argparse.Namespace, config: RunConfig) -> DataConfig:
     """Return the first run's data settings, overridden by --set and --source."""
-    from nsa.engine.resolve import resolve_config
+    from nsa.engine.config import resolve_config
 
     for assignment in args.set:
         if not assignment.startswith("data."):

@@ -12,9 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from nsa.data.tokenizer import ByteTokenizer, largest_id
-from nsa.engine.config import RunConfig
+from nsa.engine.config import LARGEST, RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import model_with
-from nsa.engine.resolve import LARGEST, resolve_config, to_yaml
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.hf_tokenizer import copy_files
 from nsa.export.origin import write_origin

@@ -21,8 +21,8 @@ from nsa.atomic_io import check_new_folder, draft_folder
 from nsa.checkpoint.weights import SAFETENSORS
 from nsa.data.tokenizer import ORIGIN, stop_ids
 from nsa.dtypes import DTYPES
+from nsa.engine.config import to_yaml
 from nsa.engine.load_run import StoredRun, find_run, load_run
-from nsa.engine.resolve import to_yaml
 from nsa.export.from_hf import parse_config
 from nsa.export.hf_tokenizer import imported_files, write_tokenizer
 from nsa.export.model_card import model_card

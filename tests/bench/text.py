@@ -30,9 +30,8 @@ from torch import Tensor
 
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, resolve_config
 from nsa.engine.load_run import load_run
-from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.model.loss import token_losses
 from nsa.monitor.artifacts import read_metrics

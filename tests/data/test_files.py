@@ -17,8 +17,7 @@ from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.data.files import LARGEST_TEXT, open_files
 from nsa.data.source import DataError, Document, Source
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import resolve_config
+from nsa.engine.config import RunConfig, resolve_config
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,

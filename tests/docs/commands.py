@@ -26,8 +26,7 @@ from deepspeed.launcher import runner
 
 from nsa import cli
 from nsa.dtypes import DTYPES
-from nsa.engine.command_line import build_parser, resolve_request
-from nsa.engine.recipe import Recipe
+from nsa.engine.recipe import Recipe, build_parser, resolve_request
 from nsa.watchdog.command import split_command
 from tests.bench.__main__ import main as bench_main
 from tests.ranks import ROOT, spawn_ranks

@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 import nsa.ops
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import resolve_config
+from nsa.engine.config import RunConfig, resolve_config
 from nsa.withdrawn import SETTINGS, VALUES
 from tests.docs.pages import PAGES, name, prose
 from tests.ranks import ROOT

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.config import RunConfig
-from nsa.engine.run_request import Recipe, RunRequest
+from nsa.engine.recipe import Recipe, build_parser, resolve_request
+from nsa.engine.run_request import RunRequest
 from nsa.spec import NSASpec
 
 

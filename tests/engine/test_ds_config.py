@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, walk
 from nsa.engine.ds_config import OTHER_WAYS, REFUSED, load_ds_config, resolve_ds_config
-from nsa.engine.resolve import walk
 from tests.engine.stock_configs import REFUSED_IN, STOCK, fixed, refused_keys
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"

@@ -20,9 +20,8 @@ from nsa.data.shards import read_index, write_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
 from nsa.data.validation_data import ValidationData
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import load_run, read_config, run_tokenizer
-from nsa.engine.resolve import resolve_config, to_yaml
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.monitor.artifacts import read_metrics
 from tests.data.texts import texts, write_lines

@@ -14,12 +14,13 @@ import pytest
 import torch
 import yaml
 
-from nsa.engine import command_line, micro_batch
-from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine import micro_batch
+from nsa.engine import recipe as recipes
+from nsa.engine.config import RunConfig, TrainConfig, resolve_config
 from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.engine.plan_command import load_profile
-from nsa.engine.resolve import resolve_config
-from nsa.engine.run_request import Recipe, RunRequest
+from nsa.engine.recipe import Recipe
+from nsa.engine.run_request import RunRequest
 from nsa.model.count import parameter_count
 from nsa.planner.forecast import required
 from nsa.planner.memory import memory
@@ -38,10 +39,10 @@ def production(
     profile = load_profile(ROOT / "recipes/m7c.py", "production")
     recipe = Recipe("m7c", "", {"production": lambda: profile})
     if gpu_memory is not None:
-        monkeypatch.setattr(command_line, "get_accelerator", lambda: gpus(gpu_memory))
-    parser = command_line.build_parser(recipe)
+        monkeypatch.setattr(recipes, "get_accelerator", lambda: gpus(gpu_memory))
+    parser = recipes.build_parser(recipe)
     arguments = ["--profile=production", f"--run-dir={folder}", *flags]
-    return command_line.resolve_request(recipe, parser.parse_args(arguments))
+    return recipes.resolve_request(recipe, parser.parse_args(arguments))
 
 
 def batch(folder: Path, monkeypatch: pytest.MonkeyPatch, memory: float | None, *flags: str) -> str:
@@ -257,7 +258,7 @@ def mode_and_note(one: RunRequest) -> tuple[str, str]:
 def needed(mode: str) -> float:
     """Bytes of GPU memory that the production run needs in this mode, on two ranks."""
     config = load_profile(ROOT / "recipes/m7c.py", "production")
-    zero = zero_of(command_line.DEFAULT_DS_CONFIG, config, 2)
+    zero = zero_of(recipes.DEFAULT_DS_CONFIG, config, 2)
     batch = replace(batch_of(config), checkpointing=mode)
     return required(memory(model_of(config), zero, batch, 2))
 

@@ -16,8 +16,7 @@ import yaml
 from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nsa.engine.config import learning_rate
-from nsa.engine.resolve import read_saved_config
+from nsa.engine.config import learning_rate, read_saved_config
 from nsa.monitor.artifacts import read_metrics
 from nsa.monitor.observer import METRICS_COLUMNS, SELECTOR_STATISTICS
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed

@@ -9,12 +9,13 @@ import pytest
 
 from nsa.checkpoint.commit import commit, manifest_text, new_draft, read_manifest, write_part
 from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
-from nsa.engine import command_line
+from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.process_group import Ranks
+from nsa.engine.recipe import Recipe
 from nsa.engine.resume import check_switch, read_checkpoint, read_state
 from nsa.engine.run_dir import record_run
-from nsa.engine.run_request import Recipe, RunRequest, TrainState
+from nsa.engine.run_request import RunRequest, TrainState
 from tests.engine.small import gpus, small, small_request
 
 RECIPE = Recipe("small", "", {"demo": small, "production": small})
@@ -22,9 +23,7 @@ RECIPE = Recipe("small", "", {"demo": small, "production": small})
 
 def resumed(run: Path, *flags: str) -> RunRequest:
     arguments = [f"--run-dir={run}", "--resume", *flags]
-    return command_line.resolve_request(
-        RECIPE, command_line.build_parser(RECIPE).parse_args(arguments)
-    )
+    return recipes.resolve_request(RECIPE, recipes.build_parser(RECIPE).parse_args(arguments))
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def test_a_run_resumed_on_another_kind_of_machine_keeps_its_profile(
     """Without one in env.json it has that of this machine."""
     (saved / "env.json").write_text(json.dumps({"profile": profile}))
     if on_gpu:
-        monkeypatch.setattr(command_line, "get_accelerator", gpus)
+        monkeypatch.setattr(recipes, "get_accelerator", gpus)
     request = resumed(saved)
     assert request.profile == (profile or "demo")
     assert not any("ACCELERATOR" in note for note in request.notes)

@@ -16,8 +16,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, open_samples
 from nsa.data.dataset import open_dataset
 from nsa.engine.build import parameter_groups
-from nsa.engine.config import RunConfig, learning_rate
-from nsa.engine.resolve import resolve_config
+from nsa.engine.config import RunConfig, learning_rate, resolve_config
 from nsa.model import LanguageModel
 from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import TINY, on_one_rank, on_two_ranks, succeed

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import resolve_config, to_yaml
+from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.model import LanguageModel
 from tests.engine.runs import TINY
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nsa.cli import main
 from nsa.data.tokenizer import ByteTokenizer, HubTokenizer
+from nsa.engine.config import to_yaml
 from nsa.engine.load_run import load_run
-from nsa.engine.resolve import to_yaml
 from nsa.evaluate.generate import decode_stream, print_texts
 from nsa.model import LanguageModel
 from nsa.model.decode import generate

@@ -14,10 +14,8 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from nsa.engine.command_line import build_parser, resolve_request
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import walk
-from nsa.engine.run_request import Recipe
+from nsa.engine.config import RunConfig, walk
+from nsa.engine.recipe import Recipe, build_parser, resolve_request
 from tests.fuzz.hostile import VALUES, damaged, files, mutated, run, time_limit, values
 from tests.ranks import ROOT
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from nsa.cli import main
-from nsa.engine.config import RunConfig
-from nsa.engine.resolve import to_yaml
+from nsa.engine.config import RunConfig, to_yaml
 from nsa.gates.results import Gate, record_result
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs, read_runs

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, resolve_config, to_yaml, walk
 from nsa.engine.plan_command import load_profile
-from nsa.engine.resolve import resolve_config, to_yaml, walk
 from nsa.spec import NSASpec
 from tests.ranks import ROOT
 
