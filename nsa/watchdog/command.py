@@ -10,10 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa.monitor.artifacts import read_json
 from nsa.text import align
 from nsa.watchdog.hang_detector import last_beats
-from nsa.watchdog.process_tree import adopt_orphans, find_writer
-from nsa.watchdog.supervisor import SignalState, Supervisor, log, update_halt
+from nsa.watchdog.supervisor import (
+    SignalState,
+    Supervisor,
+    adopt_orphans,
+    log,
+    open_heartbeats,
+    update_halt,
+)
 
 NO_RESTART_CODES = (0, 2, 3)  # exit codes that a restart would only repeat
 MAX_BACKOFF_SECONDS = 300.0
@@ -60,7 +67,7 @@ def _watch(args: argparse.Namespace) -> int:
     if args.status:
         if args.folder is None or args.command:
             raise ValueError("--status: give the folder of a run, and no command")
-        print(*status_lines(args.folder), sep="\n")
+        print(*_status_lines(args.folder), sep="\n")
         return 0
     if args.folder is not None:
         raise ValueError(
@@ -69,10 +76,10 @@ def _watch(args: argparse.Namespace) -> int:
         )
     if not args.command:
         raise ValueError("nsa watch: give the command to start, after --")
-    return launch(args.command, restarts=args.restart, backoff=args.backoff)
+    return _launch(args.command, restarts=args.restart, backoff=args.backoff)
 
 
-def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
+def _launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
     """Run `command` under the watchdog and return the exit code of its ranks.
 
     No process that it starts outlives this call.
@@ -86,20 +93,31 @@ def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
             [*command, *resume], stdin=subprocess.DEVNULL, start_new_session=True
         )
         attempt = Supervisor(signals, launcher)
-        code, detector = attempt.run(), attempt.detector
+        code = attempt.run()
+        folder = attempt.detector.folder if attempt.detector else None  # None: no heartbeat
         if code in NO_RESTART_CODES or signals.signal is not None or not restarts:
             return code
-        last_steps.append(step := attempt.last_step)
-        if reason := _why_no_restart(last_steps, restarts):
+        step = max((int(beat["step"]) for beat in attempt.beats.values()), default=None)
+        last_steps.append(step)
+        reason = ""
+        if len(last_steps) > 1 and step == last_steps[-2]:
+            where = "before the first heartbeat" if step is None else f"after step {step}"
+            reason = f"crash loop, it ended {where} twice in a row"
+        elif len(last_steps) > restarts:
+            reason = f"all {restarts} restarts are used up"
+        if reason:
             log(f"exit code {code}, not restarting: {reason}")
-            update_halt(detector, gave_up=reason)
+            if folder is not None:
+                update_halt(folder, gave_up=reason)
             return code
         delay = min(backoff * 2 ** (len(last_steps) - 1), MAX_BACKOFF_SECONDS)
-        if detector is not None:
+        if folder is not None:
+            earlier = read_json(folder / "halt.json").get("restarts", [])  # waits for the disk
             reason = attempt.report.reason if attempt.report else f"exit code {code}"
             entry = {"time": time.time(), "reason": reason, "exit_code": code, "step": step}
-            started = detector.add_restart({**entry, "back_off": delay})  # waits for the disk
-            resume = [*(["--resume"] if started else []), "--run-dir", str(detector.folder)]
+            update_halt(folder, restarts=[*earlier, {**entry, "back_off": delay}])
+            started = (folder / "config.yaml").exists()  # else a recipe refuses --resume
+            resume = [*(["--resume"] if started else []), "--run-dir", str(folder)]
         log(
             f"exit code {code} after step {step}; restart {len(last_steps)} of {restarts} in "
             f"{delay:g} s, with {' '.join(resume) or 'nothing to resume from'}"
@@ -111,24 +129,18 @@ def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
             return 128 + signals.signal
 
 
-def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
-    if len(last_steps) > 1 and last_steps[-1] == last_steps[-2]:
-        step = last_steps[-1]
-        where = "before the first heartbeat" if step is None else f"after step {step}"
-        return f"crash loop, it ended {where} twice in a row"
-    return f"all {restarts} restarts are used up" if len(last_steps) > restarts else ""
-
-
-def status_lines(folder: Path) -> list[str]:
+def _status_lines(folder: Path) -> list[str]:
     """Return a table of the ranks' last heartbeats; raise ValueError if there is no folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give the folder of a run")
     rows = [_HEADER]
     for rank, beat in last_beats(folder).items():
-        process = find_writer(int(beat["pid"]), folder.resolve() / f"heartbeat_rank{rank}.jsonl")
-        age = time.monotonic() - beat["mono"] if process else time.time() - beat["time"]
+        # Only the rank itself has this file open, not a later process with the same pid.
+        file = folder.resolve() / f"heartbeat_rank{rank}.jsonl"
+        runs = file in open_heartbeats(int(beat["pid"]))
+        age = time.monotonic() - beat["mono"] if runs else time.time() - beat["time"]
         loss, memory, host = beat.get("loss"), beat.get("memory_gb"), beat.get("host")
-        state = "runs" if process else "is gone" if host == platform.node() else f"on {host}"
+        state = "runs" if runs else "is gone" if host == platform.node() else f"on {host}"
         if beat["event"] == "end":
             state = f"ended: {beat.get('status')}"
         else:

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import json
+import os
 import platform
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from nsa.atomic_io import atomic_write_text
+from nsa.monitor.artifacts import read_json
 from nsa.monitor.observer import BackgroundWriter
 from nsa.system import in_background, is_alive, with_timeout
 from nsa.text import printable
-from nsa.watchdog.hang_detector import LIMIT_SECONDS, FolderState, HangDetector, HangReport
-from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
+from nsa.watchdog.hang_detector import LIMIT_SECONDS, HangDetector, HangReport
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HALTED = 4  # exit code of a run that the watchdog has ended
@@ -36,6 +41,8 @@ PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or launcher 
 LAUNCHER_SECONDS = 3.0  # how long a launcher may outlive its killed ranks
 STACKS_SECONDS = 2.0  # how long ranks may take to write their stacks
 GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL
+KILL_SECONDS = 10.0  # how long to SIGKILL what is left
+_PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
 
 
 class SignalState:
@@ -68,14 +75,69 @@ def log(text: str) -> None:
     _stderr().submit(lambda: print(f"watch: {printable(text)}", file=sys.stderr, flush=True))
 
 
-def update_halt(detector: HangDetector | None, **changes: Any) -> None:
-    """Set keys of halt.json; a disk that is full or hangs costs only the file."""
-    if detector is None:  # the run ended before its first heartbeat
-        return
+def update_halt(folder: Path, **changes: Any) -> None:
+    """Set keys of halt.json and keep the others; a disk that is full or hangs costs only them."""
+    path = folder / "halt.json"
+
+    def write() -> None:
+        atomic_write_text(path, json.dumps({**read_json(path), **changes}, indent=2) + "\n")
+
     try:
-        with_timeout(LIMIT_SECONDS, partial(detector.update_halt, changes))
+        with_timeout(LIMIT_SECONDS, write)
     except OSError as error:
-        log(f"{detector.folder / 'halt.json'} could not be written: {error}")
+        log(f"{path} could not be written: {error}")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of orphaned descendants, so that a killed launcher's ranks are found."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def open_heartbeats(pid: int) -> list[Path]:
+    """Return the heartbeat files that a process has open, without touching their disk."""
+    paths = []
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # just closed
+                paths.append(Path(os.readlink(link)))
+    return [path for path in paths if path.name.startswith("heartbeat_rank")]
+
+
+class ProcessTree:
+    """The processes of a launched command, orphans included.
+
+    psutil compares start times, so a later process with the same pid is never signalled.
+    """
+
+    def __init__(self, launcher_pid: int) -> None:
+        self._launcher_pid = launcher_pid  # reaped by its Popen
+        self.members: dict[int, psutil.Process] = {}  # that ever ran, by pid
+        self.exit_codes: dict[psutil.Process | None, int] = {}  # of orphans that were reaped here
+
+    def running(self) -> list[psutil.Process]:
+        """Update the tree, reap orphans, and return the running processes.
+
+        Call it often: a process that was never seen below its parent is not found later.
+        """
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process().children(recursive=True)
+            self.members |= {child.pid: child for child in children}
+        members = list(self.members.values())
+        for process in members:
+            with contextlib.suppress(psutil.Error, ChildProcessError):
+                zombie = process.is_running() and process.status() == psutil.STATUS_ZOMBIE
+                if zombie and process.pid != self._launcher_pid:
+                    pid, status = os.waitpid(process.pid, os.WNOHANG)
+                    if pid:
+                        self.exit_codes[process] = os.waitstatus_to_exitcode(status)
+        return [process for process in members if is_alive(process)]
+
+
+def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process.send_signal(number)
 
 
 class Supervisor:
@@ -88,7 +150,7 @@ class Supervisor:
         self._processes: dict[int, psutil.Process | None] = {}  # None: it exited before it was seen
         self._signals, self._launcher = signals, launcher
         self._tree = ProcessTree(launcher.pid)
-        self._reading: Future[FolderState] | None = None  # in a thread, which the disk may block
+        self._reading: Future[HangReport | None] | None = None  # in a thread: the disk may hang
         self._read_since = 0.0  # when it began
         self._disk_hangs = False
         self._signalled: set[int] = set()  # ranks that got SIGTERM
@@ -105,24 +167,24 @@ class Supervisor:
                 self._forward_signal(signal.Signals(self._signals.signal).name)
             ended = self._launcher.poll() is not None and not self._tree.running()
             if ended or self.report is not None:
-                state = self._read_folder()  # heartbeats written since
+                is_read, _ = self._read_folder()  # heartbeats written since
                 # Without them the exit code may be wrong, so wait for a disk that hangs.
-                if state or not self.detector or self.report or self._signals.signal is not None:
+                if is_read or self.report is not None or self._signals.signal is not None:
                     return self._exit_code()
             time.sleep(CHECK_SECONDS if self.detector else POLL_SECONDS)
 
     def _check(self) -> None:
         """Check heartbeats and processes once; halt a hang, end what a failure left running."""
         if self.detector is None:
-            paths = (path for process in self._tree.running() for path in open_heartbeats(process))
+            paths = (p for process in self._tree.running() for p in open_heartbeats(process.pid))
             if (path := next(paths, None)) is not None:
                 self.detector = HangDetector(path.parent)
                 log(f"watching {path.parent}")
         exited = self.beats.keys() - self.running().keys()
-        state = self._read_folder()  # after `exited`, so that their last heartbeats are included
-        if state is not None and state.report is not None:
-            return self._halt(state.report)
-        if state is not None or self.detector is None:
+        is_read, report = self._read_folder()  # after `exited`, to include their last heartbeats
+        if report is not None:
+            return self._halt(report)
+        if is_read:
             self._schedule_kill(sorted(exited))
         if self.beats and not self.running():
             self._continue_stopped()
@@ -140,13 +202,8 @@ class Supervisor:
 
     def running(self) -> dict[int, psutil.Process]:
         """Return the processes of the running ranks, by rank."""
-        processes = self._processes.items()
+        processes = sorted(self._processes.items())
         return {rank: process for rank, process in processes if process and is_alive(process)}
-
-    @property
-    def last_step(self) -> int | None:
-        """The number of steps done; None before the first heartbeat."""
-        return max((int(beat["step"]) for beat in self.beats.values()), default=None)
 
     def _exit_code(self) -> int:
         """Return the ranks' exit code if it is known, else the launcher's."""
@@ -174,10 +231,10 @@ class Supervisor:
         status = re.split("[: ]", str(beat.get("status")))[0]
         return EXIT_CODE_OF_STATUS.get(status, 1) if beat["event"] == "end" else None
 
-    def _read_folder(self) -> FolderState | None:
-        """Update the ranks of this host; return None if the disk does not respond in time."""
+    def _read_folder(self) -> tuple[bool, HangReport | None]:
+        """Update the ranks; return whether the disk responded in time, and why to halt the run."""
         if self.detector is None:
-            return None
+            return True, None
         folder, now = self.detector.folder, time.monotonic()
         if self._reading is None:
             pids = {rank: self.beats[rank]["pid"] for rank in self.running()}
@@ -187,25 +244,26 @@ class Supervisor:
             if not self._disk_hangs:
                 log(f"{folder}: the disk hangs; until it responds, no rank is judged")
             self._disk_hangs = True
-            return None
-        state, self._reading = self._reading.result(), None
+            return False, None
+        report, self._reading = self._reading.result(), None
         if self._disk_hangs:
             log(f"{folder}: the disk responds again after {now - self._read_since:.0f} s")
             self._disk_hangs = False
-            return None  # it may describe the folder before the hang
-        for message in state.messages:
-            self._log_once(message)
-        self._update_ranks(state.beats)
-        return state
+            return False, None  # it may describe the folder before the hang
+        while self.detector.messages:
+            self._log_once(self.detector.messages.pop(0))
+        self._update_ranks(self.detector.beats)
+        return True, report
 
-    def _update_ranks(self, beats: Mapping[int, dict[str, Any]]) -> None:
+    def _update_ranks(self, beats: dict[int, dict[str, Any]]) -> None:
         """Set the newest heartbeats; ignore those of earlier runs in the folder."""
+        self._tree.running()  # updates the members
         now = time.monotonic()
         for rank, beat in beats.items():
             if rank in self.beats and self.beats[rank]["pid"] == beat["pid"]:
                 self.beats[rank] = beat
             elif beat.get("host") == platform.node():
-                process = self._tree.find(int(beat["pid"]))
+                process = self._tree.members.get(int(beat["pid"]))
                 # A rank that exited at once has no process left, but a heartbeat of this attempt.
                 if process or self._start <= beat["mono"] <= now:
                     self.beats[rank], self._processes[rank] = beat, process
@@ -220,11 +278,11 @@ class Supervisor:
         ranks = {rank: process for rank, process in running if rank not in self._signalled}
         if not running and not self._signalled:
             log(f"{name}: no rank writes heartbeats; ending the command")
-            send(self._tree.running(), signal.SIGTERM)
+            _send(self._tree.running(), signal.SIGTERM)
             self._kill_at = time.monotonic() + GRACE_SECONDS
         elif ranks:
             log(f"{name}: sending SIGTERM to {_names(ranks)}, to save and exit; repeat to kill")
-            send(ranks.values(), signal.SIGTERM)
+            _send(ranks.values(), signal.SIGTERM)
             self._signalled |= ranks.keys()
 
     def _schedule_kill(self, exited: list[int]) -> None:
@@ -248,6 +306,7 @@ class Supervisor:
 
     def _halt(self, report: HangReport) -> None:
         """Dump stacks, SIGTERM the ranks, SIGKILL what is left, and write halt.json."""
+        assert self.detector is not None
         ranks = self.running()
         grace = f"{GRACE_SECONDS:g} s"
         log(f"HALT: {report.reason}; dumping stacks, then SIGTERM, SIGKILL after {grace}")
@@ -259,25 +318,31 @@ class Supervisor:
             for rank, beat in sorted(self.beats.items())
         }
         done = [f"SIGUSR1 to {_names(ranks)} for stacks", f"SIGTERM to {_names(ranks)}"]
-        send(ranks.values(), signal.SIGUSR1)
+        _send(ranks.values(), signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
-        send(ranks.values(), signal.SIGTERM)
-        if not wait_for(ranks.values(), GRACE_SECONDS):
-            done.append(f"SIGKILL to {_names(self.running())} after {grace}")
+        _send(ranks.values(), signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if left := self.running():
+            done.append(f"SIGKILL to {_names(left)} after {grace}")
         self._kill()
         outcome = {"done": done, "exit_code": self._exit_code(), "ranks": positions}
-        update_halt(self.detector, time=time.time(), **asdict(report), **outcome)
+        update_halt(self.detector.folder, time=time.time(), **asdict(report), **outcome)
 
     def _kill(self) -> None:
         """SIGKILL the ranks, let the launcher exit with their code, SIGKILL the rest."""
         self._tree.running()  # adds their children, which are orphans afterwards
-        send(self.running().values(), signal.SIGKILL)
+        _send(self.running().values(), signal.SIGKILL)
         if self.beats:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(LAUNCHER_SECONDS)
-        self._tree.kill()
+        deadline = time.monotonic() + KILL_SECONDS
+        while (running := self._tree.running()) and time.monotonic() < deadline:
+            _send(running, signal.SIGKILL)  # whatever they start meanwhile, too
+            time.sleep(POLL_SECONDS)
 
 
 def _names(ranks: Iterable[int]) -> str:
-    names = [str(rank) for rank in sorted(ranks)]  # heartbeats arrive in any order
+    names = list(map(str, ranks))
     return f"rank{'s' if names[1:] else ''} {', '.join(names)}" if names else "no rank"

@@ -20,7 +20,7 @@ import torch
 
 from nsa import checkpoint
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
-from tests.monitor.heartbeats import read_heartbeats
+from tests.monitor.run_folders import read_heartbeats
 from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 
 STEPS, EVERY = 12, 4  # of a run, and between its checkpoints

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from hypothesis import strategies as st
 
 from nsa.monitor.artifacts import read_rank
 from nsa.report.report import draw_plots, summarise
-from nsa.watchdog.hang_detector import HangDetector, last_beats
+from nsa.watchdog.hang_detector import HangDetector
 from tests.fuzz.hostile import ESCAPE, damaged, files, mutated, run, time_limit, to_json
-from tests.monitor.heartbeats import make_beat, write_limits
+from tests.monitor.run_folders import make_beat, write_limits
 
 PID = 2**22  # of no process
 CSV = "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
@@ -35,16 +34,16 @@ ENV = {
 def look(folder: Path) -> None:
     """What a watchdog does twice a second."""
     with time_limit():
-        detector = HangDetector(folder)
-        detector.find_hang(last_beats(folder), time.monotonic())
-        detector.find_collapse()
+        HangDetector(folder).check({0: PID})
 
 
 def test_any_heartbeat_is_read_in_time(fuzz: Callable[..., None], tmp_path: Path) -> None:
     write_limits(tmp_path)
     names = [tmp_path / f"heartbeat_rank0{part}.jsonl" for part in ("", ".1")]
     events = st.sampled_from(("start", "progress", "step_end", "end"))
-    good = make_beat(0, loss=1.5, memory_gb=1.5, gpu_busy=0.5, backend="nccl", status=ESCAPE)
+    good = make_beat(
+        0, pid=PID, loss=1.5, memory_gb=1.5, gpu_busy=0.5, backend="nccl", status=ESCAPE
+    )
     lines = st.one_of(
         mutated(good).map(to_json),
         mutated(good).map(to_json),

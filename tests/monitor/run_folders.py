@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from nsa.monitor.artifacts import valid_beats
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.observer import Health, StepRecord
 from nsa.monitor.outputs import MetricsCsv, SelectionCsv
@@ -41,6 +47,13 @@ def _record(step: int, change: dict[str, Any]) -> StepRecord:
     return make_record(step, **{**values, **change})
 
 
+def make_beat(rank: int, **changes: object) -> Beat:
+    """Return a line of a rank's heartbeat file, written now by a process that is gone."""
+    line = {"event": "progress", "rank": rank, "pid": 2**22, "host": platform.node()}
+    line |= {"phase": "forward", "since": 0.0, "time": time.time(), "mono": time.monotonic()}
+    return {**line, "step": 7, "micro_step": 0, "tokens": 0, "skipped": 0, **changes}
+
+
 def beats(
     steps: int,
     *,
@@ -59,27 +72,11 @@ def beats(
     lines: list[Beat] = []
 
     def line(event: str, phase: str, step: int, since: float) -> None:
+        recorded = {"memory_gb": 10.0, "gpu_busy": 0.95, "backend": "deepspeed-zero1", **values}
+        place = {"event": event, "phase": phase, "step": step, "since": since}
+        when = {"time": 1.7e9 + mono, "mono": mono}
         lines.append(
-            {
-                "time": 1.7e9 + mono,
-                "mono": mono,
-                "event": event,
-                "rank": rank,
-                "pid": pid + rank,
-                "host": "here",
-                "phase": phase,
-                "since": since,
-                "step": step,
-                "micro_step": 0,
-                "tokens": 4096 * step,
-                "loss": None,
-                "skipped": 0,
-                "memory_gb": 10.0,
-                "gpu_busy": 0.95,
-                "collective": None,
-                "backend": "deepspeed-zero1",
-                **values,
-            }
+            make_beat(rank, pid=pid + rank, tokens=4096 * step, **place, **when, **recorded)
         )
 
     line("start", "setup", start, 0.0)
@@ -103,6 +100,24 @@ def write_beats(run_dir: Path, *processes: list[Beat]) -> None:
     for lines in processes:
         with (run_dir / f"heartbeat_rank{lines[0]['rank']}.jsonl").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def read_heartbeats(run_dir: Path) -> dict[int, list[Beat]]:
+    """Read the valid lines of every rank that has any, oldest first."""
+    matches = (re.search(r"rank(\d+)", path.name) for path in run_dir.glob("heartbeat_rank*.jsonl"))
+    found = {}
+    for rank in sorted({int(match[1]) for match in matches if match}):
+        parts = [run_dir / f"heartbeat_rank{rank}{part}.jsonl" for part in (".1", "")]
+        lines = [line for part in parts if part.exists() for line in part.read_bytes().splitlines()]
+        found[rank] = list(valid_beats(lines))
+    return found
+
+
+def write_limits(folder: Path, **limits: object) -> None:
+    """Write config.yaml with `monitor.watch`."""
+    folder.mkdir(exist_ok=True)
+    watch = {"compute": 20, "silence": 10, "save": 1_000, **limits}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"monitor": {"watch": watch}}))
 
 
 def write_selection(

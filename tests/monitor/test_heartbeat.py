@@ -15,8 +15,8 @@ from nsa.monitor import heartbeat
 from nsa.monitor.artifacts import last_beat
 from nsa.monitor.heartbeat import Heartbeat
 from tests.engine.runs import on_two_ranks, succeed
-from tests.monitor.heartbeats import read_heartbeats
 from tests.monitor.records import PATIENCE, files_no_longer_than
+from tests.monitor.run_folders import read_heartbeats
 
 OFTEN = 0.01  # seconds between two progress lines
 

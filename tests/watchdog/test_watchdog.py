@@ -20,10 +20,8 @@ from typing import Any
 import pytest
 
 from nsa.cli import main
-from nsa.watchdog.command import _why_no_restart
-from nsa.watchdog.supervisor import _names
 from tests.launch.test_ranks import alive
-from tests.monitor.heartbeats import make_beat, write_limits
+from tests.monitor.run_folders import make_beat, write_limits
 from tests.ranks import ROOT
 
 TOY = Path(__file__).with_name("toy_run.py")
@@ -43,7 +41,8 @@ class WatchedRun:
         **limits: object,
     ) -> None:
         self.folder, self.stderr = folder, ""
-        write_limits(folder, **limits)
+        if limits.pop("config", True):
+            write_limits(folder, **limits)
         command = (*flags, "--", sys.executable, "-S", TOY, folder, *faults)
         self.process = call(*command, program=IMPATIENT)
         self._reader = Thread(target=self._read, daemon=True)
@@ -140,7 +139,7 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]]
     "orphans finish": (("launcher:die", "0:slow-save", "1:slow-save"), (), {}),
     "orphans fail": (("launcher:die", "0:slow-save", "1:slow-save", "1:exit-2"), (), {}),
     "crash once": (("1:crash-once",), ("--restart", 3, "--backoff", 0.1), {}),
-    "crash loop": (("1:failed",), ("--restart", 9, "--backoff", 0.1), {}),
+    "crash loop": (("1:failed",), ("--restart", 9, "--backoff", 0.1), {"config": False}),
     "gets further": (("0:extra-step", "1:extra-step", "1:failed"), RESTART_ONCE, {}),
     "old heartbeats": (("0:slow-save", "0:clock-jump", "1:slow-save", "1:clock-jump"), (), {}),
     "linger": (("0:linger",), (), {"compute": 0.5}),
@@ -157,6 +156,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Watched
         beat = make_beat(0, since=9_000.0, time=0.0, mono=0.0)
         path = root / f"old heartbeats/heartbeat_rank{number}.jsonl"
         path.write_text(json.dumps(beat) + '\n{"torn": \n\0\0\n[1]\n')
+    (root / "crash once").mkdir()
+    (root / "crash once/halt.json").write_text('{"restarts": [{"step": 1}], "rank": 7}')
     for name, (faults, flags, limits) in SCENARIOS.items():
         started[name] = WatchedRun(root / name, *faults, flags=flags, **limits)
     yield started
@@ -180,10 +181,6 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., WatchedRun]]:
 
 Runs = dict[str, WatchedRun]
 Watch = Callable[..., WatchedRun]
-
-
-def test_ranks_are_named_in_order_whichever_wrote_its_heartbeat_first() -> None:
-    assert _names({1: {}, 0: {}}) == "ranks 0, 1"
 
 
 def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs: Runs) -> None:
@@ -240,17 +237,27 @@ def test_a_crash_is_restarted_with_resume(runs: Runs) -> None:
     run = runs["crash once"]
     assert run.exit_code() == 0
     assert run.calls() == ["1:crash-once", f"1:crash-once --resume --run-dir {run.folder}"]
-    (restart,) = run.halt()["restarts"]
-    assert (restart["exit_code"], restart["step"]) == (1, 3)
+    earlier, restart = run.halt()["restarts"]
+    assert (restart["exit_code"], restart["step"], restart["back_off"]) == (1, 3, 0.1)
+    assert (earlier, run.halt()["rank"]) == ({"step": 1}, 7), "what is not set again stays"
     assert "exit code 1 after step 3; restart 1 of 3 in 0.1 s" in run.stderr
 
 
 def test_two_crashes_after_the_same_step_are_a_crash_loop(runs: Runs) -> None:
     run = runs["crash loop"]
     assert run.exit_code() == 1
-    assert len(run.calls()) == 2
+    first, second = run.calls()
+    assert second == f"{first} --run-dir {run.folder}", "without a config.yaml nothing is resumed"
     assert "crash loop, it ended after step 3 twice in a row" in run.stderr
     assert "crash loop" in run.halt()["gave_up"]
+
+
+def test_two_crashes_before_the_first_heartbeat_are_a_crash_loop() -> None:
+    process = call("--restart", 9, "--backoff", 0, "--", "sh", "-c", "exit 5")
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 5
+    assert "restart 1 of 9 in 0 s, with nothing to resume from" in stderr
+    assert "crash loop, it ended before the first heartbeat twice in a row" in stderr
 
 
 def test_restarts_are_limited_though_the_run_gets_further(runs: Runs) -> None:
@@ -328,24 +335,6 @@ def test_a_signal_after_all_ranks_have_ended_ends_the_command(tmp_path: Path) ->
 def test_a_launcher_that_is_stopped_ends_after_its_ranks(runs: Runs) -> None:
     assert runs["stopped launcher"].exit_code() == 0
     assert "is stopped though all ranks have ended: SIGCONT" in runs["stopped launcher"].stderr
-
-
-@pytest.mark.parametrize(
-    ("steps", "restarts", "reason"),
-    [
-        ([3], 9, ""),
-        ([3, 4], 9, ""),
-        ([3, 4, 3], 9, ""),
-        ([3, 4, 4], 9, "crash loop, it ended after step 4 twice in a row"),
-        ([None, None], 9, "crash loop, it ended before the first heartbeat twice in a row"),
-        ([3, 4, 5], 2, "all 2 restarts are used up"),
-        ([3, 4], 2, ""),
-    ],
-)
-def test_a_crash_loop_is_two_attempts_in_a_row_that_end_at_the_same_step(
-    steps: list[int | None], restarts: int, reason: str
-) -> None:
-    assert _why_no_restart(steps, restarts) == reason
 
 
 def test_status_shows_whether_a_ranks_process_still_writes_its_heartbeats(
