@@ -6,9 +6,6 @@
 Most of a short run's time is imports. A forked program is a real process: it has its own process
 group, files, environment and exit code, and can be killed. The server ends when pytest ends, even
 when killed, and the kernel then ends what it started.
-
-The workers of pytest-xdist share the imports: each one's server is forked from one process, which
-the first worker that needs a server starts.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -48,48 +44,24 @@ class Server:
 
     def __init__(self, preload: bool) -> None:
         """`preload` must be False if imports touch a GPU, which does not survive a fork."""
-        self._process: subprocess.Popen[bytes] | None = None
         self._started: list[int] = []
         self._codes: dict[int, int] = {}
         self._received = b""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            if preload and (workers := os.environ.get("PYTEST_XDIST_TESTRUNUID")):
-                self._lifeline, self._socket = ours, socket.socket(socket.AF_UNIX)
-                self._share(f"\0fork-server-{workers}-{zlib.crc32(bytes(ROOT))}", theirs)
-            else:
-                self._lifeline = self._socket = ours
-                self._start(PRELOADED if preload else (), theirs)
-
-    def _share(self, address: str, lifeline: socket.socket) -> None:
-        """Connect to the workers' server; start it if there is none."""
-        deadline = time.monotonic() + 60
-        while True:
-            with socket.socket(socket.AF_UNIX) as listener, suppress(OSError):  # another worker's
-                listener.bind(address)
-                listener.listen()
-                self._start(PRELOADED, lifeline, listener)
-            try:
-                return self._socket.connect(address)
-            except ConnectionRefusedError:  # it has ended since, or does not listen yet
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-
-    def _start(self, modules: tuple[str, ...], *channels: socket.socket) -> None:
-        numbers = [channel.fileno() for channel in channels]
+        self._socket, theirs = socket.socketpair()
         environment = {
             name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", __file__, json.dumps(numbers), *modules],
-            pass_fds=numbers,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            # One thread: a forked process would lack the others.
-            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            start_new_session=True,  # Ctrl-C goes to pytest, whose end also ends the server
-        )
+        modules = PRELOADED if preload else ()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", __file__, str(theirs.fileno()), *modules],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # One thread: a forked process would lack the others.
+                env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                start_new_session=True,  # Ctrl-C goes to pytest, whose end also ends the server
+            )
 
     def start(
         self, program: Path, *arguments: str, folder: Path, output: Path, env: dict[str, str]
@@ -121,8 +93,7 @@ class Server:
     def _receive(self) -> None:
         received = self._socket.recv(1 << 16)
         if not received:
-            code = f" with code {self._process.wait()}" if self._process else ""
-            raise RuntimeError(f"the fork server ended{code}")
+            raise RuntimeError(f"the fork server ended with code {self._process.wait()}")
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             pid, code = json.loads(line)
@@ -137,9 +108,7 @@ class Server:
         while self._socket.recv(1 << 16):  # until the server has ended
             pass
         self._socket.close()
-        self._lifeline.close()
-        if self._process:
-            self._process.wait()
+        self._process.wait()
 
 
 class Forked(NamedTuple):
@@ -166,20 +135,6 @@ class Forked(NamedTuple):
     def text(self, stream: str) -> str:
         """Return what the process has written so far to "out" or "err"."""
         return self.output.with_suffix(f".{stream}").read_text(errors="replace")
-
-
-def share(lifeline: socket.socket, listener: socket.socket) -> socket.socket:
-    """Fork a server for each connection; returns only in the forked ones, with the connection."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # without zombies
-    while True:
-        if lifeline in select.select([lifeline, listener], [], [])[0]:
-            os._exit(0)
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            lifeline.close()
-            listener.close()
-            return connection
-        connection.close()
 
 
 def serve(channel: socket.socket) -> dict[str, object]:
@@ -257,7 +212,7 @@ def main() -> None:
     import importlib
     import runpy
 
-    channel, *listener = (socket.socket(fileno=number) for number in json.loads(sys.argv[1]))
+    channel = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
     if ops := sys.modules.get("deepspeed.ops"):
@@ -272,8 +227,6 @@ def main() -> None:
     assert len(threads) == 1, f"{len(threads)} threads: a forked process would lack all but one"
     gc.collect()
     gc.freeze()  # else each process spends a second collecting the imported modules
-    if listener:
-        channel = share(channel, *listener)
     set_up(serve(channel))
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.netns import INTERFACE, PREFIX, link, link_obstacle, remove_leftovers
+from tests.netns import PREFIX, link_obstacle, remove_leftovers
 from tests.ranks import ROOT
 
 needs_link = pytest.mark.skipif(bool(link_obstacle()), reason=f"needs a link: {link_obstacle()}")
@@ -61,15 +60,3 @@ def test_the_next_link_removes_the_leftovers_of_a_killed_process_only() -> None:
     finally:
         living.terminate()
         living.wait(30)
-
-
-@needs_link
-def test_a_link_is_visible_in_its_namespaces_only() -> None:
-    with link() as created:
-        assert set(created.namespaces) <= namespaces()
-        assert not Path("/sys/class/net", INTERFACE).exists()
-        for end in range(2):
-            inside = ["ip", "netns", "exec", created.namespaces[end], "ls", "/sys/class/net"]
-            listed = subprocess.run(inside, capture_output=True, text=True, check=True)
-            assert INTERFACE in listed.stdout.split()
-    assert not namespaces() & set(created.namespaces)

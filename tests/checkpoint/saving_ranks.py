@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,34 +116,6 @@ def one_rank_fails(trial: Trial) -> dict[str, Any]:
     return failed | {"then": trial.attempt(saver, folder, 3)}
 
 
-def bad_folder(
-    trial: Trial, folder: Path, spoil: Callable[[Path], None], fix: Callable[[Path], None]
-) -> dict[str, Any]:
-    """Break a file system between two checkpoints, and fix it after the second."""
-    saver, rows = trial.saver(folder), {}
-    for number, when, act in ((1, "before", None), (2, "during", spoil), (3, "after", fix)):
-        if act and trial.rank == 0:
-            act(folder)
-        dist.barrier()
-        rows[when] = trial.attempt(saver, folder, number)
-    return rows
-
-
-def fill(folder: Path) -> None:
-    """Leave space for some of a checkpoint's files, not for all."""
-    filler = folder / "filler"
-    try:
-        with filler.open("wb", buffering=0) as file:
-            while file.write(bytes(2**16)):
-                pass
-    except OSError:
-        os.truncate(filler, filler.stat().st_size - 80_000)
-
-
-def remount(folder: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
-
-
 def not_finite(trial: Trial) -> dict[str, Any]:
     """A NaN in one rank's shard alone."""
     folder = trial.root / "not_finite"
@@ -169,19 +139,8 @@ def main() -> None:
         "two steps": lambda: two_steps(trial),
         "resume": lambda: resume(trial),
         "one rank": lambda: one_rank_fails(trial),
+        "not finite": lambda: not_finite(trial),
     }
-    if len(sys.argv) > 2:
-        full, read_only = Path(sys.argv[2]), Path(sys.argv[3])
-        trials["disk full"] = lambda: bad_folder(
-            trial, full, fill, lambda folder: (folder / "filler").unlink()
-        )
-        trials["read-only"] = lambda: bad_folder(
-            trial,
-            read_only,
-            lambda folder: remount(folder, "ro"),
-            lambda folder: remount(folder, "rw"),
-        )
-    trials["not finite"] = lambda: not_finite(trial)
     for name, attempt in trials.items():
         print(json.dumps({"name": name} | attempt()), flush=True)
 

@@ -187,28 +187,26 @@ def test_an_older_draft_of_the_step_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4]), (9, [1, 2, 3, 4])]
+    ("keep", "finite", "damaged", "left"),
+    [
+        (0, 4, 0, [1, 2, 3, 4]),
+        (1, 4, 0, [4]),
+        (3, 4, 0, [2, 3, 4]),
+        (9, 4, 0, [1, 2, 3, 4]),
+        (1, 2, 0, [2, 4]),
+        (1, 4, 4, [3, 4]),
+    ],
 )
-def test_pruning_keeps_the_newest(tmp_path: Path, keep: int, left: list[int]) -> None:
+def test_pruning_keeps_the_newest_also_of_the_finite_ones_and_does_not_count_damaged_ones(
+    tmp_path: Path, keep: int, finite: int, damaged: int, left: list[int]
+) -> None:
+    """The first `finite` steps have no NaN; the step `damaged` is cut."""
     for step in (1, 2, 3, 4):
-        save(tmp_path, step)
+        save(tmp_path, step, finite=step <= finite)
+        if step == damaged:
+            (tmp_path / f"step{step:08d}/shard0.pt").write_text("short")
     prune(tmp_path, keep)
     assert steps(tmp_path) == left
-
-
-def test_pruning_keeps_the_newest_finite_checkpoint(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, finite=step <= 2)
-    prune(tmp_path, 1)
-    assert steps(tmp_path) == [2, 4]
-
-
-def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    (tmp_path / "step00000003/shard0.pt").write_text("short")
-    prune(tmp_path, 1)
-    assert steps(tmp_path) == [2, 3]
 
 
 def test_the_universal_form_is_removed_with_its_checkpoint(tmp_path: Path) -> None:

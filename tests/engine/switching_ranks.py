@@ -64,6 +64,7 @@ def switch(folder: Path, names: list[str]) -> None:
         saved[name] = weights(engine)
         step(engine, 3)
         next_step[name] = weights(engine)
+        print(json.dumps({"config": name, "optimizer": type(engine.optimizer).__name__}))
         engine.destroy()
     for source in names:
         for target in names:

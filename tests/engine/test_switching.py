@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from tests.engine.test_build import HIDDEN
-from tests.ranks import launch
+from tests.ranks import ROOT, launch
 
 SHARDED = ("zero1_pcie", "zero1_bf16acc", "zero2_pcie", "zero2_overlap")
 ALL = (*SHARDED, "zero1_muon", "zero0_debug", "zero3")
@@ -74,3 +76,13 @@ def test_zero_1_and_2_place_the_weights_of_a_fused_product_adjacently(
     """What `parallel_linear` needs to copy none, and what `tests/operations.py` counts."""
     layouts = {row["layout"]: row["adjacent"] for row in rows if "layout" in row}
     assert layouts == dict.fromkeys(("zero1_pcie", "zero1_bf16acc", "zero2_pcie"), [True] * 4)
+
+
+def test_deepspeed_reduces_in_buckets_where_a_size_is_filled_in(
+    rows: list[dict[str, Any]],
+) -> None:
+    """BF16_Optimizer, and Adam without ZeRO, ignore `reduce_bucket_size`."""
+    for name, optimizer in ((row["config"], row["optimizer"]) for row in rows if "config" in row):
+        raw = load_ds_config(ROOT / f"ds_configs/{name}.json")
+        zero = resolve_ds_config(raw, RunConfig(), world_size=2)["zero_optimization"]
+        assert ("reduce_bucket_size" in zero) == ("DeepSpeedZero" in optimizer), (name, optimizer)

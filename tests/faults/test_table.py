@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.faults.table import BEGIN, END, FAULTS, HEAD, PAGE, Outcome, row, table
+from tests.faults.table import BEGIN, END, FAULTS, HEAD, PAGE
 
 
 def test_the_page_has_a_row_for_each_fault_in_the_words_of_the_catalogue() -> None:
@@ -20,16 +18,3 @@ def test_the_page_has_a_row_for_each_fault_in_the_words_of_the_catalogue() -> No
 def test_every_fault_of_the_catalogue_is_tested() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert [fault for fault in FAULTS if not re.search(f'"{fault}"', tests)] == []
-
-
-def test_a_row_shows_the_worst_outcome() -> None:
-    shown = row(
-        "hang",
-        [
-            Outcome("hang", "a", codes=(1, -9), seconds=2.0, lost=0, exact=True),
-            Outcome("hang", "b", codes=(1, 1), seconds=7.25, lost=3, exact=False),
-        ],
-    )
-    assert shown.endswith("| 2× | 7.2 | 3 | -9, 1 | 1 of 2 |\n")
-    with pytest.raises(ValueError, match="kill-rank: not tested"):
-        table([])
