@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from nsa.spec import NSASpec
 from tests.bench.__main__ import main
+from tests.bench.pairs import count
 from tests.ranks import ROOT
 
 
@@ -34,9 +39,22 @@ def test_schedule_counts_the_programs_of_both_models(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert json.loads(done.stdout) == {kind: result[kind] for kind in ("nsa", "dense")}
-    for kind, count in (("nsa", 6), ("dense", 2)):
-        assert len(result[kind]) == count
+    for kind, kernels in (("nsa", 6), ("dense", 2)):
+        assert len(result[kind]) == kernels
         for row in result[kind]:
             assert row["programs"] > 0 < row["blocks per SM"]
             assert row["schedule/balanced"] >= 1
             assert row["schedule/balanced"] >= row["longest/balanced"]
+
+
+def test_pairs_are_counted_by_the_union_of_a_tiles_blocks() -> None:
+    index = torch.tensor([[[0, -1]]] * 4 + [[[0, 1]]] * 4 + [[[0, 2]]] * 3 + [[[1, 2]]])
+    counted = count(index.int(), NSASpec(4, 4, 4, 2, 1, 1))
+    needed = (1 + 2 + 3 + 4) * 3 + 4 * 8
+    assert counted["tokens"] == 12
+    assert counted["kept by the next query"] == pytest.approx(16 / 18)
+    # Tiles of 5 queries visit 2, 3 and 3 blocks, of 10 queries 3 and 3, of 21 queries 3.
+    unions = {"32 rows": 8 * 32, "64 rows": 6 * 64, "128 rows": 3 * 128}
+    for name, rows in unions.items():
+        assert counted[name] == pytest.approx(rows * 4 / (6 * needed)), name
+    assert counted["keys' kernel"] == pytest.approx((2 + 1 + 1) * 64 * 4 / (6 * needed))
