@@ -79,7 +79,8 @@ class Parser(argparse.ArgumentParser):
 
     def hint(self, word: str) -> str:
         """Return the word, and the known one that it resembles."""
-        verbs = subcommands(self)
+        kinds = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        verbs = {name: verb for kind in kinds for name, verb in kind.choices.items()}
         parsers = (self, *(verbs[name] for name in self.words if name in verbs))
         flags = [flag for p in parsers for action in p._actions for flag in action.option_strings]
         name, known = word.partition("=")[0], flags if word.startswith("-") else list(verbs)
@@ -87,12 +88,6 @@ class Parser(argparse.ArgumentParser):
             return word
         close = get_close_matches(name, known, n=1, cutoff=0.7)
         return f"{word} (did you mean {close[0]}?)" if close else word
-
-
-def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each verb; empty if there are none."""
-    kinds = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    return {name: verb for action in kinds for name, verb in action.choices.items()}
 
 
 def reject_unknown_flags(parser: Parser, words: Sequence[str]) -> NoReturn:

@@ -117,7 +117,7 @@ class Attention(nn.Module):
         if self.selector_loss is not None:
             warnings.warn(_UNUSED_LOSS, stacklevel=2)
         parts = self.rotary_pool(self.project(x, metadata), metadata)
-        kv = self.branch_kv(x, parts, metadata)
+        kv = self.branch_kv(parts, metadata)
         self.selector_loss = None
         if metadata.sampled is not None:
             self.selector_loss, target = self.ranking_loss(x, parts.q, kv, metadata)
@@ -171,7 +171,7 @@ class Attention(nn.Module):
             backend=self.backend,
         )
 
-    def branch_kv(self, x: Tensor, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
+    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Return each branch's keys and values."""
         return dict(zip(self.branches, parts.kv_sets, strict=False))
 
@@ -320,12 +320,12 @@ class NSAttention(Attention):
         for branch in (0, 2):
             self.v.weight.chunk(3)[branch].zero_()
 
-    def branch_kv(self, x: Tensor, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
+    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Add the index's queries and keys, or compressed keys and values.
 
         Without a compressed branch these only select blocks.
         """
-        kv = super().branch_kv(x, parts, metadata)
+        kv = super().branch_kv(parts, metadata)
         if self.index is not None:
             learns = metadata.sampled is not None
             if learns or not self.dense:
@@ -343,13 +343,11 @@ class NSAttention(Attention):
     def ranking_loss(
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        k = kv["sel"][0]
-        if self.index is not None:
-            return self.index.loss(q, k, kv["index"], self.spec, metadata)
         assert metadata.sampled is not None
+        q_cmp, k_cmp = kv["index"] if self.index else (None, self.ranking_keys(x, metadata))
         options: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
-        k_cmp = self.ranking_keys(x, metadata)
-        return selector_loss(q, k_cmp, k, metadata.sampled, self.spec, **options)
+        k = kv["sel"][0]
+        return selector_loss(q, k_cmp, k, metadata.sampled, self.spec, q_cmp=q_cmp, **options)
 
     def ranking_keys(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Return the compressed branch's keys [B, N, Hkv, Dk] as a function of detached x.
@@ -384,29 +382,25 @@ class NSAttention(Attention):
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
-        if self.index is not None:
-            return self._attend_once(q, kv, metadata.cu_seqlens)
-        assert gates is not None
         if self.dense:
+            o = causal_attention(q, *kv["sel"], metadata.cu_seqlens)
+            if self.index is not None:
+                return o
             # Gates are ½ until they learn. The others get a gradient of 0, as ZeRO expects.
-            o = causal_attention(q, *kv["sel"], metadata.cu_seqlens) / 2
-            return o + sum((0.0 * x).sum() for x in kv["cmp"])
+            return o / 2 + sum((0.0 * x).sum() for x in kv["cmp"])
+        if self.index is not None:  # one softmax over the keys of the blocks that it selects
+            common: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
+            block_index = select_blocks(*kv["index"], None, self.spec, **common)
+            o = selected_attention(q, *kv["sel"], block_index, self.spec, **common)
+            self._observe(None, block_index, metadata.cu_seqlens)
+            return o
+        assert gates is not None
         if self.branches != BRANCHES:
             return self._attend_subset(q, gates, kv, metadata.cu_seqlens)
         pairs = *kv["cmp"], *kv["sel"], *kv["win"]
         rest = gates, metadata.cu_seqlens, self.spec, self.key_dim**-0.5
         o, block_index = nsa_attention_and_blocks(GatedInputs(q, *pairs, *rest), self.backend)
         self._observe(gates, block_index, metadata.cu_seqlens)
-        return o
-
-    def _attend_once(self, q: Tensor, kv: BranchKV, cu_seqlens: Tensor | None) -> Tensor:
-        """Attend to the keys of the blocks that the index selects, in one softmax."""
-        if self.dense:
-            return causal_attention(q, *kv["sel"], cu_seqlens)
-        common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
-        block_index = select_blocks(*kv["index"], None, self.spec, **common)
-        o = selected_attention(q, *kv["sel"], block_index, self.spec, **common)
-        self._observe(None, block_index, cu_seqlens)
         return o
 
     def _observe(

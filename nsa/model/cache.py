@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -222,13 +221,6 @@ class KVCache:
             for layer in self.layers
         ]
         return selected
-
-
-def cache_bytes(config: ModelConfig, length: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that one sequence of `length` tokens needs, without spare capacity."""
-    buffers = set(plan_buffers(config).values())
-    numbers = sum(prod(buffer.shape(config, length)) for buffer in buffers)
-    return config.layers * numbers * dtype.itemsize
 
 
 def ring_indices(

@@ -81,17 +81,12 @@ def step_states(
     return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache), hidden)
 
 
-def extend(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Append several tokens [B, T], one step each; return the logits [B, T, V] after them."""
-    return _head(model, extend_states(model, tokens, cache))
-
-
 def extend_states(
     model: LanguageModel, tokens: Tensor, cache: KVCache, hidden: list[Tensor] | None = None
 ) -> Tensor:
-    """Like `extend`, but return the final hidden states [B, T, width].
+    """Append several tokens [B, T], one step each; return the final hidden states [B, T, width].
 
-    Tokens may be embeddings [B, T, width] here. Each block's input is appended to `hidden`.
+    Tokens may be embeddings [B, T, width]. Each block's input is appended to `hidden`.
     """
     states, inputs = [], []  # of each step
     for column in tokens.unbind(1):
@@ -215,7 +210,7 @@ def _prefill_attention(
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
     if layer.index is None:
-        kv = layer.branch_kv(x, parts, metadata)
+        kv = layer.branch_kv(parts, metadata)
         cache.fill(_token_entries(cache, layer, parts), placement)
         cache.fill(_block_entries(cache, kv.get("cmp", ())), placement)
     else:

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
 from nsa.model.compressor import BlockPool, cut_blocks
 from nsa.model.config import ModelConfig
-from nsa.ops import selector_loss
-from nsa.spec import NSASpec
 
 
 class Index(nn.Module):
@@ -49,28 +47,6 @@ class Index(nn.Module):
         """Pool blocks of keys [B, N, l, Hkv, Dk] to rotated keys [B, N, Hkv, Dk]."""
         pooled = k.mean(2) if self.pool is None else self.pool.pool_blocks(k)
         return apply_rotary(pooled, block_rotary)
-
-    def loss(
-        self,
-        q: Tensor,
-        k: Tensor,
-        index: tuple[Tensor, Tensor],
-        spec: NSASpec,
-        metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the selector loss and its target: the attention of q over k, by block."""
-        assert metadata.sampled is not None
-        queries, keys = index
-        return selector_loss(
-            q,
-            keys,
-            k,
-            metadata.sampled,
-            spec,
-            q_cmp=queries,
-            cu_seqlens=metadata.cu_seqlens,
-            backend=self.backend,
-        )
 
 
 def index_start(attention: Mapping[str, Tensor], kv_heads: int) -> dict[str, Tensor]:

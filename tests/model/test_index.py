@@ -284,7 +284,7 @@ def test_the_blocks_are_those_of_select_blocks() -> None:
     assert seen[2] is None
     metadata = AttentionMetadata.build(model.config, LENGTH, None, x.device)
     parts = layer.rotary_pool(layer.project(x, metadata), metadata)
-    queries, keys = layer.branch_kv(x, parts, metadata)["index"]
+    queries, keys = layer.branch_kv(parts, metadata)["index"]
     assert torch.equal(seen[1], ops.select_blocks(queries, keys, None, ONE_KEY))
 
 

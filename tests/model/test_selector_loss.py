@@ -148,7 +148,7 @@ def check_ranked_keys(layer: NSAttention, cu_seqlens: Tensor | None) -> None:
     x, offset = torch.randn(1, 128, 32), torch.tensor(5)
     metadata = AttentionMetadata.build(layer.config, 128, cu_seqlens, x.device, loss_offset=offset)
     parts = layer.rotary_pool(layer.project(x, metadata), metadata)
-    ranked = layer.branch_kv(x, parts, metadata)["cmp"][0]
+    ranked = layer.branch_kv(parts, metadata)["cmp"][0]
     torch.testing.assert_close(layer.ranking_keys(x, metadata), ranked)
 
 
@@ -185,7 +185,7 @@ def test_the_loss_trains_the_compressor_and_its_keys_projection_alone(
     loss = layer.take_selector_loss()
     assert loss is not None
     parts = layer.rotary_pool(layer.project(x, metadata), metadata)
-    kv = layer.branch_kv(x, parts, metadata)
+    kv = layer.branch_kv(parts, metadata)
     queries = metadata.sampled
     assert queries is not None
     options: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens}
