@@ -1,12 +1,14 @@
-"""Fixture `fuzz`: a seeded budget of examples by default, fresh ones and many more with --full."""
+"""Fixtures that draw examples: a seeded budget by default, fresh ones and many more with --full."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 FULL = 200  # times the examples, with --full
 
@@ -26,5 +28,21 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
             suppress_health_check=list(HealthCheck),
         )
         budget(given(**strategies)(check))()
+
+    return run
+
+
+@pytest.fixture
+def fuzz_file(fuzz: Callable[..., None]) -> Callable[..., None]:
+    """Write drawn contents to a file and use it: fuzz_file(path, 50, contents, use)."""
+
+    def run(
+        path: Path, examples: int, contents: st.SearchStrategy[bytes], use: Callable[[], Any]
+    ) -> None:
+        def check(content: bytes) -> None:
+            path.write_bytes(content)
+            use()
+
+        fuzz(check, examples, content=contents)
 
     return run

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
+import runpy
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,27 +31,18 @@ TRICKS = (
 )
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Recipe:
-    spec = importlib.util.spec_from_file_location("m7c", ROOT / "recipes/m7c.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Recipe("m7c", "", {"demo": module.demo})
+RECIPE = Recipe("m7c", "", {"demo": runpy.run_path(str(ROOT / "recipes/m7c.py"))["demo"]})
 
 
-def resolve(recipe: Recipe, folder: Path, *flags: str) -> None:
+def resolve(folder: Path, *flags: str) -> None:
     """What a recipe does before it builds the model; `main` prints a ValueError and exits."""
     command = ["--profile=demo", f"--run-dir={folder / 'run'}", *flags]
     with time_limit(), contextlib.suppress(ValueError):
-        resolve_request(recipe, build_parser(recipe).parse_args(command))
+        resolve_request(RECIPE, build_parser(RECIPE).parse_args(command))
     assert not (folder / "ran").exists()
 
 
-def test_any_set_flag_is_accepted_or_refused(
-    fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path
-) -> None:
+def test_any_set_flag_is_accepted_or_refused(fuzz: Callable[..., None], tmp_path: Path) -> None:
     tags = [tag.format(tmp_path / "ran") for tag in TAGS]
     texts = st.one_of(
         st.sampled_from((*TRICKS, *tags)),
@@ -61,32 +53,28 @@ def test_any_set_flag_is_accepted_or_refused(
     names = st.sampled_from((*NAMES, "attention", "attention.kind", "")) | st.text(max_size=12)
 
     def check(name: str, text: str) -> None:
-        resolve(recipe, tmp_path, f"--set={name}={text}")
+        resolve(tmp_path, f"--set={name}={text}")
 
     fuzz(check, 30, name=names, text=texts)
 
 
 def test_any_config_file_is_accepted_or_refused(
-    fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path
+    fuzz_file: Callable[..., None], tmp_path: Path
 ) -> None:
     file = tmp_path / "config.yaml"
     tags = [tag.format(tmp_path / "ran") for tag in TAGS]
     snippets = st.tuples(st.sampled_from(NAMES), st.sampled_from((*TRICKS, *tags)))
-    content = st.one_of(
+    contents = st.one_of(
         mutated(TREE).map(lambda tree: json.dumps(tree).encode()),
         damaged(YAML),
         snippets.map(lambda pair: f"{pair[0].replace('.', ': {')}: {pair[1]}".encode()),
         st.sampled_from((*TRICKS, *tags)).map(lambda text: f"train: {text}".encode()),
     )
 
-    def check(content: bytes) -> None:
-        file.write_bytes(content)
-        resolve(recipe, tmp_path, f"--config={file}")
-
-    fuzz(check, 15, content=content)
+    fuzz_file(file, 15, contents, partial(resolve, tmp_path, f"--config={file}"))
 
 
-def test_yaml_aliases_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+def test_yaml_aliases_are_refused(tmp_path: Path) -> None:
     """They could name a billion values in ten lines, in a list or in merged mappings."""
     lists = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))
     maps = "\n".join(
@@ -94,34 +82,27 @@ def test_yaml_aliases_are_refused(recipe: Recipe, tmp_path: Path) -> None:
     )
     for text in (f"a0: &a0 [1]\n{lists}", f"a0: &a0 {{b: 1}}\n{maps}"):
         (tmp_path / "config.yaml").write_text(text)
+        flags = build_parser(RECIPE).parse_args([f"--config={tmp_path / 'config.yaml'}"])
         with pytest.raises(ValueError, match=r"is an alias; write the value itself"):
-            resolve_request(
-                recipe, build_parser(recipe).parse_args([f"--config={tmp_path / 'config.yaml'}"])
-            )
+            resolve_request(RECIPE, flags)
 
 
 @pytest.mark.parametrize("name", ["zero1_pcie.json", "zero3.json"])
 def test_any_deepspeed_json_is_accepted_or_refused_in_one_line(
-    fuzz: Callable[..., None], name: str, tmp_path: Path
+    fuzz_file: Callable[..., None], name: str, tmp_path: Path
 ) -> None:
-    tree = json.loads((ROOT / "ds_configs" / name).read_text())
-    file = tmp_path / "ds.json"
-
-    def check(content: bytes) -> None:
-        file.write_bytes(content)
-        run("check", file)
-
-    fuzz(check, 13, content=files(tree))
+    tree, file = json.loads((ROOT / "ds_configs" / name).read_text()), tmp_path / "ds.json"
+    fuzz_file(file, 13, files(tree), partial(run, "check", file))
 
 
 def test_any_value_of_a_numeric_flag_is_accepted_or_refused(
-    fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path
+    fuzz: Callable[..., None], tmp_path: Path
 ) -> None:
     flags = st.sampled_from(("--until", "--time-limit", "--profile-steps"))
     texts = st.text() | st.sampled_from([str(value) for value in VALUES[:16]])
     texts |= st.from_regex(re.compile(r"[0-9hms.\-]{1,12}"), fullmatch=True)
 
     def check(flag: str, text: str) -> None:
-        resolve(recipe, tmp_path, f"{flag}={text}")
+        resolve(tmp_path, f"{flag}={text}")
 
     fuzz(check, 15, flag=flags, text=texts)

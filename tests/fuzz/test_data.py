@@ -8,10 +8,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nsa.data.files import open_files
@@ -20,9 +23,12 @@ from nsa.data.source import DataError
 from tests.data.test_shards import STAMP, write_folder
 from tests.fuzz.hostile import damaged, files, mutated, run, time_limit, to_json
 
+SHARD = "train-000-00000.bin"
 
-def read_all(folder: Path) -> None:
-    """What training does: open both splits and read their tokens."""
+
+def check(folder: Path) -> None:
+    """Check a prepared folder, and read it as training does."""
+    run("data", "check", folder)
     with time_limit():
         for split in ("train", "val"):
             with contextlib.suppress(DataError):
@@ -32,26 +38,19 @@ def read_all(folder: Path) -> None:
 
 
 def test_any_index_is_read_or_refused_in_one_line(
-    fuzz: Callable[..., None], tmp_path: Path
+    fuzz_file: Callable[..., None], tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "prepared")
     tree = json.loads((folder / INDEX).read_text())
-
-    def check(content: bytes) -> None:
-        (folder / INDEX).write_bytes(content)
-        run("data", "check", folder)
-        read_all(folder)
-
-    fuzz(check, 30, content=files(tree))
+    fuzz_file(folder / INDEX, 30, files(tree), partial(check, folder))
 
 
 def test_any_shard_is_read_or_refused_in_one_line(
-    fuzz: Callable[..., None], tmp_path: Path
+    fuzz_file: Callable[..., None], tmp_path: Path
 ) -> None:
     """The header as JSON with the right length, or damaged bytes anywhere."""
     folder = write_folder(tmp_path / "prepared")
-    path = folder / "train-000-00000.bin"
-    intact = path.read_bytes()
+    intact = (folder / SHARD).read_bytes()
     magic, version, length = FIXED.unpack_from(intact)
     header = json.loads(intact[FIXED.size : FIXED.size + length])
 
@@ -59,12 +58,8 @@ def test_any_shard_is_read_or_refused_in_one_line(
         text = to_json(tree)[: HEADER - FIXED.size]
         return (FIXED.pack(magic, version, len(text)) + text).ljust(HEADER, b"\0") + intact[HEADER:]
 
-    def check(content: bytes) -> None:
-        path.write_bytes(content)
-        run("data", "check", folder)
-        read_all(folder)
-
-    fuzz(check, 20, content=mutated(header).map(repack) | damaged(intact))
+    contents = mutated(header).map(repack) | damaged(intact)
+    fuzz_file(folder / SHARD, 20, contents, partial(check, folder))
 
 
 def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> None:
@@ -73,7 +68,7 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> No
     folder = tmp_path / "prepared"
     folder.mkdir()
     tokens = np.array([5, 60_000, 99], np.uint16)
-    shard = write_shard(folder, "train-000-00000.bin", "train", stamp, [tokens], 3)
+    shard = write_shard(folder, SHARD, "train", stamp, [tokens], 3)
     write_index(folder, Index(stamp, {}, 1, [shard]))
     assert run("data", "check", folder) == 2
     with pytest.raises(
@@ -85,48 +80,37 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_any_text_file_is_read_or_refused_by_name(
-    fuzz: Callable[..., None], suffix: str, tmp_path: Path
+    fuzz_file: Callable[..., None], suffix: str, tmp_path: Path
 ) -> None:
     """The error names the file, wherever it is broken."""
-    path = tmp_path / f"text{suffix}"
-    intact = _write(path)
+    path, texts = tmp_path / f"text{suffix}", [f"text {number} of several" for number in range(200)]
+    if suffix == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path)
+    else:
+        with pa.output_stream(str(path), compression="detect") as stream:
+            stream.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
 
-    def check(content: bytes) -> None:
-        path.write_bytes(content)
-        refusal = str(path)
+    def read() -> None:
+        error = str(path)
         with time_limit():
             try:
                 source = open_files(path, "text")
                 source.size()
                 list(source.read())
-            except DataError as error:
-                refusal = str(error)
-        assert str(path) in refusal
+            except DataError as raised:
+                error = str(raised)
+        assert str(path) in error
 
-    fuzz(check, 15, content=damaged(intact))
-
-
-def _write(path: Path) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    texts = [f"text {number} of several" for number in range(200)]
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": texts}), path)
-    else:
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-        with pa.output_stream(str(path), compression="detect") as stream:
-            stream.write(lines)
-    return path.read_bytes()
+    fuzz_file(path, 15, damaged(path.read_bytes()), read)
 
 
-@pytest.mark.parametrize("name", [INDEX, "train-000-00000.bin"])
+@pytest.mark.parametrize("name", [INDEX, SHARD])
 def test_a_pipe_does_not_block(name: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "prepared")
     (folder / name).unlink()
     os.mkfifo(folder / name)
+    check(folder)
     assert run("data", "check", folder) == 2
-    read_all(folder)
 
 
 def test_a_shard_outside_its_folder_is_refused(tmp_path: Path) -> None:
@@ -135,7 +119,7 @@ def test_a_shard_outside_its_folder_is_refused(tmp_path: Path) -> None:
     tree = json.loads((folder / INDEX).read_text())
     tree["shards"][0]["name"] = f"../{other.name}/train-000-00000.bin"
     (folder / INDEX).write_text(json.dumps(tree))
-    digest = hashlib.sha256((other / "train-000-00000.bin").read_bytes()[HEADER:]).hexdigest()
+    digest = hashlib.sha256((other / SHARD).read_bytes()[HEADER:]).hexdigest()
     assert tree["shards"][0]["sha256"] == digest, "its content would be right"
     with pytest.raises(DataError, match=r"damaged .*\.\./other/train"):
         open_shards(str(folder), "train")

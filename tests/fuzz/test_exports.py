@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,62 +34,56 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"nsa": root / "nsa", "llama": root / "llama"}
 
 
-def copy(source: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(source, folder / "hostile"))
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the export, or of the folder that the parameter names, and code beside it."""
+    kind = getattr(request, "param", "nsa")
+    folder = Path(shutil.copytree(folders[kind], tmp_path / "hostile"))
+    for name in ("configuration_evil.py", "evil.py"):
+        (folder / name).write_text(CODE.format(str(tmp_path / "ran")))
+    return folder
 
 
-def import_it(source: Path, to: Path) -> int:
-    code = run("import", source, "--to", to, "--tokenizer", "byte")
+def import_it(folder: Path) -> int:
+    to = folder.with_name("to")
+    code = run("import", folder, "--to", to, "--tokenizer", "byte")
     assert to.exists() == (code == 0), "complete or not at all"
     shutil.rmtree(to, ignore_errors=True)
+    assert not folder.with_name("ran").exists()
     return code
 
 
-@pytest.mark.parametrize("kind", ["nsa", "llama"])
+def generate(folder: Path) -> None:
+    run("generate", folder, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
+    assert not folder.with_name("ran").exists()
+
+
+@pytest.mark.parametrize("folder", ["nsa", "llama"], indirect=True)
 def test_any_config_json_is_imported_or_refused_in_one_line(
-    fuzz: Callable[..., None], kind: str, folders: dict[str, Path], tmp_path: Path
+    fuzz_file: Callable[..., None], folder: Path
 ) -> None:
-    folder = copy(folders[kind], tmp_path)
-    for name in ("configuration_evil.py", "evil.py"):
-        (folder / name).write_text(CODE.format(str(tmp_path / "ran")))
-    tree = json.loads((folder / "config.json").read_text()) | {"auto_map": AUTO_MAP}
-    (folder / "config.json").write_text(json.dumps(tree))
-    assert import_it(folder, tmp_path / "to") == 0
-
-    def check(content: bytes) -> None:
-        (folder / "config.json").write_bytes(content)
-        import_it(folder, tmp_path / "to")
-        assert not (tmp_path / "ran").exists()
-
-    fuzz(check, 15, content=files(tree))
+    file = folder / "config.json"
+    tree = json.loads(file.read_text()) | {"auto_map": AUTO_MAP}
+    file.write_text(json.dumps(tree))
+    assert import_it(folder) == 0
+    fuzz_file(file, 15, files(tree), partial(import_it, folder))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.yaml"])
 def test_any_tokenizer_or_settings_file_loads_or_is_refused_in_one_line(
-    fuzz: Callable[..., None], name: str, folders: dict[str, Path], tmp_path: Path
+    fuzz_file: Callable[..., None], name: str, folder: Path
 ) -> None:
-    folder = copy(folders["nsa"], tmp_path)
-    (folder / "evil.py").write_text(CODE.format(str(tmp_path / "ran")))
     intact = (folder / name).read_bytes()
-    if name == "config.yaml":
-        contents = damaged(intact)
-    else:
-        tree = json.loads(intact)
-        contents = files(tree | {"auto_map": AUTO_MAP} if "config" in name else tree)
-
-    def check(content: bytes) -> None:
-        (folder / name).write_bytes(content)
-        run("generate", folder, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
-        assert not (tmp_path / "ran").exists()
-
-    fuzz(check, 8, content=contents)
+    contents = damaged(intact)
+    if name != "config.yaml":
+        contents = files(json.loads(intact) | ({"auto_map": AUTO_MAP} if "config" in name else {}))
+    fuzz_file(folder / name, 8, contents, partial(generate, folder))
 
 
 def test_any_safetensors_load_or_are_refused_in_one_line(
-    fuzz: Callable[..., None], folders: dict[str, Path], tmp_path: Path
+    fuzz: Callable[..., None], folder: Path
 ) -> None:
     """The header of safetensors is JSON; an index may name other files."""
-    folder = copy(folders["nsa"], tmp_path)
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     intact = file.read_bytes()
     length = int.from_bytes(intact[:8], "little")
@@ -103,21 +98,15 @@ def test_any_safetensors_load_or_are_refused_in_one_line(
         index.write_bytes(listing)
         if is_indexed:
             file.replace(folder / "a.safetensors")
-        run("generate", folder, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
+        generate(folder)
 
-    fuzz(
-        check,
-        30,
-        content=files(header).map(repack) | damaged(intact),
-        listing=files(names),
-        is_indexed=st.booleans(),
-    )
+    contents = files(header).map(repack) | damaged(intact)
+    fuzz(check, 30, content=contents, listing=files(names), is_indexed=st.booleans())
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml", "tokenizer.json"])
-def test_a_pipe_does_not_block(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = copy(folders["nsa"], tmp_path)
+def test_a_pipe_does_not_block(name: str, folder: Path) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    import_it(folder, tmp_path / "to")
-    run("generate", folder, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
+    import_it(folder)
+    generate(folder)

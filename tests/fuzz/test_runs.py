@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,13 @@ def test_any_heartbeat_is_read_in_time(fuzz: Callable[..., None], tmp_path: Path
     fuzz(check, 38, current=lists, older=lists)
 
 
-def test_any_watchdog_limits_are_read_in_time(fuzz: Callable[..., None], tmp_path: Path) -> None:
+def test_any_watchdog_limits_are_read_in_time(
+    fuzz_file: Callable[..., None], tmp_path: Path
+) -> None:
     write_limits(tmp_path)
     (tmp_path / "heartbeat_rank0.jsonl").write_bytes(to_json(make_beat(0, pid=PID)) + b"\n")
     tree = {"monitor": {"heartbeat": 1.0, "watch": {"compute": 20.0, "grace": 0.5}}}
-
-    def check(content: bytes) -> None:
-        (tmp_path / "config.yaml").write_bytes(content)
-        look(tmp_path)
-
-    fuzz(check, 15, content=files(tree))
+    fuzz_file(tmp_path / "config.yaml", 15, files(tree), partial(look, tmp_path))
 
 
 def test_any_file_of_a_run_is_reported_as_safe_markdown(
@@ -81,33 +79,25 @@ def test_any_file_of_a_run_is_reported_as_safe_markdown(
     """Without plots, which take seconds each; the test of metrics tables draws two."""
     monkeypatch.setattr("nsa.report.report.draw_plots", lambda run: [])
     (tmp_path / "metrics.csv").write_text(CSV + "".join(map(ROW.format, range(1, 30))))
-    parts = {
+    trees: dict[str, Any] = {
         "env.json": ENV,
         "gates.json": [GATE],
         "halt.json": {"reason": "a", "rank": 0},
         "ds_config.json": {"zero_optimization": {"stage": 1}},
         "config.yaml": {"model": {"layers": 2}, "data": {"source": "a"}},
-        "fallbacks.csv": "operation,backend,reason,calls\na,b,c,3\n",
     }
+    parts = {name: (to_json(tree), files(tree)) for name, tree in trees.items()}
+    table = b"operation,backend,reason,calls\na,b,c,3\n"
+    parts["fallbacks.csv"] = table, damaged(table)
 
     def check(name: str, data: st.DataObject) -> None:
-        for other, tree in parts.items():
-            (tmp_path / other).write_bytes(
-                tree.encode() if isinstance(tree, str) else to_json(tree)
-            )
-        tree = parts[name]
-        strategy = damaged(tree.encode()) if isinstance(tree, str) else files(tree)
-        (tmp_path / name).write_bytes(data.draw(strategy))
+        for other, (intact, contents) in parts.items():
+            (tmp_path / other).write_bytes(data.draw(contents) if other == name else intact)
         run("report", tmp_path)
-        check_markdown((tmp_path / "report.md").read_text())
+        text = (tmp_path / "report.md").read_text()
+        assert not [part for part in ("<script", "http://", "\x1b") if part in text]
 
     fuzz(check, 38, name=st.sampled_from(sorted(parts)), data=st.data())
-
-
-def check_markdown(text: str) -> None:
-    assert "<script" not in text
-    assert "http://" not in text
-    assert "\x1b" not in text
 
 
 def test_any_metrics_table_is_summarised_and_plotted_in_time(
