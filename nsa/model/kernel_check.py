@@ -217,7 +217,8 @@ def _attention(
             how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": "blockwise"}
             compressed, lse = compressed_attention(q, k_cmp, v_cmp, spec, **how)
             if backend == "triton":
-                inputs = GatedInputs(q, *x, cu_seqlens, spec, q.shape[-1] ** -0.5)
+                pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+                inputs = GatedInputs(q, *pairs, gates, cu_seqlens, spec, q.shape[-1] ** -0.5)
                 o, index = nsa_attention_and_blocks(inputs, backend)
                 fused[:] = [index]
             else:

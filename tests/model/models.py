@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.compressor import BlockPool
-from nsa.model.config import INIT_STD
+from nsa.model.config import INIT_STD, SUBSETS
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is selected by importance
@@ -26,6 +26,12 @@ ATTENTIONS = {
     "mean": AttentionConfig(spec=SPEC),
     "pool": AttentionConfig(spec=SPEC, compressor="pool"),
     "mlp": AttentionConfig(spec=SPEC, compressor="mlp"),
+}
+# Ablations: attention without one of the three branches.
+SUBSETS_OF_BRANCHES = {
+    names: AttentionConfig(spec=SPEC, branches=names)
+    for names in SUBSETS
+    if names not in ("cmp+sel+win", "sel")
 }
 # What the models of other libraries may have, and ours has not by default.
 IMPORTED: dict[str, Any] = {

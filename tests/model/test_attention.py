@@ -104,8 +104,3 @@ def test_dense_is_plain_causal_attention() -> None:
     o = naive.window_attention(q, k, v, LENGTH, 6**-0.5)
     expected = torch.from_numpy(o).flatten(2) @ attention.o.weight.T
     torch.testing.assert_close(attention(x, metadata=metadata), expected, rtol=1e-5, atol=1e-7)
-
-
-def test_nothing_has_a_bias() -> None:
-    for name in ATTENTIONS:
-        assert not [n for n, _ in build(tiny(name)).named_parameters() if n.endswith("bias")]

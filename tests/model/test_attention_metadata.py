@@ -51,15 +51,6 @@ def test_pairs_rotate_by_their_position_in_any_dtype_with_one_rounding(dtype: to
     torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=step)
 
 
-def test_the_gradient_of_a_rotation_is_its_inverse() -> None:
-    x = torch.randn(2, 5, 3, 6, dtype=torch.float64, requires_grad=True)
-    rotary = rotary_at(*range(5))
-    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, rotary), x)
-    gradient = apply_rotary(x.detach(), rotary)
-    (back,) = torch.autograd.grad(apply_rotary(x, rotary), x, gradient)
-    torch.testing.assert_close(back, x.detach(), rtol=0, atol=1e-6)
-
-
 def build(
     length: int, cu_seqlens: Tensor | None = None, attention: AttentionConfig = SPARSE
 ) -> AttentionMetadata:
@@ -100,15 +91,3 @@ def test_a_block_is_rotated_at_its_last_position_in_its_document() -> None:
     rotated = apply_rotary(x, metadata.block_rotary)
     for i, last in enumerate((3, 6, 9, 3)):
         torch.testing.assert_close(rotated[:, i], by_hand(x[:, i], last), rtol=0, atol=1e-5)
-
-
-def test_a_document_shorter_than_a_block_has_no_blocks() -> None:
-    block_tokens = build(3).block_tokens
-    assert block_tokens is not None
-    assert block_tokens.shape == (0, 4)
-
-
-def test_dense_attention_has_no_blocks() -> None:
-    metadata = build(9, attention=AttentionConfig(kind="dense"))
-    assert metadata.block_tokens is None
-    assert metadata.block_rotary is None

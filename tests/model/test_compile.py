@@ -18,7 +18,7 @@ LENGTH = 40
 # Every mode that compiles, and every attention, with one block where a second one shows nothing
 # more; packed documents below are mean and reentrant.
 CASES: list[Any] = [("pool", "none", 2), ("mean", "non_reentrant", 1), ("mean", "deepspeed", 1)]
-CASES += [("mlp", "reentrant", 1), ("dense", "none", 1)]
+CASES += [("mlp", "reentrant", 1), ("dense", "none", 1), ("index", "none", 1)]
 MORE = [("mean", "none", 2), ("mean", "reentrant", 2), ("mean", "deepspeed", 2)]
 CASES += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
 

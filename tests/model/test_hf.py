@@ -382,19 +382,6 @@ def test_checkspointing_changes_no_gradient(reentrant: bool) -> None:
     assert calls == {0: 5, 1: 4}
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_reentrant_checkpointing_keeps_the_gradients_of_the_first_block_to_train() -> None:
-    """Its input needs no gradient if the embedding is frozen."""
-    model, ids = wrapped(), tokens(24, batch=2)
-    model.train().model.embed.requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    expected = torch.autograd.grad(model(ids, labels=ids).loss, trained)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model(ids, labels=ids).loss.backward()
-    for parameter, gradient in zip(trained, expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
 def test_trainer_gives_each_label_of_a_step_the_same_weight(tmp_path: Path) -> None:
     """However a step is divided into micro-batches with different numbers of labels."""
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")

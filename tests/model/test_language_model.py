@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.count import parameter_count
 from nsa.model.decode import prefill, step
 from nsa.monitor.health import HealthRecorder
@@ -71,23 +71,18 @@ def test_every_parameter_gets_a_gradient_whatever_the_length(
 
 
 @attentions
-def test_ignored_labels_are_excluded_from_the_mean(attention: str) -> None:
+def test_loss_and_gradients_are_those_through_the_logits(attention: str) -> None:
+    """The mean excludes ignored labels. The tied embedding accumulates both of its gradients.
+
+    An index only has its own loss's.
+    """
     model, ids = build(tiny(attention)), tokens(20, batch=2)
     labels = ids.roll(-1, 1)
     labels[0, 5:] = -100
-    kept = labels != -100
-    expected = F.cross_entropy(model(ids)[kept], labels[kept])
-    torch.testing.assert_close(model(ids, labels=labels), expected, rtol=1e-12, atol=0)
-
-
-@attentions
-def test_gradients_of_the_loss_are_those_through_the_logits(attention: str) -> None:
-    """The tied embedding accumulates both of its gradients. An index only has its own loss's."""
-    model, ids = build(tiny(attention)), tokens(20, batch=2)
-    labels = ids.roll(-1, 1)
     plain = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
     weights = [x for name, x in model.named_parameters() if ".index." not in name]
-    gradients = [torch.autograd.grad(loss, weights) for loss in (model(ids, labels=labels), plain)]
+    losses = model(ids, labels=labels), plain
+    gradients = [(loss, *torch.autograd.grad(loss, weights)) for loss in losses]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
@@ -141,23 +136,15 @@ def test_an_untrained_model_has_the_uniform_loss(attention: str) -> None:
     assert loss.item() == pytest.approx(math.log(500), abs=0.04)
 
 
-def test_gates_start_at_exactly_one_half_for_every_branch() -> None:
+def test_gates_start_at_exactly_one_half_and_have_a_gradient_at_the_first_step() -> None:
     """In every layer: o is ½ · (compressed + selected + window)."""
     torch.manual_seed(0)
-    model = LanguageModel(tiny("mlp"))
-    seen = []
+    model, ids, seen = LanguageModel(tiny("mlp")), tokens(40), []
     for layer in model.sparse_layers().values():
         layer.observer = lambda gates, *_: seen.append(gates)
-    model(tokens(30))
-    assert [gates.shape for gates in seen] == [(1, 30, 4, 3)] * 2
-    assert all(bool((gates == 0.5).all()) for gates in seen)
-
-
-def test_gates_have_a_gradient_at_the_first_step() -> None:
-    torch.manual_seed(0)
-    model = LanguageModel(tiny())
-    ids = tokens(40)
     model(ids, labels=ids).backward()
+    assert [gates.shape for gates in seen] == [(1, 40, 4, 3)] * 2
+    assert all(bool((gates == 0.5).all()) for gates in seen)
     for layer in model.sparse_layers().values():
         assert bool((layer.gates.weight.grad.unflatten(0, (4, 3)) != 0).any(-1).all())
 
@@ -227,13 +214,6 @@ def test_bf16_weights_train_too(attention: str) -> None:
     for parameter in model.parameters():
         assert parameter.grad.dtype == torch.bfloat16
         assert bool(parameter.grad.isfinite().all())
-
-
-def test_the_default_config_is_m7c() -> None:
-    config = ModelConfig()
-    shape = (config.layers, config.width, config.heads, config.kv_heads, config.head_dim)
-    assert shape == (12, 768, 12, 2, 64)
-    assert config.attention.spec == NSASpec(32, 16, 64, 16, 1, 2, 512)
 
 
 @pytest.mark.parametrize(

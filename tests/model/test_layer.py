@@ -50,18 +50,6 @@ def test_a_layer_continues_from_the_weights_of_a_model(
     torch.testing.assert_close(drop_in(inputs[0], cu_seqlens), outputs[0], rtol=0, atol=0)
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
-    attention, x = layer(), hidden(20)
-    alone = [attention(x[:, start:stop]) for start, stop in ((0, 3), (3, 4), (4, 20))]
-    torch.testing.assert_close(attention(x, packed(3, 1, 16)), torch.cat(alone, 1))
-
-
-def test_a_layer_compiles_without_a_graph_break() -> None:
-    attention, x = layer(), hidden(20)
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), attention(x))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

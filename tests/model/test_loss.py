@@ -109,15 +109,6 @@ def test_a_nearly_certain_token_keeps_its_small_gradient() -> None:
         torch.testing.assert_close(a, e, rtol=1e-2, atol=0)
 
 
-def test_all_labels_ignored_gives_zero_loss_and_gradients(chunks: int) -> None:
-    hidden, weight, labels = inputs(torch.bfloat16)
-    value, *gradients = with_gradients(
-        linear_cross_entropy, hidden, weight, torch.full_like(labels, -100)
-    )
-    assert value.item() == 0
-    assert not any(bool(gradient.any()) for gradient in gradients)
-
-
 def test_no_tokens_give_zero_loss_and_gradients() -> None:
     hidden = torch.randn(0, 8, requires_grad=True)
     weight = torch.randn(16, 8, requires_grad=True)

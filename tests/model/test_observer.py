@@ -109,11 +109,3 @@ def test_between_logged_steps_nothing_is_computed_or_kept() -> None:
     assert recorder.read() is not None
     assert operations() == bare
     assert recorder.read() is None
-
-
-def test_the_dense_twin_has_no_health() -> None:
-    model = build(tiny("dense"), torch.float32)
-    recorder = recorder_of(model)
-    recorder.arm()
-    forward(model)
-    assert recorder.read() is None
