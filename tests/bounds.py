@@ -22,12 +22,7 @@ from torch import Tensor
 
 NUMBER_SHIFT = 48  # addresses of a process are shorter
 MAX_GAP_MAP = 2**24  # elements; of a view that spans more, the gaps between rows are not checked
-ACCESSES = {  # functions of the interpreter: the positions of mask and values
-    "load": (1, 2),
-    "store": (2, 1),
-    "atomic_rmw": (3, 2),
-    "atomic_cas": (None, 2),
-}
+ACCESSES = {"load": (1, 2), "store": (2, 1)}  # the interpreter's: positions of mask and values
 
 
 class OutOfBounds(AssertionError):
@@ -163,13 +158,11 @@ def checked_bounds() -> Iterator[None]:
 
     def checked(name: str) -> Any:
         function, (mask_at, values_at) = getattr(compiled, name), ACCESSES[name]
-        pointers_at = 1 if name == "atomic_rmw" else 0
 
-        def call(*args: Any) -> Any:
-            pointers, values = args[pointers_at], args[values_at]
-            mask = np.True_ if mask_at is None else np.asarray(args[mask_at])
-            addresses = bounds.addresses(name, pointers, mask, values.itemsize)
-            return function(*args[:pointers_at], addresses, *args[pointers_at + 1 :])
+        def call(pointers: np.ndarray, *rest: Any) -> Any:
+            args = (pointers, *rest)
+            mask, size = np.asarray(args[mask_at]), args[values_at].itemsize
+            return function(bounds.addresses(name, pointers, mask, size), *rest)
 
         return call
 
