@@ -255,7 +255,6 @@ def _load(name: str) -> HubTokenizer:
             f"data.tokenizer = {name!r} has no end-of-text token; add one of its tokens to its "
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
-    _check_growth(name, loaded.backend_tokenizer.to_str())
     # Only of an imported model: other runs never saw a start, and their tokenizer must not change.
     imported = (tokenizer_folder(name) / ORIGIN).is_file()
     with name_in_errors(f"data.tokenizer = {name!r}"):
@@ -266,6 +265,13 @@ def _load(name: str) -> HubTokenizer:
 
 def load_pretrained(name: str) -> Any:
     """Return transformers' tokenizer for data.tokenizer=hf:<folder or name>."""
+    loaded = _find_pretrained(name)
+    if loaded.is_fast:
+        _check_growth(name, loaded.backend_tokenizer.to_str())
+    return loaded
+
+
+def _find_pretrained(name: str) -> Any:
     path, folder = name.removeprefix("hf:").strip(), tokenizer_folder(name)
     if not folder.is_dir() and path.startswith(("/", ".", "~")):
         raise DataError(f"data.tokenizer = {name!r}: no such folder")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import resource
-import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa.evaluate.chat import render_chat
 from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
-from nsa.system import text_or_empty
-from nsa.text import first_line, printable
+from nsa.text import printable
 from nsa.untrusted import short_repr
 
 if TYPE_CHECKING:
@@ -23,8 +20,6 @@ if TYPE_CHECKING:
     from nsa.model import LanguageModel
 
 LONG_PROMPT = 8_192  # tokens of all prompts; shorter ones are read in seconds
-# A chat template is a program: of the CPU, and memory beyond what the process has.
-TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 2**30
 
 
 def add_parser(verbs: Any) -> None:
@@ -97,43 +92,13 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
         )
     message = {"role": "user", "content": text.decode("utf-8", "replace")}
     try:
-        with _limits():
-            chat = source.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template may raise any
-        folder = tokenizer_folder(tokenizer.name)
-        file = folder / "chat_template.jinja"
-        raise ValueError(
-            f"{file if file.is_file() else folder / 'tokenizer_config.json'}: the chat template "
-            f"ends with {type(error).__name__}: {first_line(error)}; leave --chat out, or change it"
-        ) from None
+        chat = render_chat(source, [message])
+    except ValueError as error:
+        file = tokenizer_folder(tokenizer.name) / "chat_template.jinja"
+        file = file if file.is_file() else file.with_name("tokenizer_config.json")
+        raise ValueError(f"{file}: {error}; leave --chat out, or change it") from None
     with name_in_errors(f"data.tokenizer = {tokenizer.name!r}"):
         return np.array(source(chat, add_special_tokens=False).input_ids, dtype=np.int64)
-
-
-class _TimeoutError(BaseException):
-    """No Exception, which jinja's optimizer would drop."""
-
-
-@contextmanager
-def _limits() -> Iterator[None]:
-    """Raise a TimeoutError or MemoryError if the body needs more than the limits above."""
-
-    def stop(*_: object) -> None:
-        raise _TimeoutError
-
-    size = int(text_or_empty("/proc/self/statm").split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + TEMPLATE_BYTES, before[1]))
-    try:
-        yield
-    except _TimeoutError:
-        raise TimeoutError(f"no text after {TEMPLATE_SECONDS} seconds") from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:

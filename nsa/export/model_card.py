@@ -49,10 +49,16 @@ model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 
 With the package `nsa` installed, `import nsa.model.hf` replaces `trust_remote_code=True`, and the
 code in this folder is not run.
+
+## Serving
+
+`nsa serve FOLDER` answers OpenAI's chat completions and completions over HTTP. vLLM and llama.cpp
+have attention of their own and refuse this folder{servers}.
 """
+TO_SERVERS = "; they serve what `nsa export --attention dense` writes"
 DENSE = """
 This is a plain dense model: transformers ≥ 5.0 loads it by `AutoModelForCausalLM.from_pretrained`
-without other code.
+without other code, and vLLM, llama.cpp and `nsa serve` serve it.
 """
 TOKENIZER = """\
 tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
@@ -85,14 +91,19 @@ def model_card(run: StoredRun, origin: Origin | None = None, dense: bool = False
         license = f"the license at the top is that of {plain(origin.name)}"
         if not origin.license:
             license = f"state the license of {plain(origin.name)} at the top"
+    attention = run.config.model.attention
     loading = DENSE if dense else LOADING
+    has_dense_export = attention.kind == "dense" or attention.has_index
     return CARD.format(
         metadata=_metadata(run, sources, origin, dense).to_yaml(),
         title=title,
         about=_about(run, origin, dense),
         training=_training(run, sources),
         license=license,
-        loading=loading.format(tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER),
+        loading=loading.format(
+            tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER,
+            servers=TO_SERVERS if has_dense_export else "",
+        ),
     )
 
 

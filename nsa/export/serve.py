@@ -9,19 +9,24 @@ transformers' own command also loads whatever model a request names; this one ha
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import io
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
+from nsa.evaluate.chat import render_chat
 from nsa.evaluate.command import add_run_arguments, parse_device
 from nsa.system import LOOPBACK
 from nsa.text import first_line
+
+RENDERED = "{{ messages[0].content }}"  # the chat template of a chat that `render_chat` rendered
 
 
 def add_serve_parser(verbs: Any) -> None:
@@ -100,6 +105,10 @@ class ServedModel:
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # else a line for each request
         self.tokenizer = load_pretrained(f"hf:{folder}")
+        # What the handlers use: no program of the folder runs in this process.
+        self.processor = copy(self.tokenizer)
+        self.processor.chat_template = RENDERED
+        self.processor.response_template = None
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
@@ -119,7 +128,7 @@ class ServedModel:
         self.model = model.to(device).eval()
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        return self.model, self.tokenizer
+        return self.model, self.processor
 
     @staticmethod
     def process_model_name(name: str) -> str:
@@ -138,7 +147,7 @@ def build_app(served: ServedModel) -> Any:
     from fastapi.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.utils import GenerationState
+    from transformers.cli.serving.utils import GenerationState, Modality
 
     from nsa.data.tokenizer import is_library_error
 
@@ -162,12 +171,21 @@ def build_app(served: ServedModel) -> Any:
     manager: Any = served
     chat = ChatCompletionHandler(manager, state)
     completion = CompletionHandler(manager, state)
+    rendering = asyncio.Lock()  # one at a time: each may take TEMPLATE_BYTES
+
+    async def handle_chat(body: dict[str, Any], request_id: str) -> Any:
+        messages = chat.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+        values = {"tools": body.get("tools"), **body.pop("chat_template_kwargs", {})}
+        async with rendering:
+            text = await asyncio.to_thread(render_chat, served.tokenizer, messages, **values)
+        body["messages"] = [{"role": "user", "content": text}]
+        return await chat.handle_request(body, request_id)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: dict) -> Any:
         if not served.tokenizer.chat_template:
             return refusal("the model has no chat template; use /v1/completions", 400)
-        return await respond(chat.handle_request, body)
+        return await respond(handle_chat, body)
 
     @app.post("/v1/completions")
     async def completions(body: dict) -> Any:

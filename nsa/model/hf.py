@@ -46,6 +46,10 @@ from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.language_model import LanguageModel
 from nsa.ops.inputs import check_documents
 
+# Servers that replace attention, by the implementation that they register; a model that keeps its
+# own would answer from the newest tokens alone.
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
+
 
 class Block(GradientCheckpointingLayer, block.Block):
     """`Block` that transformers can checkpoint; FSDP's settings wrap it by this name."""
@@ -114,6 +118,12 @@ class NSAPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # makes generate() refuse assisted decoding, which removes tokens
 
     def __init__(self, config: NSAConfig) -> None:
+        server = SERVERS.get(config._attn_implementation)
+        if server is not None:
+            raise ValueError(
+                f"{server} has no sparse attention; give it a dense export (nsa export --attention "
+                "dense), or use nsa serve"
+            )
         super().__init__(config)
         register_peft_targets()
 

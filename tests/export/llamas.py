@@ -125,6 +125,13 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+# Templates that do not end, double a text 40 times, or write 32 MB.
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLE = (
+    "{% set n = namespace(x='ab') %}{% for _ in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}"
+)
+LONG = DOUBLE.replace("40", "24") + "{{ n.x }}"
+
 
 def add_chat_tokenizer(folder: Path) -> None:
     """Save a tokenizer of bytes with four special tokens and a chat template."""

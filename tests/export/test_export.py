@@ -30,6 +30,7 @@ from nsa.engine.load_run import load_run
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
+from nsa.model.config import AttentionConfig
 from nsa.monitor.artifacts import read_metrics
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.ranks import ROOT
@@ -143,6 +144,22 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
         data = ModelCard(written).data
         assert (data.get("datasets"), data.language) == (datasets, language), source
     assert "| dataset | secret (local) |" in written
+
+
+def test_the_card_says_what_serves_the_model(exported: Path) -> None:
+    """Only a run with one set of keys and values has a dense export."""
+    run = load_run(exported)
+    for branches, more in (
+        ("cmp+sel+win", ""),
+        ("sel", "; they serve what `nsa export --attention dense` writes"),
+    ):
+        run.config.model.attention = AttentionConfig(branches=branches)
+        text = " ".join(card_of(run).split())
+        assert "`nsa serve FOLDER` answers" in text
+        assert (
+            f"vLLM and llama.cpp have attention of their own and refuse this folder{more}." in text
+        )
+    assert "and vLLM, llama.cpp and `nsa serve` serve it" in card_of(run, dense=True)
 
 
 def test_the_card_names_the_required_versions(exported: Path) -> None:

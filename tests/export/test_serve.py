@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from nsa.cli import main
+from nsa.export.serve import RENDERED, ServedModel, build_app
 from nsa.model.hf import NSAForCausalLM
-from tests.export.llamas import imported, llama
+from tests.export.llamas import CHAT, DOUBLE, LOOP, imported, llama
 
 for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package, reason=f"needs {package}: pip install -e '.[serve]'")
+TestClient: Any = pytest.importorskip("fastapi.testclient", reason="needs httpx").TestClient
 openai: Any = pytest.importorskip("openai", reason="needs openai: pip install -e '.[serve]'")
 
 MESSAGES = [{"role": "user", "content": "hello <|im_end|> you"}]
@@ -112,9 +116,57 @@ def test_a_wrong_request_is_answered_in_one_line_and_no_other_model_is_loaded(
             urllib.request.urlopen(f"{root}{path}", data=b"{}")
 
 
-def test_an_import_is_served_by_an_export_of_it(tmp_path: Path) -> None:
-    from nsa.export.serve import ServedModel
+def test_a_template_that_loops_or_allocates_is_refused_while_others_are_answered(
+    sparse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ServedModel(sparse, "cpu")
+    request = {"messages": MESSAGES, "max_tokens": 1}
+    ended = []
 
+    def chat(client: TestClient, seconds: float, template: str = CHAT) -> Any:
+        monkeypatch.setattr("nsa.evaluate.chat.TEMPLATE_SECONDS", seconds)
+        served.tokenizer.chat_template = template
+        answer = client.post("/v1/chat/completions", json=request)
+        ended.append(template)
+        return answer.status_code, answer.json()
+
+    with TestClient(build_app(served)) as client, ThreadPoolExecutor() as pool:
+        looping = pool.submit(chat, client, 2, LOOP)
+        assert client.get("/health").json() == {"status": "ok"}
+        assert not ended, "the server waited for the template"
+        for (status, body), reason in (
+            (looping.result(), "TimeoutError: no text after 2 seconds"),
+            (chat(client, 100, DOUBLE), "MemoryError"),
+        ):
+            assert status == 400
+            assert f"the chat template ends with {reason}" in body["error"]["message"]
+        assert chat(client, 100)[0] == 200
+
+
+def test_a_request_chooses_what_the_template_reads_and_no_other_program(
+    sparse: Path, tmp_path: Path
+) -> None:
+    """A folder may hold further templates, and how to parse what the model writes."""
+    shutil.copytree(sparse, tmp_path / "hf")
+    (tmp_path / "hf/chat_template.jinja").write_text(
+        "{{ raise_exception(tools[0].name ~ thinks) }}"
+    )
+    (tmp_path / f"hf/additional_chat_templates/{RENDERED}.jinja").parent.mkdir()
+    (tmp_path / f"hf/additional_chat_templates/{RENDERED}.jinja").write_text(LOOP)
+    file = tmp_path / "hf/tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"response_template": {"fields": "(a+)+$"}}))
+    served = ServedModel(tmp_path / "hf", "cpu")
+    request = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"name": "weather"}]}
+    with TestClient(build_app(served)) as client:
+        chosen = request | {"chat_template_kwargs": {"thinks": " yes"}}
+        answer = client.post("/v1/chat/completions", json=chosen)
+        assert "TemplateError: weather yes" in answer.json()["error"]["message"]
+        served.tokenizer.chat_template = CHAT
+        assert client.post("/v1/chat/completions", json=request).status_code == 200
+
+
+def test_an_import_is_served_by_an_export_of_it(tmp_path: Path) -> None:
     llama(tmp_path / "llama")
     run = imported(tmp_path / "llama", tmp_path / "run")
     served = ServedModel(tmp_path / "run", "cpu")

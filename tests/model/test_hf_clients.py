@@ -226,6 +226,16 @@ def test_an_old_export_loads(tmp_path: Path) -> None:
     assert '"width"' not in saved
 
 
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_servers_that_replace_attention_are_refused(server: str) -> None:
+    """They would keep their own cache of keys and values, which nothing would read."""
+    config = NSAConfig(layers=1, width=24, heads=2, kv_heads=1, mlp_width=16, vocab_size=61)
+    config._attn_implementation_internal = server
+    for kind in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match="no sparse attention; give it a dense export"):
+            kind.from_config(config)
+
+
 def test_continuous_batching_is_refused() -> None:
     with pytest.raises(ValueError, match="generate_batch: its paged cache"):
         wrapped()(tokens(8), cache=object(), position_ids=torch.arange(8)[None])

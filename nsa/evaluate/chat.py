@@ -1,0 +1,72 @@
+"""Chat templates, rendered with limits of time and memory.
+
+A template is a program of whoever wrote the model's folder. Each chat is rendered in a process of
+its own, which can be ended from any thread; a fork server, which imports once, starts it fast.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nsa.system import text_or_empty
+from nsa.text import first_line
+
+TEMPLATE_SECONDS = 10.0  # of a CPU
+TEMPLATE_BYTES = 2**30  # beyond what the process has
+TEMPLATE_CHARS = 2**24  # of the text
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **values: Any) -> str:
+    """Return a chat's text up to the assistant's turn; the template reads `values` too.
+
+    Raise a ValueError, one line, if the template fails or exceeds a limit.
+    """
+    arguments = {
+        "chat_template": tokenizer.get_chat_template(tools=values.get("tools")),
+        "conversations": [messages],
+        "add_generation_prompt": True,
+        **tokenizer.special_tokens_map,
+        **values,
+    }
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.utils.chat_template_utils"])
+    receiver, sender = context.Pipe(duplex=False)
+    call = sender, TEMPLATE_SECONDS, arguments
+    process = context.Process(target=_render, args=call, daemon=True)
+    with receiver:
+        process.start()
+        sender.close()
+        try:
+            text, error = receiver.recv()
+        except EOFError:  # it was ended
+            process.join()
+            text, error = "", f"exit code {process.exitcode}"
+            if process.exitcode == -signal.SIGPROF:
+                error = f"TimeoutError: no text after {TEMPLATE_SECONDS:g} seconds"
+    if error is not None:
+        raise ValueError(f"the chat template ends with {error}")
+    return str(text)
+
+
+def _render(answer: Connection, seconds: float, arguments: dict[str, Any]) -> None:
+    """Send the text and None, or "" and the error; the timer's signal ends this process."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    used = int(text_or_empty("/proc/self/statm").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + TEMPLATE_BYTES,) * 2)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints nothing
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    text, error = "", None
+    try:
+        rendered: Any = render_jinja_template(**arguments)[0]  # of each conversation
+        if len(rendered[0]) <= TEMPLATE_CHARS:
+            text = rendered[0]
+        else:
+            error = f"more than {TEMPLATE_CHARS:,} characters"
+    except Exception as failure:  # a template may raise any
+        error = f"{type(failure).__name__}: {first_line(failure)}"
+    answer.send((text, error))
