@@ -58,14 +58,11 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     decayed: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decays = parameter.dim() > 1 and not name.endswith(".position")
-            (decayed if decays else others).append(parameter)
-    groups = ((decayed, weight_decay), (others, 0.0))
-    return [
-        {"params": params, "weight_decay": decay, "decay": decay}  # the loop sets weight_decay
-        for params, decay in groups
-        if params
+        decays = parameter.dim() > 1 and not name.endswith(".position")
+        (decayed if decays else others).append(parameter)
+    return [  # the loop sets weight_decay
+        {"params": decayed, "weight_decay": weight_decay, "decay": weight_decay},
+        {"params": others, "weight_decay": 0.0, "decay": 0.0},
     ]
 
 

@@ -38,7 +38,7 @@ def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> tuple[list[s
 
     Return the names of those with more than one on some rank, and of those with none on some rank.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = dict(model.named_parameters())
     fired: Counter[str] = Counter()
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))

@@ -125,14 +125,24 @@ def fit_on_all_ranks(
         rank, (needed, available) = max(
             enumerate(figures_of_ranks), key=lambda x: x[1][0] - x[1][1]
         )
-        if needed <= available or config.train.rows == 1:
+        train, before = config.train, config.train.rows
+        if needed <= available or before == 1:
             return request, notes
-        request = with_micro_batch(request, next_smaller(config))
+        sequences = before * train.accumulation
+        rows = next(n for n in range(before // 2, 0, -1) if sequences % n == 0)
+        train = replace(train, micro_batch=rows, accumulation=sequences // rows)
+        batch = {
+            "train_micro_batch_size_per_gpu": rows,
+            "gradient_accumulation_steps": train.accumulation,
+        }
+        request = replace(
+            request, config=replace(config, train=train), ds_config=request.ds_config | batch
+        )
         figures = f"{needed / 1e9:.1f} of {available / 1e9:.1f} GB"
         notes.append(
-            f"micro-batch: {config.train.rows} sequences do not fit on rank {rank} (measured: "
-            f"{figures if needed < math.inf else 'out of memory'}): {request.config.train.rows} "
-            f"sequences, accumulation {request.config.train.accumulation}"
+            f"micro-batch: {before} sequences do not fit on rank {rank} (measured: "
+            f"{figures if needed < math.inf else 'out of memory'}): {rows} sequences, "
+            f"accumulation {train.accumulation}"
         )
 
 
@@ -149,7 +159,7 @@ def measure(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        _pass(config, device)
+        _pass(config, device)  # its model is released when it returns
         passes = float(torch.cuda.max_memory_allocated(device) - before)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -173,24 +183,3 @@ def _pass(config: RunConfig, device: torch.device) -> None:
     shape = config.train.rows, config.data.seq_len
     tokens = torch.randint(config.model.vocab_size, shape, device=device)
     model(tokens, labels=tokens).backward()
-
-
-def next_smaller(config: RunConfig) -> int:
-    """Return the largest micro-batch of at most half the sequences that divides a step's."""
-    rows, sequences = config.train.rows, config.train.rows * config.train.accumulation
-    return next(n for n in range(rows // 2, 0, -1) if sequences % n == 0)
-
-
-def with_micro_batch(request: RunRequest, rows: int) -> RunRequest:
-    """Return the request with this micro-batch and the same sequences per step."""
-    train = request.config.train
-    train = replace(train, micro_batch=rows, accumulation=train.rows * train.accumulation // rows)
-    batch = {
-        "train_micro_batch_size_per_gpu": rows,
-        "gradient_accumulation_steps": train.accumulation,
-    }
-    return replace(
-        request,
-        config=replace(request.config, train=train),
-        ds_config=request.ds_config | batch,
-    )

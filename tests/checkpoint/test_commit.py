@@ -25,6 +25,7 @@ from nsa.checkpoint.commit import (
     read_manifest,
     remove_drafts,
     trial_commit,
+    write_errors,
     write_part,
 )
 
@@ -225,3 +226,18 @@ def test_a_failed_removal_is_a_warning_and_the_others_are_removed(tmp_path: Path
     with pytest.warns(UserWarning, match="step00000001 could not be removed: Not a directory"):
         prune(tmp_path, 1)
     assert steps(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        (errno.ENOSPC, "; free some space, or keep fewer checkpoints with checkpoint.keep"),
+        (errno.EROFS, "; fix the folder's permissions or mount, or choose another folder"),
+        (errno.EFBIG, "; raise the limit of a file's size"),
+        (errno.EIO, "$"),
+    ],
+)
+def test_an_error_of_the_disk_names_file_cause_and_fix(code: int, fix: str) -> None:
+    cause = os.strerror(code)
+    with pytest.raises(ValueError, match=f"^file: {cause}{fix}"), write_errors(Path("draft")):
+        raise OSError(code, cause, "file")

@@ -12,6 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from nsa.checkpoint.weights import read_weights
 from nsa.monitor.artifacts import read_metrics
 from tests.ranks import ROOT, spawn_ranks
 
@@ -79,6 +83,16 @@ def succeed(result: Finished) -> str:
     """Return the stdout of a run that exited with 0; fail otherwise."""
     assert result.returncode == 0, result.stdout[-3_000:] + result.stderr[-3_000:]
     return result.stdout
+
+
+def ds_config(name: str) -> str:
+    """Return the flag that names a shipped DeepSpeed config."""
+    return f"--deepspeed_config={ROOT}/ds_configs/{name}.json"
+
+
+def weights(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """Return the master weights in the checkpoint of a step."""
+    return read_weights(run_dir / "checkpoints" / f"step{step:08d}", torch.float32)
 
 
 def cut_back(run_dir: Path, step: int, copy: Path) -> Path:

@@ -9,9 +9,9 @@ import torch
 
 from nsa.engine.build import build_model, build_muon, parameter_groups
 from nsa.model import LanguageModel
+from tests.engine.runs import ds_config
 from tests.engine.small import small, small_request
 from tests.model.models import tiny
-from tests.ranks import ROOT
 
 CPU = torch.device("cpu")
 
@@ -28,14 +28,6 @@ def test_matrices_decay_and_norms_and_position_embeddings_do_not() -> None:
     assert all("norm" in name or name.endswith((".position", ".bias")) for name in without)
     assert any("norm" in name for name in without)
     assert any(name.endswith(".position") for name in without)
-
-
-def test_a_group_without_parameters_is_left_out() -> None:
-    model = LanguageModel(tiny())
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    (group,) = parameter_groups(model, 0.3)
-    assert group["weight_decay"] == 0.0
 
 
 def test_the_seed_determines_the_first_weights() -> None:
@@ -85,6 +77,5 @@ def test_muon_updates_the_hidden_matrices_and_adamw_all_else() -> None:
 
 def test_the_log_explains_the_silence_of_the_first_step(tmp_path: Path) -> None:
     for name, lines in (("zero1_muon", 1), ("zero1_pcie", 0)):
-        config = f"--deepspeed_config={ROOT}/ds_configs/{name}.json"
-        notes = small_request(f"--run-dir={tmp_path}", config).notes
+        notes = small_request(f"--run-dir={tmp_path}", ds_config(name)).notes
         assert sum("compiles its update" in note for note in notes) == lines

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
+from tests.engine.runs import TINY, ds_config, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small_request
-from tests.ranks import ROOT
 
 MODES = ["none", "reentrant", "non_reentrant", "deepspeed"]
 
@@ -17,19 +16,26 @@ MODES = ["none", "reentrant", "non_reentrant", "deepspeed"]
 @pytest.mark.parametrize(
     ("settings", "zero", "fix"),
     [
-        (["model.activation_checkpointing=selective"], 1, "activation_checkpointing=reentrant"),
-        (["attention.kind=dense", "data.packing=documents"], 1, "set data.packing=concat"),
-        (["train.sequence_parallel=2"], 1, "set train.sequence_parallel=1"),
-        ([], 3, "use ds_configs/zero1_pcie.json"),
+        (
+            ["model.activation_checkpointing=selective"],
+            "zero1_pcie",
+            "activation_checkpointing=reentrant",
+        ),
+        (
+            ["attention.kind=dense", "data.packing=documents"],
+            "zero1_pcie",
+            "set data.packing=concat",
+        ),
+        (["train.sequence_parallel=2"], "zero1_pcie", "set train.sequence_parallel=1"),
+        ([], "zero3", "use ds_configs/zero1_pcie.json"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_fix(
-    settings: list[str], zero: int, fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    settings: list[str], zero: str, fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    config = ROOT / "ds_configs" / ("zero3.json" if zero == 3 else f"zero{zero}_pcie.json")
     flags = [f"--set={setting}" for setting in ("train.compile=true", *settings)]
-    flags += [f"--run-dir={tmp_path}", f"--deepspeed_config={config}"]
+    flags += [f"--run-dir={tmp_path}", ds_config(zero)]
     with pytest.raises(ValueError, match=re.escape("train.compile = true: not with")) as refused:
         small_request(*flags)
     assert fix in str(refused.value)
@@ -44,7 +50,7 @@ def test_two_compiled_ranks_log_the_losses_of_eager_ones(
 ) -> None:
     common = [*TINY, "--profile", "demo", "--steps", "4"]
     common += [f"--set=model.activation_checkpointing={mode}", "--set=data.packing=documents"]
-    common += ["--set=train.precision=fp32", f"--deepspeed_config={ROOT}/ds_configs/{zero}.json"]
+    common += ["--set=train.precision=fp32", ds_config(zero)]
     for compiled in ("true", "false"):
         folder = ["--run-dir", str(tmp_path / compiled), f"--set=train.compile={compiled}"]
         succeed(on_two_ranks("m7c.py", *common, *folder, folder=tmp_path))

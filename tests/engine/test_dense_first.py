@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from nsa.checkpoint.weights import read_weights
 from nsa.engine.plan_command import load_profile
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.monitor.artifacts import read_table
 from nsa.spec import NSASpec
-from tests.engine.runs import TINY, cut_back, losses, on_two_ranks, succeed
+from tests.engine.runs import TINY, cut_back, ds_config, losses, on_two_ranks, succeed, weights
 from tests.model.models import tiny, tokens
 from tests.ranks import ROOT
 
@@ -28,19 +26,18 @@ FLOATS = {"0_debug": "fp32", "1_pcie": "fp32"}
 
 def train(folder: Path, run: str, zero: str, *flags: str) -> dict[int, float]:
     """Train, and return the losses; the log says when attention is dense."""
-    config = f"--deepspeed_config={ROOT}/ds_configs/zero{zero}.json"
     new = [] if "--resume" in flags else [*STEPS, *SELECTOR]
-    log = succeed(on_two_ranks("m7c.py", *new, f"--run-dir={run}", config, *flags, folder=folder))
+    log = succeed(
+        on_two_ranks(
+            "m7c.py", *new, f"--run-dir={run}", ds_config(f"zero{zero}"), *flags, folder=folder
+        )
+    )
     assert "attention is dense in the first 3 of 7 steps" in log
     if new and not any(flag.startswith("--until") for flag in flags):
         assert "step 3: attention is sparse from here on" in log
         selection = read_table(folder / run / "selection.csv").rows
         assert {row["step"] for row in selection} == {4, 5, 6, 7}
     return losses(folder / run)
-
-
-def weights(run: Path, step: int) -> dict[str, Tensor]:
-    return read_weights(run / "checkpoints" / f"step{step:08d}", torch.float32)
 
 
 @pytest.mark.parametrize(

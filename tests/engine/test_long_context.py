@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa.monitor.artifacts import read_metrics
-from tests.engine.runs import TINY, on_one_rank, on_two_ranks, succeed
-from tests.ranks import ROOT
+from tests.engine.runs import TINY, ds_config, on_one_rank, on_two_ranks, succeed
 
 SAME = [
     *TINY,
@@ -45,7 +44,7 @@ def test_two_ranks_that_share_sequences_train_like_one(
 ) -> None:
     """Losses of packed documents, with the selector's, and gradient norms, step by step."""
     settings = [
-        f"--deepspeed_config={ROOT / 'ds_configs' / config}.json",
+        ds_config(config),
         f"--set=model.activation_checkpointing={mode}",
         "--set=train.sequence_parallel=2",
     ]

@@ -154,13 +154,13 @@ Measure = Callable[..., tuple[float, float]]
 
 
 def fitted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, most_rows: float
+    folder: Path, monkeypatch: pytest.MonkeyPatch, most_rows: float, *flags: str
 ) -> tuple[str, list[str]]:
     """Batch and log lines on a GPU of 24 GB which really holds `most_rows` sequences."""
     monkeypatch.setattr(
         micro_batch, "measure", lambda config, *_: (config.train.rows * GB, most_rows * GB)
     )
-    one = production(folder, monkeypatch, 24 * GB)
+    one = production(folder, monkeypatch, 24 * GB, *flags)
     assert one.fits_micro_batch
     alone: Any = SimpleNamespace(gather=lambda value, kind: [value])
     fit, notes = micro_batch.fit_on_all_ranks(one, CPU, alone, 2)
@@ -182,6 +182,7 @@ def test_what_does_not_fit_when_measured_is_halved(
         "accumulation 8",
     ]
     assert fitted(tmp_path, monkeypatch, 0.5)[0] == "1×32"
+    assert fitted(tmp_path, monkeypatch, 5, "--set=train.accumulation=12")[0] == "3×4"
 
 
 class TwoRanks:
@@ -220,24 +221,12 @@ def test_what_a_pass_does_not_hold_is_optimizer_and_buckets_without_weights(
     assert rest == pytest.approx(12 * count / 2 + 2 * 2 * bucket, abs=2)
 
 
-def test_a_smaller_micro_batch_divides_the_step() -> None:
-    config = RunConfig(train=TrainConfig(micro_batch=12, accumulation=1))
-    sizes = []
-    while config.train.rows > 1:
-        rows = micro_batch.next_smaller(config)
-        config = replace(
-            config, train=replace(config.train, micro_batch=rows, accumulation=12 // rows)
-        )
-        sizes.append(rows)
-    assert sizes == [6, 3, 1]
-
-
 @pytest.mark.gpu
 def test_a_pass_is_measured_and_running_out_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, one = torch.device("cuda"), production(tmp_path, monkeypatch, 80 * GB)
-    small = micro_batch.with_micro_batch(one, 1)
+    small = production(tmp_path, monkeypatch, 80 * GB, "--set=train.micro_batch=1")
     needed, available = micro_batch.measure(small.config, small.ds_config, device, 2)
     assert 1 * GB < needed < available
     torch.cuda.set_per_process_memory_fraction(0.02)

@@ -19,15 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nsa.engine.config import learning_rate, read_saved_config
 from nsa.monitor.artifacts import read_metrics
 from nsa.monitor.observer import METRICS_COLUMNS, SELECTOR_STATISTICS
-from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
+from tests.engine.runs import TINY, ds_config, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small_request
-from tests.ranks import ROOT, free_port
+from tests.ranks import free_port
 
 FP16_WORKS = torch.float16 in get_accelerator().supported_dtypes()
-
-
-def ds_config(name: str) -> str:
-    return f"--deepspeed_config={ROOT / 'ds_configs' / name}.json"
 
 
 class FinishedRun(NamedTuple):

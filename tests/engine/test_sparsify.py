@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
 from nsa.engine.config import TrainConfig, learning_rate
 from nsa.engine.plan_command import load_profile
-from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
+from tests.engine.runs import TINY, ds_config, losses, on_one_rank, on_two_ranks, succeed, weights
 from tests.model.models import build, tiny, tokens
 from tests.ranks import ROOT
 
@@ -38,13 +37,9 @@ def sparsify(start: Path, folder: Path, run: str, zero: str, *flags: str) -> dic
     command = ["--profile=demo", f"--set=train.start_from={start}", *STEPS, f"--run-dir={run}"]
     if "--resume" in flags:
         command = [f"--run-dir={run}"]
-    command += [f"--deepspeed_config={ROOT}/ds_configs/{zero}.json"]
+    command += [ds_config(zero)]
     succeed(on_two_ranks("sparsify.py", *command, *flags, folder=folder))
     return losses(folder / run)
-
-
-def weights(run: Path, step: int) -> dict[str, Tensor]:
-    return read_weights(run / "checkpoints" / f"step{step:08d}", torch.float32)
 
 
 @pytest.mark.parametrize(

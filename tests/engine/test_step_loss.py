@@ -19,7 +19,7 @@ from nsa.engine.build import parameter_groups
 from nsa.engine.config import RunConfig, learning_rate, resolve_config
 from nsa.model import LanguageModel
 from nsa.monitor.artifacts import read_metrics
-from tests.engine.runs import TINY, on_one_rank, on_two_ranks, succeed
+from tests.engine.runs import TINY, ds_config, on_one_rank, on_two_ranks, succeed
 from tests.ranks import ROOT
 
 STEPS, BATCH = 4, 8
@@ -96,7 +96,7 @@ def plain(config: RunConfig, batches: list[Batch]) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "micro_batch", "accumulation", "ds_config", "others"),
+    ("ranks", "micro_batch", "accumulation", "zero", "others"),
     [
         (1, 8, 1, "zero1_pcie", []),
         (2, 4, 1, "zero1_pcie", ["model.activation_checkpointing=reentrant"]),
@@ -111,7 +111,7 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_divided(
     ranks: int,
     micro_batch: int,
     accumulation: int,
-    ds_config: str,
+    zero: str,
     others: list[str],
     uneven: Path,
     plain: dict[str, list[float]],
@@ -119,12 +119,12 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_divided(
 ) -> None:
     settings = [*SETTINGS, f"data.source={uneven}", *others]
     settings += [f"train.micro_batch={micro_batch}", f"train.accumulation={accumulation}"]
-    flags = [f"--deepspeed_config={ROOT / 'ds_configs' / ds_config}.json", "--run-dir=run"]
+    flags = [ds_config(zero), "--run-dir=run"]
     flags += [f"--set={setting}" for setting in settings]
     run = on_one_rank if ranks == 1 else on_two_ranks
     succeed(run("m7c.py", *flags, folder=tmp_path))
     rows = read_metrics(tmp_path / "run/metrics.csv")
     for column, expected in plain.items():
-        if (ds_config, column) == ("zero0_debug", "grad_norm"):
+        if (zero, column) == ("zero0_debug", "grad_norm"):
             continue  # DeepSpeed computes none
         assert [row[column] for row in rows] == pytest.approx(expected, rel=ROUNDING), column

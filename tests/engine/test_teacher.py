@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.teacher import check_tokenizer, find_teacher
-from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
-from tests.ranks import ROOT
+from tests.engine.runs import TINY, ds_config, losses, on_one_rank, on_two_ranks, succeed
 
 STEPS = ["--profile=demo", "--steps=6", "--set=data.seq_len=256", "--set=monitor.log_every=1"]
 STEPS += ["--set=train.eval_every=3"]
@@ -29,9 +28,10 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, run: str, zero: str, *flags: str) -> dict[int, float]:
-    config = f"--deepspeed_config={ROOT}/ds_configs/{zero}.json"
     new = [] if "--resume" in flags else [*TINY, *STEPS]
-    succeed(on_two_ranks("m7c.py", *new, f"--run-dir={run}", config, *flags, folder=folder))
+    succeed(
+        on_two_ranks("m7c.py", *new, f"--run-dir={run}", ds_config(zero), *flags, folder=folder)
+    )
     return losses(folder / run)
 
 
