@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import deepspeed
 import torch
 from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -28,7 +29,7 @@ from pydantic import BaseModel, ValidationError
 
 from nsa.engine.config import RunConfig, walk
 from nsa.text import printable
-from nsa.untrusted import parse_json, read_text
+from nsa.untrusted import matches, parse_json, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"params": {"torch_adam": True, "fused": True}}
@@ -73,6 +74,7 @@ REFUSED = {
     "checkpoint.load_universal": "remove it; use --resume --universal",
     "zero_optimization.elastic_checkpoint": "remove it; use --resume --universal",
     "tensorboard": "remove it and set monitor.tensorboard",
+    **getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),  # with DeepSpeed's advice
     **dict.fromkeys(
         OTHER_WAYS,
         "it starts another way of training, which the recipe does not support; remove it",
@@ -271,7 +273,16 @@ def _recipe_problems(raw: dict[str, Any], owned: Owned) -> Problems:
     if str(optimizer.get("type", "adamw")).lower() not in ("adam", "adamw", "muon"):
         yield "optimizer.type", ': not supported; write "AdamW" or "Muon"'
     params = optimizer.get("params", {})
-    if optimizer and isinstance(params, dict) and params.get("torch_adam") is not True:
+    if not isinstance(params, dict):
+        return
+    betas, eps = params.get("betas", "auto"), params.get("eps", "auto")
+    if betas != "auto" and not (
+        matches(betas, [(int, float)]) and len(betas) == 2 and min(betas) >= 0 and max(betas) < 1
+    ):
+        yield "optimizer.params.betas", ": write two numbers, 0 or more and below 1"
+    if eps != "auto" and not (matches(eps, (int, float)) and eps > 0):
+        yield "optimizer.params.eps", ": write a number above 0"
+    if optimizer and params.get("torch_adam") is not True:
         yield (
             "optimizer.params.torch_adam",
             ': DeepSpeed would compile its Adam at the first start; write "torch_adam": true',
@@ -317,12 +328,6 @@ def _parser_problems(resolved: dict[str, Any], source: str) -> Problems:
         raise ValueError(f"{source}: DeepSpeed refuses it: {error}") from error
     else:
         yield from _unread_keys(config)
-        params = block_of(block_of(resolved, "optimizer"), "params")
-        params = {name: value for name, value in params.items() if name in OF_ADAMW}
-        try:
-            torch.optim.AdamW([torch.zeros(1)], **params)
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:
-            yield "optimizer.params", f": torch.optim.AdamW refuses them: {error}"
 
 
 def _unread_keys(block: _Recorder, prefix: str = "") -> Problems:
@@ -340,7 +345,8 @@ def _unread_keys(block: _Recorder, prefix: str = "") -> Problems:
 
 
 def _unknown(path: str, known: Iterable[str]) -> str:
-    near = get_close_matches(path.rpartition(".")[2].lower(), known, 1)
+    names = [name for name in known if name not in REFUSED]
+    near = get_close_matches(path.rpartition(".")[2].lower(), names, 1)
     fix = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
     return f": DeepSpeed {deepspeed.__version__} has no such key; {fix}"
 
