@@ -81,12 +81,17 @@ def step_states(
     return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache), hidden)
 
 
+def extend(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
+    """Append several tokens [B, T], one step each; return the logits [B, T, V] after them."""
+    return _head(model, extend_states(model, tokens, cache))
+
+
 def extend_states(
     model: LanguageModel, tokens: Tensor, cache: KVCache, hidden: list[Tensor] | None = None
 ) -> Tensor:
-    """Append several tokens [B, T], one step each; return the final hidden states [B, T, width].
+    """Like `extend`, but return the final hidden states [B, T, width].
 
-    Tokens may be embeddings [B, T, width]. Each block's input is appended to `hidden`.
+    Tokens may be embeddings [B, T, width] here. Each block's input is appended to `hidden`.
     """
     states, inputs = [], []  # of each step
     for column in tokens.unbind(1):
@@ -211,15 +216,14 @@ def _prefill_attention(
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
     if layer.index is None:
         kv = layer.branch_kv(parts, metadata)
-        cache.fill(_token_entries(cache, layer, parts), placement)
-        cache.fill(_block_entries(cache, kv.get("cmp", ())), placement)
-    else:
+        compressed: Sequence[Tensor] = kv.get("cmp", ())
+    else:  # its keys too if attention is dense for now
         assert parts.indexed is not None
         queries, of_tokens = parts.indexed
-        keys = layer.index.compress(of_tokens, metadata)
-        kv = {"sel": parts.kv_sets[0], "index": (queries, keys)}
-        cache.fill(_token_entries(cache, layer, parts), placement)
-        cache.fill(_block_entries(cache, (keys,)), placement)
+        compressed = (layer.index.compress(of_tokens, metadata),)
+        kv = {"sel": parts.kv_sets[0], "index": (queries, *compressed)}
+    cache.fill(_token_entries(cache, layer, parts), placement)
+    cache.fill(_block_entries(cache, compressed), placement)
     return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))
 
 
