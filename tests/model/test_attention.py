@@ -5,36 +5,50 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa.model import LanguageModel
 from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
-from tests.model.models import ATTENTIONS, SPEC, build, tiny
+from tests.model.models import ATTENTIONS, build, tiny
 from tests.model.test_attention_metadata import by_hand
 from tests.ops import naive
 
-LENGTH = 21
-NSA = [name for name, config in ATTENTIONS.items() if not config.has_index and name != "dense"]
+LENGTH, SCALE = 21, 6**-0.5
+X = 3 * torch.randn(1, LENGTH, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+INDEXED = [name for name, config in ATTENTIONS.items() if config.has_index]
+BRANCHES = [name for name in ATTENTIONS if name not in (*INDEXED, "dense")]
 
 
-def first_layer(model: LanguageModel) -> tuple[Attention, AttentionMetadata]:
+def first_layer(name: str) -> tuple[Attention, Tensor]:
+    """The first layer of a model, and its output on X."""
+    model = build(tiny(name))
     attention = model.blocks[0].attention
     assert isinstance(attention, Attention)
-    return attention, AttentionMetadata.build(model.config, LENGTH, None, torch.device("cpu"))
+    metadata = AttentionMetadata.build(model.config, LENGTH, None, torch.device("cpu"))
+    return attention, attention(X, metadata=metadata)
 
 
-def rotated(x: Tensor, positions: list[int]) -> Tensor:
+def project(linear: nn.Linear, size: int = 6) -> Tensor:
+    """[B, T, heads, size] of X."""
+    return (X @ linear.weight.T).unflatten(-1, (-1, size))
+
+
+def rotated(x: Tensor) -> Tensor:
     """[B, T, H, D] rotated by hand."""
-    return torch.stack([by_hand(x[:, i], p) for i, p in enumerate(positions)], 1)
+    return torch.stack([by_hand(x[:, i], i) for i in range(x.shape[1])], 1)
+
+
+def check(attention: Attention, actual: Tensor, o: np.ndarray) -> None:
+    expected = torch.from_numpy(o).flatten(2) @ attention.o.weight.T
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def compressed(attention: NSAttention, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """One key and value for each block of the first document, block by block."""
-    blocks = naive.compressed_blocks(LENGTH, SPEC)
+    blocks = naive.compressed_blocks(LENGTH, attention.spec)
     if kind == "mean":
-        k = rotated(k, list(range(LENGTH)))
+        k = rotated(k)
         pooled = [(k[:, list(b)].mean(1), v[:, list(b)].mean(1)) for b in blocks]
     else:
         phi_k, phi_v = attention.compress.key, attention.compress.value
@@ -63,44 +77,50 @@ def weighted_mean(phi: torch.nn.Module, block: Tensor) -> Tensor:
     return torch.stack(heads, 1)
 
 
-@pytest.mark.parametrize("name", NSA)
+@pytest.mark.parametrize("name", BRANCHES)
 @torch.no_grad()
 def test_nsa_is_the_gated_sum_of_its_three_branches(name: str) -> None:
-    config = ATTENTIONS[name]
-    attention, metadata = first_layer(build(tiny(name)))
+    attention, actual = first_layer(name)
     assert isinstance(attention, NSAttention)
-    x = 3 * torch.randn(1, LENGTH, 24, dtype=torch.float64)
-    everywhere = list(range(LENGTH))
-    q = rotated((x @ attention.q.weight.T).view(1, LENGTH, 4, 6), everywhere).numpy()
+    q, spec = rotated(project(attention.q)).numpy(), attention.spec
     # Independent keys lie one branch after the other: compressed, selected, window.
-    k = (x @ attention.k.weight.T).view(1, LENGTH, 3, 2, 6)
-    v = (x @ attention.v.weight.T).view(1, LENGTH, 3, 2, 5)
-    k_cmp, k_sel, k_win = (k[:, :, c] for c in range(3))
-    v_cmp, v_sel, v_win = (v[:, :, c] for c in range(3))
-    pooled = compressed(attention, k_cmp, v_cmp, config.compressor)
-    k_cmp, v_cmp = (y.numpy() for y in pooled)
-    k_sel, k_win = (rotated(y, everywhere).numpy() for y in (k_sel, k_win))
-    scale = 6**-0.5
-    index = naive.select_blocks(naive.importance(q, k_cmp, SPEC, scale), SPEC)
+    k_cmp, k_sel, k_win = project(attention.k).split(2, 2)
+    v_cmp, v_sel, v_win = project(attention.v, 5).split(2, 2)
+    pooled = compressed(attention, k_cmp, v_cmp, ATTENTIONS[name].compressor)
+    keys, values = (y.numpy() for y in pooled)
+    index = naive.select_blocks(naive.importance(q, keys, spec, SCALE), spec)
+    k_sel, k_win = (rotated(y).numpy() for y in (k_sel, k_win))
     branches = [
-        naive.compressed_attention(q, k_cmp, v_cmp, SPEC, scale)[0],
-        naive.selected_attention(q, k_sel, v_sel.numpy(), index, SPEC, scale),
-        naive.window_attention(q, k_win, v_win.numpy(), SPEC.window, scale),
+        naive.compressed_attention(q, keys, values, spec, SCALE)[0],
+        naive.selected_attention(q, k_sel, v_sel.numpy(), index, spec, SCALE),
+        naive.window_attention(q, k_win, v_win.numpy(), spec.window, SCALE),
     ]
-    gates = torch.sigmoid(x @ attention.gates.weight.T).view(1, LENGTH, 4, 3).numpy()
-    o = np.einsum("bthc,cbthd->bthd", gates, np.stack(branches))
-    expected = torch.from_numpy(o).flatten(2) @ attention.o.weight.T
-    torch.testing.assert_close(attention(x, metadata=metadata), expected, rtol=1e-5, atol=1e-7)
+    gates = torch.sigmoid(project(attention.gates, 3)).numpy()
+    check(attention, actual, np.einsum("bthc,cbthd->bthd", gates, np.stack(branches)))
+
+
+@pytest.mark.parametrize("name", INDEXED)
+@torch.no_grad()
+def test_with_an_index_one_softmax_attends_to_the_blocks_that_it_selects(name: str) -> None:
+    attention, actual = first_layer(name)
+    assert isinstance(attention, NSAttention)
+    assert attention.index is not None
+    q, k = (rotated(project(linear)).numpy() for linear in (attention.q, attention.k))
+    queries, raw = rotated(project(attention.index.q)).numpy(), project(attention.index.k)
+    spec, phi, keys = attention.spec, attention.index.pool, []
+    for block in naive.compressed_blocks(LENGTH, spec):
+        inside = raw[:, list(block)]
+        pooled = inside.mean(1) if phi is None else weighted_mean(phi, inside)
+        keys.append(by_hand(pooled, block[-1]))
+    importance = naive.importance(queries, torch.stack(keys, 1).numpy(), spec, SCALE)
+    index = naive.select_blocks(importance, spec)
+    v = project(attention.v, 5).numpy()
+    check(attention, actual, naive.selected_attention(q, k, v, index, spec, SCALE))
 
 
 @torch.no_grad()
 def test_dense_is_plain_causal_attention() -> None:
-    attention, metadata = first_layer(build(tiny("dense")))
-    x = 3 * torch.randn(1, LENGTH, 24, dtype=torch.float64)
-    everywhere = list(range(LENGTH))
-    q = rotated((x @ attention.q.weight.T).view(1, LENGTH, 4, 6), everywhere).numpy()
-    k = rotated((x @ attention.k.weight.T).view(1, LENGTH, 2, 6), everywhere).numpy()
-    v = (x @ attention.v.weight.T).view(1, LENGTH, 2, 5).numpy()
-    o = naive.window_attention(q, k, v, LENGTH, 6**-0.5)
-    expected = torch.from_numpy(o).flatten(2) @ attention.o.weight.T
-    torch.testing.assert_close(attention(x, metadata=metadata), expected, rtol=1e-5, atol=1e-7)
+    attention, actual = first_layer("dense")
+    q, k = (rotated(project(linear)).numpy() for linear in (attention.q, attention.k))
+    v = project(attention.v, 5).numpy()
+    check(attention, actual, naive.window_attention(q, k, v, LENGTH, SCALE))

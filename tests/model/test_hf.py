@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -262,6 +261,20 @@ def test_generation_continues_from_a_returned_cache() -> None:
     assert torch.equal(continued, uncached)
 
 
+def test_rows_of_a_cache_are_repeated_and_tokens_cannot_be_removed() -> None:
+    model, ids = wrapped(), tokens(24, batch=2)
+    cache = model(ids[:, :20], use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0]))
+    rest = model(ids[:, 20:].flip(0), past_key_values=cache).logits
+    torch.testing.assert_close(rest, model(ids.flip(0)).logits[:, 20:])
+    cache.crop(0)
+    with pytest.raises(ValueError, match="NSACache: tokens cannot be removed"):
+        cache.crop(-1)
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
 def test_chunked_prefill_changes_nothing() -> None:
     model, ids = wrapped(), tokens(24, batch=2)
     greedy = {"max_new_tokens": 4, **GREEDY}
@@ -294,6 +307,7 @@ def test_one_forward_pass_gives_all_logits_and_the_cache() -> None:
     [
         ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
         ({"inputs_embeds": torch.zeros(1, 4, 24)}, "inputs_embeds"),
+        ({"cache": object()}, "generate_batch: its paged cache"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has shape"),
         ({"attention_mask": torch.zeros(1, 4)}, "attention_mask: row 0 has no token"),
         ({"position_ids": torch.arange(5)[None]}, "position_ids has shape"),
@@ -434,14 +448,16 @@ def test_the_configuration_accepts_hugging_face_names() -> None:
 
 
 def test_settings_given_at_load_keep_the_other_saved_settings(tmp_path: Path) -> None:
-    saved = NSAConfig.of(tiny(KINDS["mlp"]))
-    saved.save_pretrained(tmp_path)
+    """The selector loss, which is not exported, can be given too."""
+    NSAConfig.of(tiny(replace(KINDS["mlp"], selector_loss=1.0))).save_pretrained(tmp_path)
     given = {"attention": {"spec": {"window": 64}, "backend": "reference"}}
     config = AutoConfig.from_pretrained(tmp_path, **given)
-    expected = copy.deepcopy(saved.attention)
-    expected["spec"]["window"], expected["backend"] = 64, "reference"
-    assert config.attention == expected
-    assert config.model_config().attention.spec == replace(SPEC, window=64)
+    expected = replace(KINDS["mlp"], spec=replace(SPEC, window=64), backend="reference")
+    assert config.model_config().attention == expected
+    config = AutoConfig.from_pretrained(tmp_path, attention={"selector_loss": 0.5})
+    config.save_pretrained(tmp_path / "again")
+    again = AutoConfig.from_pretrained(tmp_path / "again").model_config()
+    assert again.attention == replace(KINDS["mlp"], selector_loss=0.5)
 
 
 @pytest.mark.parametrize(
@@ -463,19 +479,6 @@ def test_an_invalid_configuration_is_refused(
     for build_config in (NSAConfig, partial(AutoConfig.from_pretrained, tmp_path)):
         with pytest.raises(ValueError, match=message):
             build_config(**given)
-
-
-def test_the_selector_loss_is_not_exported_and_can_be_given_at_load(tmp_path: Path) -> None:
-    trained = replace(KINDS["mean"], selector_loss=1.0)
-    NSAConfig.of(tiny(trained)).save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path, attention={"backend": "reference"})
-    expected = replace(trained, selector_loss=0.0, backend="reference")
-    assert config.model_config().attention == expected
-    config = AutoConfig.from_pretrained(tmp_path, attention={"selector_loss": 0.5})
-    assert config.model_config().attention.selector_loss == 0.5
-    config.save_pretrained(tmp_path / "again")
-    config = AutoConfig.from_pretrained(tmp_path / "again")
-    assert config.model_config().attention.selector_loss == 0.5
 
 
 def test_an_index_keeps_the_selector_loss_which_alone_trains_it() -> None:

@@ -1,18 +1,17 @@
-"""Attention with an index: equals a loop and the dense layer, learns by its own loss alone."""
+"""Attention with an index: equals the dense layer, learns by its own loss alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nsa import NSAttention, ops
-from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.attention import Attention
-from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
+from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, ONE_KEY, SPEC, build, packed, tiny, tokens
@@ -31,80 +30,6 @@ def gradients(model: LanguageModel, cu_seqlens: Tensor | None = None) -> dict[st
     ids = tokens(LENGTH)
     model(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens).backward()
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-
-
-def loop(layer: NSAttention, x: Tensor, config: ModelConfig) -> Tensor:
-    """One document's output, query by query and head by head, from the layer's weights."""
-    spec, (length, _) = layer.spec, x.shape
-    assert layer.index is not None
-
-    def heads(linear: nn.Linear) -> Tensor:
-        return linear(x).unflatten(-1, (-1, 6))  # [T, heads, Dk]
-
-    def rotated(y: Tensor, position: Tensor) -> Tensor:
-        return apply_rotary(y, Rotary.at(position, config))
-
-    position = torch.arange(length)
-    q, k = rotated(heads(layer.q), position), rotated(heads(layer.k), position)
-    v = layer.v(x).unflatten(-1, (-1, 5))
-    index_q, raw = rotated(heads(layer.index.q), position), heads(layer.index.k)
-    firsts = range(0, length - spec.block_len + 1, spec.block_stride)
-    pooled = [pool(layer, raw[first : first + spec.block_len]) for first in firsts]
-    last = torch.tensor([first + spec.block_len - 1 for first in firsts])
-    keys = rotated(torch.stack(pooled), last) if pooled else []  # [N, Hkv, Dk]
-    rows = []
-    for t in range(length):
-        own, heads_of_t = t // spec.select_len, []
-        for h in range(4):
-            scores = {}
-            for j in range(own + 1):
-                mass = [
-                    (index_q[t, h // 2] @ keys[i, h // 2] / 6**0.5).exp() * shared(first, j, spec)
-                    for i, first in enumerate(firsts)
-                    if first + spec.block_len <= t + 1
-                ]
-                always = j < spec.init_blocks or j > own - spec.local_blocks
-                scores[j] = float("inf") if always else float(sum(mass))
-            best = sorted(scores, key=lambda j: (-scores[j], j))[: spec.select_top]
-            seen = [s for s in range(t + 1) if s // spec.select_len in best]
-            p = (q[t, h] @ k[seen, h // 2].T / 6**0.5).softmax(-1)
-            heads_of_t.append(p @ v[seen, h // 2])
-        rows.append(torch.cat(heads_of_t))
-    return layer.o(torch.stack(rows))
-
-
-def pool(layer: NSAttention, block: Tensor) -> Tensor:
-    """φ of a block's keys before RoPE [l, Hkv, Dk]: [Hkv, Dk]."""
-    phi = layer.index.pool
-    if phi is None:
-        return block.mean(0)
-    out = []
-    for h, scale in enumerate(phi.scale.chunk(block.shape[1])):
-        x = block[:, h]
-        out.append(((x @ phi.weight[h] + phi.position[h]).softmax(0) * x).sum(0) * scale)
-    return torch.stack(out)
-
-
-def shared(first: int, j: int, spec: NSASpec) -> int:
-    """Positions that a compressed block and selection block j share."""
-    end = min(first + spec.block_len, (j + 1) * spec.select_len)
-    return max(0, end - max(first, j * spec.select_len))
-
-
-@pytest.mark.parametrize("documents", DOCUMENTS)
-@pytest.mark.parametrize("name", INDEXED)
-@torch.no_grad()
-def test_the_layer_equals_a_loop_over_queries_and_heads(name: str, documents: str) -> None:
-    cu_seqlens, model = DOCUMENTS[documents], build(tiny(name))
-    layer = layers_of(model)[0]
-    x = 2 * torch.randn(1, LENGTH, 24, dtype=torch.float64)
-    offsets = [0, LENGTH] if cu_seqlens is None else cu_seqlens.tolist()
-    expected = [
-        loop(layer, x[0, start:stop], model.config)
-        for start, stop in pairwise(offsets)
-        if stop > start
-    ]
-    torch.testing.assert_close(layer(x, cu_seqlens)[0], torch.cat(expected), rtol=0, atol=1e-6)
 
 
 def dense_twin(model: LanguageModel) -> LanguageModel:
