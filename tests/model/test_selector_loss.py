@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa import NSAttention, ops
-from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.attention_metadata import (
     QUERIES,
     AttentionMetadata,
@@ -21,32 +21,19 @@ from nsa.model.attention_metadata import (
 from nsa.model.compressor import Compressor, cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.spec import NSASpec
+from tests.model import models
+from tests.model.models import packed, tiny, tokens
 
 SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
-CONFIG = ModelConfig(
-    vocab_size=64,
-    layers=2,
-    width=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp_width=32,
-    attention=AttentionConfig(spec=SPEC, selector_loss=1.0),
-)
-STD = 0.3  # of the weights: a larger signal than a new model has
-DOCUMENTS = {"one document": None, "packed": torch.tensor([0, 5, 70, 128], dtype=torch.int32)}
+ATTENTION = AttentionConfig(spec=SPEC, selector_loss=1.0)
+ROWS = 12  # of the weight of k, for compressed keys
+DOCUMENTS = {"one document": None, "packed": packed(5, 65, 58)}
+IDS = tokens(128)
 
 
-def build(weight: float, checkpointing: str = "none", seed: int = 0) -> LanguageModel:
-    torch.manual_seed(seed)
-    attention = replace(CONFIG.attention, selector_loss=weight)
-    model = LanguageModel(
-        replace(CONFIG, attention=attention, activation_checkpointing=checkpointing)
-    )
-    model.initialize(STD)
-    for layer in model.sparse_layers().values():  # so that no branch adds close to nothing
-        torch.nn.init.normal_(layer.v.weight, std=STD)
-    return model
+def build(weight: float, checkpointing: str = "none") -> LanguageModel:
+    config = tiny(replace(ATTENTION, selector_loss=weight), activation_checkpointing=checkpointing)
+    return models.build(config, torch.float32, std=0.3)
 
 
 def gradients(model: LanguageModel, ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
@@ -69,29 +56,28 @@ def test_queries_are_spread_over_the_sequence_and_differ_by_offset(seq_len: int)
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_selector_loss_changes_gradients_and_not_the_training_losss_value(name: str) -> None:
-    ids, cu_seqlens = torch.randint(64, (1, 128)), DOCUMENTS[name]
-    with_loss, without = build(1.0), build(0.0)
-    args = {"labels": ids, "cu_seqlens": cu_seqlens}
-    assert torch.equal(with_loss(ids, **args), without(ids, **args))
-    mine, plain = (gradients(model, ids, cu_seqlens) for model in (with_loss, without))
+    cu_seqlens, with_loss, without = DOCUMENTS[name], build(1.0), build(0.0)
+    args = {"labels": IDS, "cu_seqlens": cu_seqlens}
+    assert torch.equal(with_loss(IDS, **args), without(IDS, **args))
+    mine, plain = (gradients(model, IDS, cu_seqlens) for model in (with_loss, without))
     trained = [name for name in plain if name.endswith("attention.k.weight")]
     for name in plain:
-        rows = 16 if name in trained else 0  # of compressed keys
+        rows = ROWS if name in trained else 0  # of compressed keys
         assert torch.equal(mine[name][rows:], plain[name][rows:]), name
         assert not rows or not torch.allclose(mine[name][:rows], plain[name][:rows], atol=1e-5)
     name = trained[-1]
-    doubled = gradients(build(2.0), ids, cu_seqlens)[name] - plain[name]
+    doubled = gradients(build(2.0), IDS, cu_seqlens)[name] - plain[name]
     assert torch.allclose(doubled, 2 * (mine[name] - plain[name]), atol=1e-5)
 
 
 def test_the_weight_of_a_micro_batch_does_not_apply_to_the_selector_loss() -> None:
-    ids, name = torch.randint(64, (1, 128)), "blocks.1.attention.k.weight"
+    name = "blocks.1.attention.k.weight"
     with_loss, without = (
-        gradients(build(selector_weight), ids, None)[name] for selector_weight in (1.0, 0.0)
+        gradients(build(selector_weight), IDS, None)[name] for selector_weight in (1.0, 0.0)
     )
     weighted = []
     for model in (build(1.0), build(0.0)):
-        loss, mean = model(ids, labels=ids, loss_weight=0.25), model(ids, labels=ids)
+        loss, mean = model(IDS, labels=IDS, loss_weight=0.25), model(IDS, labels=IDS)
         assert loss == 0.25 * mean
         loss.backward()
         weighted.append(model.get_parameter(name).grad)
@@ -123,7 +109,7 @@ def test_the_selector_loss_ranks_the_keys_of_a_compressor_of_ones_own(name: str)
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_gradient_of_cutting_into_blocks_equals_that_of_indexing(name: str) -> None:
     spec = NSASpec(7, 3, 5, select_top=4, window=6)
-    config = replace(CONFIG, attention=replace(CONFIG.attention, spec=spec))
+    config = tiny(replace(ATTENTION, spec=spec))
     metadata = AttentionMetadata.build(config, 128, DOCUMENTS[name], torch.device("cpu"))
     assert metadata.block_tokens is not None
     x = torch.randn(2, 128, 3, 4, dtype=torch.float64, requires_grad=True)
@@ -193,24 +179,24 @@ def test_autocast_trains_the_same_keys() -> None:
 
     Only of the first layer: bfloat16 may select other blocks there, and so changes the next input.
     """
-    ids, name = torch.randint(64, (1, 128)), "blocks.0.attention.k.weight"
+    name = "blocks.0.attention.k.weight"
 
     def of_the_loss() -> Tensor:
-        with_loss, without = (gradients(build(weight), ids, None)[name] for weight in (1.0, 0.0))
+        with_loss, without = (gradients(build(weight), IDS, None)[name] for weight in (1.0, 0.0))
         assert with_loss.dtype == torch.float32
         return with_loss - without
 
     expected = of_the_loss()
     with torch.autocast("cpu", torch.bfloat16):
         mine = of_the_loss()
-    assert not mine[16:].any(), "rows of other branches"
+    assert not mine[ROWS:].any(), "rows of other branches"
     assert float((mine - expected).norm()) < 0.05 * float(expected.norm())
 
 
 @pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 @pytest.mark.parametrize("frozen", ["nothing", "the embedding", "all but keys"])
 def test_checkpointing_and_frozen_weights_change_no_gradient(frozen: str, mode: str) -> None:
-    ids = torch.randint(64, (2, 128))
+    ids = tokens(128, batch=2)
     expected, model = gradients(build(1.0), ids, None), build(1.0, mode)
     if frozen == "the embedding":
         model.embed.weight.requires_grad_(False)
@@ -225,10 +211,10 @@ def test_checkpointing_and_frozen_weights_change_no_gradient(frozen: str, mode: 
 
 
 def test_evaluation_and_inference_do_not_compute_the_selector_loss() -> None:
-    model, ids = build(1.0), torch.randint(64, (1, 128))
-    model.eval()(ids, labels=ids)
+    model = build(1.0)
+    model.eval()(IDS, labels=IDS)
     with torch.no_grad():
-        model.train()(ids, labels=ids)
+        model.train()(IDS, labels=IDS)
     assert all(layer.take_selector_loss() is None for layer in model.sparse_layers().values())
 
 
@@ -266,9 +252,9 @@ def test_a_layer_whose_loss_is_never_taken_warns() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_model_takes_the_loss_of_each_layer() -> None:
-    model, ids = build(1.0), torch.randint(64, (1, 128))
+    model = build(1.0)
     for _ in range(2):
-        model(ids, labels=ids).backward()
+        model(IDS, labels=IDS).backward()
 
 
 @pytest.mark.parametrize(
@@ -283,4 +269,4 @@ def test_a_selector_loss_that_would_train_nothing_is_refused(
     change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(CONFIG.attention, **change).validate()
+        replace(ATTENTION, **change).validate()
