@@ -59,6 +59,16 @@ def append_all_or_nothing(file: io.FileIO, data: bytes) -> None:
         raise
 
 
+def append(path: Path, text: str, header: str = "") -> None:
+    """Append all of `text` to a file, which begins with `header`, or nothing if the disk is full.
+
+    Of a part of a line, the next line would be damaged too.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab", 0, opener=no_symlink) as file:
+        append_all_or_nothing(file, (text if file.tell() else header + text).encode())
+
+
 def fsync_dir(folder: Path) -> None:
     """Flush the directory entries of `folder`: only then does a rename survive a power cut.
 

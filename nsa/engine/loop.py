@@ -35,8 +35,6 @@ from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.outputs import METRICS_FILE, SELECTION_FILE
 
-SELECTION_BYTES = 2**20  # at the end of selection.csv that a gate reads: hundreds of logged steps
-
 
 def train(run: Run) -> str:
     """Train to the stop step and save, also after an error that all ranks raise.
@@ -117,7 +115,7 @@ def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
             step=gate.step,
             log_every=monitor.log_every,
             metrics=read_table(run_dir / METRICS_FILE),
-            selection=read_table(run_dir / SELECTION_FILE, newest=SELECTION_BYTES),
+            selection=read_table(run_dir / SELECTION_FILE),
             histories=histories,
             sparse_after=run.config.train.switch_step,
             on_gpu=run.device.type == "cuda",

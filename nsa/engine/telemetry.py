@@ -22,11 +22,11 @@ from nsa.monitor.observer import BackgroundWriter, Observer, Observers, warn
 from nsa.monitor.outputs import (
     BackgroundMonitor,
     FallbacksCsv,
-    MetricsCsv,
     Progress,
-    SelectionCsv,
-    TeacherCsv,
     TrackerObserver,
+    metrics_csv,
+    selection_csv,
+    teacher_csv,
 )
 from nsa.monitor.throughput import StepProfiler
 from nsa.ops import fallback_counts
@@ -130,11 +130,11 @@ def build_observers(
         engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
     tables: list[Observer] = [FallbacksCsv(fallback_counts)]
     if monitor.csv:
-        tables.append(MetricsCsv())
+        tables.append(metrics_csv())
     if monitor.health:
-        tables.append(SelectionCsv(request.config.model.attention.selector_loss > 0))
+        tables.append(selection_csv(request.config.model.attention.selector_loss > 0))
     if request.config.train.teacher is not None:
-        tables.append(TeacherCsv())
+        tables.append(teacher_csv())
     observers += [(table, csv_files) for table in tables]
     observers.append((Progress(), BackgroundWriter("progress")))
     return Observers(observers)

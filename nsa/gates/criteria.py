@@ -35,7 +35,7 @@ class GateInputs:
     step: int
     log_every: int
     metrics: Table  # rows of metrics.csv
-    selection: Table  # the newest rows of selection.csv
+    selection: Table  # rows of selection.csv
     histories: list[RankHistory]  # of each rank
     sparse_after: int = 0  # steps in which attention is dense, train.dense_steps
     on_gpu: bool = False

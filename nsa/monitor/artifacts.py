@@ -44,17 +44,14 @@ class Table:
 PARTS = "layer", "first"  # columns that tell the rows of a step apart
 
 
-def read_table(path: Path, newest: int | None = None) -> Table:
-    """Read a CSV file whose first column is `step`; `newest` reads only that many bytes at its end.
+def read_table(path: Path) -> Table:
+    """Read a CSV file whose first column is `step`.
 
     A later row replaces an earlier one of the same step (and of PARTS, if there is such a column).
     """
     table = Table()
     try:
-        if newest is None:
-            text = untrusted.read_text(path, "replace", MAX_FILE_BYTES)
-        else:
-            text = _read_end(path, newest)
+        text = untrusted.read_text(path, "replace", MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
         table.problem = f"{path.name} cannot be read: {getattr(error, 'strerror', error)}"
         return table
@@ -72,18 +69,6 @@ def read_table(path: Path, newest: int | None = None) -> Table:
     elif not rows:
         table.problem = f"{path.name} holds no rows"
     return table
-
-
-def _read_end(path: Path, newest: int) -> str:
-    """Return the header and the rows in the last `newest` bytes, without a part of a row."""
-    with untrusted.open_regular(path) as file:
-        header = file.readline(_TAIL)
-        start = max(len(header), file.seek(0, os.SEEK_END) - newest)
-        file.seek(start)
-        rows = file.read(newest)
-    if start > len(header):
-        rows = rows.partition(b"\n")[2]
-    return (header + rows).decode("utf-8", "replace")
 
 
 def _row(columns: list[str], line: str) -> Row | None:
@@ -229,21 +214,17 @@ def read_rank(run_dir: Path, rank: int) -> RankHistory:
     path = run_dir / f"heartbeat_rank{rank}.jsonl"
     for part in (older_part(path), path):
         try:
-            for line in _lines(part):
-                reader.add(line)
+            with open_limited(part, MAX_HEARTBEAT_BYTES) as file:
+                # A step_end line has the information of step_start, too.
+                lines = (line for line in io.BufferedReader(file) if b'"step_start"' not in line)
+                for beat in valid_beats(lines):
+                    reader.add(beat)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
             reader.history.problem = f"{part.name} cannot be read: {error}"
     reader.end_process()
     return reader.history
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a heartbeat file; step_end has the information of step_start too."""
-    with open_limited(path, MAX_HEARTBEAT_BYTES) as file:
-        lines = io.BufferedReader(file)
-        yield from valid_beats(line for line in lines if b'"step_start"' not in line)
 
 
 class _Reader:

@@ -18,8 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from nsa.monitor.observer import warn
 
 _BATCH_SECONDS = 0.5  # longest delay between a line and its write
 _BACKLOG = 1_000  # lines kept while the disk refuses writes
-_CLOSE_SECONDS = 5.0  # longest wait for the disk at the end of a run
 _POLL_SECONDS = 0.25  # between two looks for a new stack dump
 # NCCL's recorder, and that of the other backends. The first read fixes a recorder's size, so none
 # is read before a process group exists.
@@ -71,13 +69,11 @@ class Heartbeat:
         self._memory_gb = 0.0
         self._measured_at: tuple[str, float, int] | None = None  # position when memory was read
         self._collective = CurrentCollective()
-        self._lines: deque[dict[str, Any]] = deque(maxlen=_BACKLOG)
-        self._overflowed = 0  # lines that were dropped from the full deque
-        self._order = threading.Lock()  # keeps the lines in the order of their times
+        self._unwritten: list[dict[str, Any]] = []
+        self._recorded = self._written = self._lost = 0  # lines so far; _written: some may be lost
+        self._lines = threading.Condition()  # guards these; notified after each write
         self._status: str | None = None  # how the run ended
         self._wake = threading.Event()
-        self._flushes = threading.Condition()
-        self._flushes_requested = self._flushes_done = 0
         self._record("start")
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
@@ -105,23 +101,22 @@ class Heartbeat:
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Write the lines so far; return False if the disk refuses them for `timeout` seconds."""
-        with self._flushes:
-            self._flushes_requested += 1
-            this = self._flushes_requested
+        with self._lines:
+            recorded = self._recorded
             self._wake.set()
-            return self._flushes.wait_for(lambda: self._flushes_done >= this, timeout)
+            return self._lines.wait_for(lambda: self._written >= recorded, timeout)
 
-    def close(self, status: str) -> None:
-        """Write the last line; wait only a few seconds for a disk that hangs."""
+    def close(self, status: str, timeout: float = 5.0) -> None:
+        """Write the last line; wait only `timeout` seconds for a disk that hangs."""
         if self._status is None:
             self._status = status
             self._wake.set()
-            self._thread.join(_CLOSE_SECONDS)
-            if lost := self._overflowed + self._file.lost:
-                warn(f"{self._file.path.name}: {lost} lines lost in this run")
+            self._thread.join(timeout)
+            if self._lost:
+                warn(f"{self._file.path.name}: {self._lost} lines lost in this run")
 
     def _record(self, event: str, **values: Any) -> None:
-        with self._order:
+        with self._lines:  # in the order of their times
             (phase, since, micro_step), now = self._position, time.monotonic()
             line = {
                 "time": round(time.time(), 3),
@@ -140,35 +135,52 @@ class Heartbeat:
                 "collective": None,
                 **values,
             }
-            self._overflowed += len(self._lines) == _BACKLOG
-            self._lines.append(line)
+            self._recorded += 1
+            self._keep([*self._unwritten, line])
+
+    def _keep(self, lines: list[dict[str, Any]]) -> None:
+        """Keep the newest lines for the next write."""
+        self._lost += max(0, len(lines) - _BACKLOG)
+        self._unwritten = lines[-_BACKLOG:]
 
     def _work(self) -> None:
         due = time.monotonic() + self._seconds
-        failed = False
+        warned = False
         while True:
             self._wake.clear()
-            flushes, status = self._flushes_requested, self._status
+            status = self._status
             try:
                 if status is not None:  # written by this thread, so that no line follows it
                     self._record("end", status=status)
                 elif time.monotonic() >= due:
                     due = time.monotonic() + self._seconds
                     self._record_progress()
-                with self._order:
-                    lines, self._lines = self._lines, deque(maxlen=_BACKLOG)
-                self._file.write(lines)
-                if not self._file.backlog:
-                    with self._flushes:
-                        self._flushes_done = flushes
-                        self._flushes.notify_all()
+                self._write()
+            except FileNotFoundError:
+                pass  # the run's folder is created only after all checks have passed
             except Exception as error:
-                if not failed:
-                    warn(f"{self._file.path.name}: a heartbeat could not be written: {error!r}")
-                failed = True
+                if not warned:
+                    path = self._file.path
+                    warn(f"{path}: a write failed, the run continues: {error!r}")
+                warned = True
             if status is not None:
                 return
             self._wake.wait(min(self._seconds, _BATCH_SECONDS))
+
+    def _write(self) -> None:
+        """Write the lines so far; those that the disk refuses are kept for the next call."""
+        with self._lines:
+            lines, recorded = self._unwritten, self._recorded
+            self._unwritten = []
+        try:
+            self._file.append("".join(json.dumps(line) + "\n" for line in lines).encode())
+        except OSError:
+            with self._lines:
+                self._keep(lines + self._unwritten)
+            raise
+        with self._lines:
+            self._written = recorded
+            self._lines.notify_all()
 
     def _record_progress(self) -> None:
         """Record memory, GPU utilization and collectives, which this thread reads."""
@@ -183,34 +195,16 @@ class Heartbeat:
 
 
 class _LineFile:
-    """A JSONL file to which complete lines are appended, or nothing."""
+    """A JSONL file to which complete lines are appended, or nothing; a full one is moved aside."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path = path
-        self.lost = 0
         self._limit = limit
         self._file: io.FileIO | None = None
-        self.backlog: list[dict[str, Any]] = []
-        self._warned = False
 
-    def write(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Append `lines`; those that the disk refuses are kept for the next call."""
-        self.backlog += lines
-        self.lost += max(0, len(self.backlog) - _BACKLOG)
-        del self.backlog[:-_BACKLOG]
-        if not self.backlog:
+    def append(self, data: bytes) -> None:
+        if not data:
             return
-        try:
-            self._append("".join(json.dumps(line) + "\n" for line in self.backlog).encode())
-            self.backlog.clear()
-        except FileNotFoundError:
-            pass  # the run's folder is created only after all checks have passed
-        except OSError as error:
-            if not self._warned:
-                warn(f"{self.path}: a write failed, the run continues: {error!r}")
-            self._warned = True
-
-    def _append(self, data: bytes) -> None:
         if self._file is None or not self._is_current(self._file):
             self._file = io.FileIO(self.path, "ab+", opener=no_symlink)
         end = self._file.seek(0, os.SEEK_END)
@@ -264,7 +258,7 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
             now = os.fstat(file.fileno()).st_size
             if now == seen and now > done:  # the dump is complete
                 try:
-                    records = _records(entries=True)
+                    records = _records(True)
                     if any(record.get("entries") for record in records):
                         text = json.dumps(records, indent=1) + "\n"
                         atomic_write_text(path.with_name(f"rank{rank}_collectives.json"), text)
@@ -279,22 +273,22 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
 
 
 class CurrentCollective:
-    """Names the collective that this process waits for.
+    """Names the collective that this process waits for, from torch's flight record.
 
     A summary takes microseconds, a full record with names tens of milliseconds: it is read only
     when a collective is pending in two summaries in a row. A summary may be wrong, as gloo's
     threads note the last completed collective in any order; the full record is right.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: Callable[[bool], list[dict[str, Any]]] | None = None) -> None:
+        self._records = records or _records
         self._pending: set[_Range] = set()
-        self._names: dict[_Range, str] = {}  # from the full record; empty: all have ended
 
     def read(self) -> str | None:
         """Return the pending collective, else the last completed one; None if there is none."""
         done: list[str] = []
         pending: list[_Range] = []
-        for record in _records(entries=False):
+        for record in self._records(False):
             for group, status in record.get("pg_status", {}).items():
                 enqueued = int(status["last_enqueued_collective"])
                 completed = max(int(status["last_completed_collective"]), 0)
@@ -302,34 +296,31 @@ class CurrentCollective:
                     pending.append((group, completed + 1, enqueued))
                 elif enqueued > 0:
                     done.append(f"#{enqueued} of group {group} done")
-        if set(pending) & self._pending - self._names.keys():
-            names = _unfinished()
-            self._names = {
-                at: next((name for (group, _), name in names.items() if group == at[0]), "")
-                for at in pending
-            }
-        self._pending = set(pending)
+        earlier, self._pending = self._pending, set(pending)
+        names = self._unfinished() if earlier & self._pending else {}
         waiting: list[str] = []
         for group, first, last in pending:
-            name = self._names.get((group, first, last), f"#{first} of group {group}")
-            if name:
-                waiting.append(f"{name} pending")
+            if (group, first, last) not in earlier:
+                waiting.append(f"#{first} of group {group} pending")
+            elif group in names:
+                waiting.append(f"{names[group]} pending")
             else:
                 done.append(f"#{last} of group {group} done")
         return "; ".join(waiting or done) or None
 
-
-def _unfinished() -> dict[tuple[str, int], str]:
-    """Return the names of collectives that were started and have not ended, by group, in order."""
-    return {
-        (str(entry["pg_id"]), int(entry["collective_seq_id"])): (
-            f"{entry['profiling_name']} #{entry['collective_seq_id']} of group {entry['pg_id']} "
-            f"({entry['process_group'][1]}, sizes {entry['input_sizes']})"
-        )
-        for record in _records(entries=True)
-        for entry in record.get("entries", [])
-        if not entry.get("retired") and entry.get("state") != "completed"
-    }
+    def _unfinished(self) -> dict[str, str]:
+        """Return the name of each group's first collective that was started and has not ended."""
+        names: dict[str, str] = {}
+        for record in self._records(True):
+            for entry in record.get("entries", []):
+                group, number = str(entry["pg_id"]), entry["collective_seq_id"]
+                if not entry.get("retired") and entry.get("state") != "completed":
+                    names.setdefault(
+                        group,
+                        f"{entry['profiling_name']} #{number} of group {group} "
+                        f"({entry['process_group'][1]}, sizes {entry['input_sizes']})",
+                    )
+        return names
 
 
 def _records(entries: bool) -> list[dict[str, Any]]:

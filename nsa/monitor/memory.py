@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nsa.atomic_io import no_symlink
+from nsa.atomic_io import append
 from nsa.monitor.observer import BackgroundWriter
 from nsa.text import first_line
 
@@ -37,14 +37,14 @@ class MemorySnapshots:
         self._first = self._first or step
         if self._writer is not None and (step == self._first or step % self._every == 0):
             line = self._line(when)
-            self._writer.submit(lambda: _append(self._path, line))
+            self._writer.submit(lambda: append(self._path, line))
 
     def out_of_memory(self, error: BaseException) -> str | None:
         """Write a snapshot and return advice if `error` means that memory ran out; else None."""
         if not is_out_of_memory(error):
             return None
         try:
-            _append(self._path, self._line("out of memory"))
+            append(self._path, self._line("out of memory"))
             cuda = initialized_cuda()
             if cuda is not None:  # for PyTorch's memory viewer, pytorch.org/memory_viz
                 cuda.memory._dump_snapshot(str(self._path.with_suffix(".pickle")))
@@ -64,8 +64,9 @@ class MemorySnapshots:
         if self._writer is not None:
             self._writer.close()
 
-    def _line(self, when: str) -> dict[str, Any]:
-        return {"time": round(time.time(), 3), "step": self._step, "when": when, **_counters()}
+    def _line(self, when: str) -> str:
+        moment = {"time": round(time.time(), 3), "step": self._step, "when": when}
+        return json.dumps(moment | _counters()) + "\n"
 
 
 def initialized_cuda() -> Any | None:
@@ -101,9 +102,3 @@ def _counters() -> dict[str, float | None]:
         "resident_gb": psutil.Process().memory_info().rss / 1e9,
         "available_gb": psutil.virtual_memory().available / 1e9,
     }
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", opener=no_symlink) as file:
-        file.write(json.dumps(line) + "\n")

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from nsa.atomic_io import append_all_or_nothing, atomic_write_text, no_symlink
+from nsa.atomic_io import append, atomic_write_text
 from nsa.monitor.observer import (
     DISTANCES,
     GATE_BINS,
@@ -136,17 +136,21 @@ Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and r
 class CsvObserver(Observer):
     """Appends the rows of each logged step to a file, which its first row creates.
 
-    The first of `columns` is `step`.
+    The first of `columns` is `step`. `rows` may return more than these, or no row; `number` is the
+    format of a float.
     """
 
-    file_name: str
-    columns: tuple[str, ...]
-    number = "{:.6g}"  # format of a float
-    _path: Path | None = None  # None before `on_start`, and if that raised
-
-    def rows(self, record: StepRecord) -> Sequence[Cells]:
-        """Return the rows of a logged step, which may have more than `columns`; may be empty."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        file_name: str,
+        columns: Sequence[str],
+        rows: Callable[[StepRecord], Sequence[Cells]],
+        number: str = "{:.6g}",
+    ) -> None:
+        self.file_name = file_name
+        self._header = ",".join(columns)
+        self._columns, self._rows, self._number = columns, rows, number
+        self._path: Path | None = None  # None before `on_start`, and if that raised
 
     def on_start(self, info: RunInfo) -> None:
         path = info.run_dir / self.file_name
@@ -154,21 +158,22 @@ class CsvObserver(Observer):
         self._path = path
 
     def on_step(self, record: StepRecord) -> None:
-        if self._path is not None and (rows := self.rows(record)):
-            cells = [[self._cell(row.get(column)) for column in self.columns] for row in rows]
-            self._append(self._path, cells)
+        if self._path is not None and (rows := self._rows(record)):
+            cells = ([self._cell(row.get(column)) for column in self._columns] for row in rows)
+            lines = "".join(",".join(row) + "\n" for row in cells)
+            append(self._path, lines, header=f"{self._header}\n")
 
     def _cell(self, value: float | None) -> str:
         if value is None:
             return ""
-        return str(value) if isinstance(value, int) else self.number.format(value)
+        return str(value) if isinstance(value, int) else self._number.format(value)
 
     def _drop_rows_after(self, path: Path, step: int) -> None:
         """Drop the rows after `step` and those that a crash cut off."""
         if not path.exists():
             return
         header, *lines = path.read_text(errors="replace").split("\n")
-        if header and header != ",".join(self.columns):
+        if header and header != self._header:
             numbered = (path.with_suffix(f".{number}.csv") for number in itertools.count(1))
             aside = next(name for name in numbered if not name.exists())
             path.rename(aside)
@@ -177,49 +182,31 @@ class CsvObserver(Observer):
         kept = [
             line
             for line in lines[:-1]
-            if line.count(",") == len(self.columns) - 1
+            if line.count(",") == len(self._columns) - 1
             and (number := line.partition(",")[0]).isdecimal()
             and int(number) <= step
         ]
-        atomic_write_text(path, "\n".join([",".join(self.columns), *kept]) + "\n")
-
-    def _append(self, path: Path, rows: list[list[str]]) -> None:
-        """Append all rows or none: on a full disk, a part of a row would damage the next one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab", 0, opener=no_symlink) as file:
-            header = [] if file.tell() else [self.columns]
-            lines = "".join(",".join(row) + "\n" for row in (*header, *rows))
-            append_all_or_nothing(file, lines.encode())
+        atomic_write_text(path, "\n".join([self._header, *kept]) + "\n")
 
 
-class MetricsCsv(CsvObserver):
-    """One row per logged step; floats read back exactly."""
-
-    file_name, columns, number = METRICS_FILE, METRICS_COLUMNS, "{!r}"
-
-    def rows(self, record: StepRecord) -> Sequence[Cells]:
-        return [vars(record)]
+def metrics_csv() -> CsvObserver:
+    """Write one row per logged step, whose floats read back exactly."""
+    return CsvObserver(METRICS_FILE, METRICS_COLUMNS, lambda record: [vars(record)], "{!r}")
 
 
-class SelectionCsv(CsvObserver):
-    """One row per logged step and NSA layer; a dense run has no such file."""
-
-    file_name = SELECTION_FILE
-
-    def __init__(self, selector_loss: bool = False) -> None:
-        self.columns = (*SELECTION_COLUMNS, *(SELECTOR_STATISTICS if selector_loss else ()))
-
-    def rows(self, record: StepRecord) -> Sequence[Cells]:
-        return record.layers
+def selection_csv(selector_loss: bool = False) -> CsvObserver:
+    """Write one row per logged step and NSA layer; a dense run has no such file."""
+    columns = (*SELECTION_COLUMNS, *(SELECTOR_STATISTICS if selector_loss else ()))
+    return CsvObserver(SELECTION_FILE, columns, lambda record: record.layers)
 
 
-class TeacherCsv(CsvObserver):
-    """One row per validation and range of positions; only a run with a teacher has this file."""
+def teacher_csv() -> CsvObserver:
+    """Write one row per validation and range of positions of a run with a teacher."""
 
-    file_name, columns = TEACHER_FILE, ("step", *TEACHER_COLUMNS)
-
-    def rows(self, record: StepRecord) -> Sequence[Cells]:
+    def rows(record: StepRecord) -> list[Cells]:
         return [{"step": record.step, **row} for row in record.versus_teacher]
+
+    return CsvObserver(TEACHER_FILE, ("step", *TEACHER_COLUMNS), rows)
 
 
 class FallbacksCsv(Observer):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import resource
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ NO_FREE_BLOCKS: dict[str, Any] = {
     **dict.fromkeys(("entropy", "overlap", "distance")),
     **{f"distance_from_{edge}": None for edge in DISTANCES},
 }
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was never met"
+        time.sleep(0.005)
 
 
 def drain(writer: BackgroundWriter) -> None:

@@ -15,7 +15,7 @@ import yaml
 from nsa.monitor.artifacts import valid_beats
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.observer import Health, StepRecord
-from nsa.monitor.outputs import MetricsCsv, SelectionCsv
+from nsa.monitor.outputs import metrics_csv, selection_csv
 from tests.monitor.records import make_info, make_layer, make_record
 
 Beat = dict[str, Any]
@@ -31,7 +31,7 @@ def write_metrics(
     change: Callable[[int], dict[str, Any]] = lambda step: {},
 ) -> None:
     """Write metrics.csv: a falling loss, steady steps, a validation loss every 50."""
-    observer = MetricsCsv()
+    observer = metrics_csv()
     observer.on_start(make_info(run_dir, start_step=start, total_steps=steps))
     for step in range(start + 1, steps + 1):
         if step % log_every == 0 or step in (1, steps):
@@ -135,7 +135,7 @@ def write_selection(
         for layer in range(layers)
     ]
     health = Health(rows, [{}] * layers)
-    observer = SelectionCsv(selector_loss=any(changes))
+    observer = selection_csv(selector_loss=any(changes))
     observer.on_start(make_info(run_dir, total_steps=steps))
     for step in (1, *range(10, steps + 1, 10)):
         observer.on_step(make_record(step, health=health))

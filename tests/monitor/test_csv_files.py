@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from nsa.monitor.outputs import (
     SELECTION_COLUMNS,
     CsvObserver,
     FallbacksCsv,
-    MetricsCsv,
-    SelectionCsv,
+    metrics_csv,
+    selection_csv,
 )
 from nsa.spec import NSASpec
 from tests.monitor.records import (
@@ -52,7 +53,7 @@ def test_values_read_back_exactly_and_missing_ones_are_empty_cells(
 ) -> None:
     full = make_record(2, val_loss=2 / 3, bits_per_byte=math.pi, mfu=0.1)
     warm_up = make_record(1, tokens_per_s=None, grad_norm=None, loss=float("inf"))
-    text = log(MetricsCsv(), tmp_path, [warm_up, full]).read_text()
+    text = log(metrics_csv(), tmp_path, [warm_up, full]).read_text()
     lines = text.splitlines()
     assert lines[0] == HEADER
     assert lines[1] == f"1,4096,inf,,,{1e-4 / 3!r},,,,{15.6 / 7!r},{1 / 3!r}"
@@ -62,32 +63,33 @@ def test_values_read_back_exactly_and_missing_ones_are_empty_cells(
         assert row == {column: getattr(record, column) for column in HEADER.split(",")}
 
 
-def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    records = [make_record(step) for step in range(1, 9)]
-    uninterrupted = log(MetricsCsv(), tmp_path / "uninterrupted", records).read_text()
-    log(
-        MetricsCsv(),
-        tmp_path / "resumed",
-        [make_record(step, loss=9.0 if step > 4 else 5 / (step + 2)) for step in range(1, 7)],
-    )
-    resumed = log(MetricsCsv(), tmp_path / "resumed", records[4:], start_step=4)
-    assert resumed.read_text() == uninterrupted
+@pytest.mark.parametrize("observer", [metrics_csv, selection_csv])
+def test_the_table_of_a_resumed_run_is_that_of_an_uninterrupted_one(
+    observer: Callable[[], CsvObserver], tmp_path: Path
+) -> None:
+    path = log(observer(), tmp_path, [healthy(step) for step in range(1, 9)])
+    uninterrupted = path.read_text()
+    log(observer(), tmp_path, [make_record(step, loss=9.0) for step in range(1, 7)])
+    log(observer(), tmp_path, [healthy(step) for step in range(1, 7)])
+    path.write_text(path.read_text() + "7,0,0.1")
+    log(observer(), tmp_path, [healthy(step) for step in range(5, 9)], start_step=4)
+    assert path.read_text() == uninterrupted
 
 
 def test_a_torn_row_is_dropped_on_resume(tmp_path: Path) -> None:
     records = [make_record(step) for step in range(1, 5)]
-    path = log(MetricsCsv(), tmp_path, records)
+    path = log(metrics_csv(), tmp_path, records)
     text = path.read_text()
     for torn_at in (len(text) - 1, len(text) - 9, len(text) - 60):
         path.write_text(text[:torn_at])
         assert len(read_metrics(path)) == 3
-        log(MetricsCsv(), tmp_path, records[3:], start_step=3)
+        log(metrics_csv(), tmp_path, records[3:], start_step=3)
         assert path.read_text() == text
 
 
 def test_a_fresh_run_in_an_old_folder_starts_an_empty_table(tmp_path: Path) -> None:
-    log(MetricsCsv(), tmp_path, [make_record(step) for step in range(1, 5)])
-    assert log(MetricsCsv(), tmp_path, []).read_text() == HEADER + "\n"
+    log(metrics_csv(), tmp_path, [make_record(step) for step in range(1, 5)])
+    assert log(metrics_csv(), tmp_path, []).read_text() == HEADER + "\n"
 
 
 @pytest.mark.parametrize("content", ["precious\n", f"{HEADER}\n"])
@@ -96,14 +98,14 @@ def test_no_file_is_written_through_a_symbolic_link(content: str, tmp_path: Path
     names = ("metrics.csv", "fallbacks.csv")
     for name in names:
         (tmp_path / name).symlink_to(target)
-    log(MetricsCsv(), tmp_path, [make_record(1)])
+    log(metrics_csv(), tmp_path, [make_record(1)])
     fallbacks = FallbacksCsv(lambda: {("select", "triton", "no GPU"): 1})
     fallbacks.on_start(make_info(tmp_path))
     fallbacks.on_end("finished")
     assert not any((tmp_path / name).is_symlink() for name in names), "replaced or moved aside"
     assert target.read_text() == content
 
-    metrics = MetricsCsv()
+    metrics = metrics_csv()
     metrics.on_start(make_info(tmp_path, start_step=1))
     (tmp_path / "metrics.csv").unlink()
     (tmp_path / "metrics.csv").symlink_to(target)
@@ -120,7 +122,7 @@ def test_a_file_with_other_columns_is_moved_and_never_written_into(
     theirs = f"{header}\n1,2.0\n"
     for name in ("metrics.1.csv", "metrics.2.csv"):
         (tmp_path / "metrics.csv").write_text(theirs)
-        observers = Observers([(MetricsCsv(), BackgroundWriter("metrics.csv"))])
+        observers = Observers([(metrics_csv(), BackgroundWriter("metrics.csv"))])
         observers.on_start(make_info(tmp_path, start_step=start_step))
         observers.on_step(make_record(2))
         observers.close()
@@ -137,44 +139,25 @@ def test_a_run_resumed_with_the_selector_loss_switched_starts_another_selection_
     for step, switched_on in ((1, False), (2, True)):
         health = make_health(2, **({"selector_loss": 0.5} if switched_on else {}))
         record = make_record(step, health=health)
-        path = log(SelectionCsv(switched_on), tmp_path, [record], start_step=step - 1)
+        path = log(selection_csv(switched_on), tmp_path, [record], start_step=step - 1)
     for file, step, loss in ((tmp_path / "selection.1.csv", 1, None), (path, 2, 0.5)):
         rows = read_table(file).rows
         assert [(row["step"], row["layer"]) for row in rows] == [(step, 0), (step, 1)]
         assert [row.get("selector_loss") for row in rows] == [loss, loss]
 
 
-def test_the_newest_rows_are_read_from_the_end_of_a_table(tmp_path: Path) -> None:
-    path = log(SelectionCsv(), tmp_path, [healthy(step) for step in range(1, 9)])
-    rows, size = read_table(path).rows, path.stat().st_size
-    last = len(path.read_text().splitlines()[-1]) + 1
-    assert read_table(path, newest=last + 1).rows == rows[-1:]
-    assert read_table(path, newest=2 * last + 5).rows == rows[-2:]
-    assert read_table(path, newest=size).rows == rows
-
-
-def test_a_table_of_200_mb_is_not_read_and_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    path.write_text(HEADER + "\n")
-    with path.open("r+b") as file:
-        file.truncate(200 * 10**6)
-    table = read_table(path)
-    assert table.rows == []
-    assert "metrics.csv: has more than 33,554,432 bytes" in table.problem
-
-
 def test_lines_that_are_no_rows_do_not_lose_the_file(tmp_path: Path) -> None:
     records = [make_record(step) for step in range(1, 3)]
-    path = log(MetricsCsv(), tmp_path, records[:1])
+    path = log(metrics_csv(), tmp_path, records[:1])
     expected = path.read_text()
     path.write_bytes(expected.encode() + b"\xff\xfe" + b"," * 10 + b"\n" + b"x" + b"," * 10 + b"\n")
-    log(MetricsCsv(), tmp_path, [], start_step=1)
+    log(metrics_csv(), tmp_path, [], start_step=1)
     assert path.read_text() == expected
 
 
 def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
     without_free = make_health(1, **NO_FREE_BLOCKS)
-    log(SelectionCsv(), tmp_path, [healthy(1), make_record(7, health=without_free)])
+    log(selection_csv(), tmp_path, [healthy(1), make_record(7, health=without_free)])
     rows = read_table(tmp_path / "selection.csv").rows
     assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (7, 0)]
     second, last = rows[1], rows[2]
@@ -192,23 +175,14 @@ def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) 
     }
 
 
-def test_selection_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    log(SelectionCsv(), tmp_path / "uninterrupted", [healthy(step) for step in range(1, 9)])
-    log(SelectionCsv(), tmp_path / "resumed", [healthy(step) for step in range(1, 7)])
-    table = tmp_path / "resumed/selection.csv"
-    table.write_text(table.read_text() + "7,0,0.1")
-    log(SelectionCsv(), tmp_path / "resumed", [healthy(step) for step in range(5, 9)], start_step=4)
-    assert table.read_text() == (tmp_path / "uninterrupted/selection.csv").read_text()
-
-
 def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:
-    log(SelectionCsv(), tmp_path, [make_record(1), make_record(2)])
+    log(selection_csv(), tmp_path, [make_record(1), make_record(2)])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("observer", "part"),
-    [(MetricsCsv(), 20), (SelectionCsv(), 150)],  # of a row; one row and a half
+    [(metrics_csv(), 20), (selection_csv(), 150)],  # of a row; one row and a half
     ids=["metrics", "selection"],
 )
 def test_a_step_that_does_not_fit_on_the_disk_writes_none_of_its_rows(
@@ -236,7 +210,7 @@ def test_a_run_with_the_selector_loss_has_a_column_for_it(tmp_path: Path) -> Non
     model(ids, labels=ids).backward()
     health = recorder.read()
     assert health is not None
-    path = log(SelectionCsv(selector_loss=True), tmp_path, [make_record(1, health=health)])
+    path = log(selection_csv(selector_loss=True), tmp_path, [make_record(1, health=health)])
     rows = read_table(path).rows
     assert [row["layer"] for row in rows] == [0, 1]
     assert all(0 < row["selector_loss"] < 10 for row in rows)
@@ -246,43 +220,29 @@ def test_a_run_with_the_selector_loss_has_a_column_for_it(tmp_path: Path) -> Non
         assert 0 < row["recall"] < 1
 
 
-def start(run_dir: Path, counts: Counts) -> FallbacksCsv:
-    observer = FallbacksCsv(lambda: counts)
-    observer.on_start(make_info(run_dir))
-    return observer
-
-
-def read(run_dir: Path) -> list[list[str]]:
-    with (run_dir / "fallbacks.csv").open(newline="") as file:
-        header, *rows = csv.reader(file)
-    assert header == ["operation", "backend", "reason", "calls"]
-    return rows
-
-
-def test_fallbacks_are_written_during_the_run_and_at_its_end(tmp_path: Path) -> None:
+def test_fallbacks_are_written_when_a_count_has_changed_and_at_the_end(tmp_path: Path) -> None:
     counts: Counts = {}
-    observer = start(tmp_path, counts)
+    observer, path = FallbacksCsv(lambda: counts), tmp_path / "fallbacks.csv"
+
+    def rows() -> list[list[str]]:
+        with path.open(newline="") as file:
+            header, *rows = csv.reader(file)
+        assert header == ["operation", "backend", "reason", "calls"]
+        return rows
+
+    observer.on_start(make_info(tmp_path))
     observer.on_step(make_record(1))
-    assert not (tmp_path / "fallbacks.csv").exists(), "no fallback yet"
+    assert not path.exists(), "no fallback yet"
+    observer.on_end("finished")
+    assert rows() == []
     counts["window_attention", "triton", REASON] = 2
     counts["select_blocks", "triton", REASON] = 1
     observer.on_step(make_record(2))
-    expected = [["select_blocks", "triton", REASON, "1"], ["window_attention", "triton", REASON]]
-    assert read(tmp_path) == [expected[0], [*expected[1], "2"]]
+    select, window = ["select_blocks", "triton", REASON], ["window_attention", "triton", REASON]
+    assert rows() == [[*select, "1"], [*window, "2"]]
+    path.unlink()
+    observer.on_step(make_record(3))
+    assert not path.exists(), "no count has changed"
     counts["window_attention", "triton", REASON] += 1
     observer.on_end("failed")
-    assert read(tmp_path) == [expected[0], [*expected[1], "3"]]
-
-
-def test_steps_without_new_fallbacks_write_nothing(tmp_path: Path) -> None:
-    observer = start(tmp_path, {("select_blocks", "triton", REASON): 1})
-    observer.on_step(make_record(1))
-    (tmp_path / "fallbacks.csv").unlink()
-    observer.on_step(make_record(2))
-    assert not (tmp_path / "fallbacks.csv").exists()
-
-
-def test_a_run_without_fallbacks_writes_an_empty_table(tmp_path: Path) -> None:
-    observer = start(tmp_path, {})
-    observer.on_end("finished")
-    assert read(tmp_path) == []
+    assert rows() == [[*select, "1"], [*window, "3"]]

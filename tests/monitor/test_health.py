@@ -139,7 +139,9 @@ def armed_recorder(layers: int, spec: NSASpec = SPEC) -> tuple[HealthRecorder, l
 
 @pytest.mark.parametrize("spec", [SPEC, NSASpec(4, 2, 4, 4, 0, 1, 6), NSASpec(8, 4, 8, 6, 2, 3)])
 @pytest.mark.parametrize(
-    ("batch", "documents"), [(2, (90,)), (1, (3, 41, 0, 26, 1, 60)), (1, (9, 11))], ids=str
+    ("batch", "documents"),
+    [(2, (90,)), (1, (3, 41, 0, 26, 1, 60)), (1, (9, 11)), (1, (1,))],
+    ids=str,
 )
 def test_all_statistics_match_a_loop_over_single_values(
     spec: NSASpec, batch: int, documents: tuple[int, ...]
@@ -224,22 +226,22 @@ def make_blocks_at(own_to_picks: Any, length: int = 400) -> Tensor:
     return torch.tensor([rows], dtype=torch.int32)
 
 
-def test_collapsed_selection_has_entropy_0_and_overlap_1() -> None:
+@pytest.mark.parametrize(
+    ("picks", "entropy", "distance"),
+    [
+        (lambda own: (1, 2), (0, 0), (40, 60)),  # collapsed
+        (lambda own: (own - 3, own - 2), (0.95, 1), (2.5, 2.5)),  # a fixed distance
+    ],
+)
+def test_collapsed_selection_and_a_fixed_distance_are_told_apart(
+    picks: Any, entropy: tuple[float, float], distance: tuple[float, float]
+) -> None:
     recorder, (layer,) = armed_recorder(1)
-    layer.observer(make_gates(1, 400), make_blocks_at(lambda own: (1, 2)), None)
-    (layer_health,) = recorder.read().layers
-    assert layer_health["entropy"] == pytest.approx(0, abs=1e-6)
-    assert layer_health["overlap"] == 1
-    assert layer_health["distance"] > 40
-
-
-def test_selection_at_a_fixed_distance_is_visible_in_distances_not_in_entropy() -> None:
-    recorder, (layer,) = armed_recorder(1)
-    layer.observer(make_gates(1, 400), make_blocks_at(lambda own: (own - 3, own - 2)), None)
-    (layer_health,) = recorder.read().layers
-    assert layer_health["entropy"] > 0.95
-    assert layer_health["distance"] == 2.5
-    assert [layer_health[f"distance_from_{edge}"] for edge in DISTANCES] == [0, 1] + [0] * 8
+    layer.observer(make_gates(1, 400), make_blocks_at(picks), None)
+    (health,) = recorder.read().layers
+    assert entropy[0] - 1e-6 <= health["entropy"] <= entropy[1] + 1e-6
+    assert distance[0] <= health["distance"] <= distance[1]
+    assert health["overlap"] == 1
 
 
 def test_closed_and_open_gates_count_as_saturated() -> None:
@@ -252,21 +254,6 @@ def test_closed_and_open_gates_count_as_saturated() -> None:
         assert layer_health[f"gate_{branch}"] == mean
         assert layer_health[f"gate_{branch}_saturated"] == saturated
         assert layer_health[f"gate_{branch}_std"] == 0
-
-
-@pytest.mark.parametrize("length", [1, 3, 20])
-def test_without_free_blocks_their_statistics_are_none(length: int) -> None:
-    recorder, (layer,) = armed_recorder(1)
-    layer.observer(make_gates(1, length), make_blocks(1, length, SPEC), None)
-    (layer_health,) = recorder.read().layers
-    assert (
-        layer_health["choosing"],
-        layer_health["entropy"],
-        layer_health["overlap"],
-        layer_health["distance"],
-    ) == (0, None, None, None)
-    assert {layer_health[f"distance_from_{edge}"] for edge in DISTANCES} == {None}
-    assert 0 < layer_health["forced"] <= 1
 
 
 def test_bfloat16_gates_are_averaged_in_float32() -> None:

@@ -4,18 +4,17 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from nsa.monitor import heartbeat
 from nsa.monitor.artifacts import last_beat
 from nsa.monitor.heartbeat import Heartbeat
+from tests.disks import freezable_disk, frozen
 from tests.engine.runs import on_two_ranks, succeed
-from tests.monitor.records import PATIENCE, files_no_longer_than
+from tests.monitor.records import PATIENCE, files_no_longer_than, wait_for
 from tests.monitor.run_folders import read_heartbeats
 
 OFTEN = 0.01  # seconds between two progress lines
@@ -24,24 +23,6 @@ OFTEN = 0.01  # seconds between two progress lines
 def beating(folder: Path, **changes: Any) -> Heartbeat:
     values: dict[str, Any] = {"rank": 0, "backend": "deepspeed-zero1", "seconds": OFTEN}
     return Heartbeat(folder, **{**values, **changes})
-
-
-def wait_for(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while not (result := what()):
-        assert time.monotonic() < deadline, "the condition was never met"
-        time.sleep(0.005)
-    return result
-
-
-def test_a_file_that_is_a_symbolic_link_is_not_written_through(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (target := tmp_path / "target").write_text("precious\n")
-    path_of(tmp_path).symlink_to(target)
-    beating(tmp_path).close("finished")
-    assert target.read_text() == "precious\n"
-    assert "is a symbolic link" in capsys.readouterr().err
 
 
 def path_of(folder: Path, rank: int = 0) -> Path:
@@ -135,93 +116,67 @@ def test_a_full_disk_causes_one_warning_and_delays_lines_without_tearing_them(
 ) -> None:
     beat = beating(tmp_path)
     beat.step_end(1, 0, 0)
-    wait_for(lambda: path_of(tmp_path).exists() and 1 in recorded_steps(tmp_path))
-    complaints = ""
+    assert beat.flush(PATIENCE)
+    assert recorded_steps(tmp_path) == [1]
     with files_no_longer_than(path_of(tmp_path).stat().st_size + 100):
-        beat.step_end(2, 0, 0)
-
-        def complained() -> bool:
-            nonlocal complaints
-            complaints += capsys.readouterr().err
-            return "a write failed, the run continues" in complaints
-
-        wait_for(complained)
-        beat.step_end(3, 0, 0)
-        time.sleep(10 * OFTEN)  # a few more failing attempts
+        for step in (2, 3):
+            beat.step_end(step, 0, 0)
+            assert not beat.flush(0.2), "the disk refuses it"
         assert path_of(tmp_path).read_bytes().endswith(b"\n")
-    wait_for(lambda: 3 in recorded_steps(tmp_path))
-    beat.close("finished")
+    assert beat.flush(PATIENCE)
     assert recorded_steps(tmp_path) == [1, 2, 3]
+    beat.close("finished")
     assert all(json.loads(line) for line in path_of(tmp_path).read_text().splitlines())
-    assert (complaints + capsys.readouterr().err).count("a write failed") == 1
+    err = capsys.readouterr().err
+    assert err.count("a write failed, the run continues") == 1
+    assert "lost" not in err
 
 
 def test_a_disk_that_stays_full_loses_the_oldest_lines_and_counts_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", OFTEN)
+    beat = beating(tmp_path, seconds=100)
     with files_no_longer_than(0):
-        beat = beating(tmp_path, seconds=100)
         for step in range(1, 3001):
             beat.step_end(step, 0, 0)
-            if step % 500 == 0:
-                wait_for(lambda: not beat._lines)
-        beat.close("finished")
-    err = capsys.readouterr().err
-    assert "File too large" in err
-    assert "2002 lines lost" in err, "all but the newest 1000 of 3000 steps, a start and an end"
-
-
-def test_lines_that_overflow_between_two_writes_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", 100.0)
-    beat = beating(tmp_path, seconds=100)
-    wait_for(lambda: path_of(tmp_path).exists() and not beat._lines)  # the start is written
-    for step in range(1, 1501):
-        beat.step_end(step, 0, 0)
+            if step % 1_250 == 0:
+                assert not beat.flush(0.05)
     beat.close("finished")
-    assert "501 lines lost" in capsys.readouterr().err, "of 1500 steps and an end, 1000 are kept"
-    assert recorded_steps(tmp_path)[0] == 502
+    assert "2002 lines lost" in capsys.readouterr().err, "of 3000 steps, a start and an end"
+    assert recorded_steps(tmp_path) == list(range(2002, 3001))
 
 
-def test_closing_does_not_wait_for_a_disk_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "_CLOSE_SECONDS", 0.05)
-    beat = beating(tmp_path, seconds=100)
-    released = threading.Event()
-    monkeypatch.setattr(beat._file, "write", lambda events: released.wait(PATIENCE))
-    closing = threading.Thread(target=lambda: beat.close("finished"), daemon=True)
-    closing.start()
-    closing.join(PATIENCE / 2)
-    gave_up = not closing.is_alive()
-    released.set()
-    assert gave_up, "close waited for the disk"
+def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    with freezable_disk(tmp_path / "disk") as disk:
+        beat = beating(disk, seconds=100)
+        assert beat.flush(PATIENCE)
+        with frozen(disk):
+            closing = threading.Thread(target=beat.close, args=("finished", 0.05), daemon=True)
+            closing.start()
+            closing.join(PATIENCE / 2)
+            gave_up = not closing.is_alive()
+        assert gave_up, "close waited for the disk"
+        wait_for(lambda: read_heartbeats(disk)[0][-1]["event"] == "end")
 
 
-def test_a_long_file_is_rotated_without_losing_a_line_and_stays_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", OFTEN)
+def test_a_long_file_is_rotated_without_losing_a_line_and_stays_open(tmp_path: Path) -> None:
     beat = beating(tmp_path, seconds=100, limit=4_000)
     rotated = tmp_path / "heartbeat_rank0.1.jsonl"
     step = 0
     while not rotated.exists():
         step += 1
         beat.step_end(step, 0, 0)
-        wait_for(lambda step=step: step in recorded_steps(tmp_path))
+        assert beat.flush(PATIENCE)
     older = rotated.read_bytes().splitlines(keepends=True)
     earlier = sum(len(line) for line in older if json.loads(line)["step"] < step)
     assert earlier < 4_000 <= sum(map(len, older)), "at the first line that reaches the limit"
     assert step > 8, "a line has some 300 bytes"
-    opened = psutil.Process().open_files
-    wait_for(lambda: str(path_of(tmp_path)) in {file.path for file in opened()})
+    assert str(path_of(tmp_path)) in {file.path for file in psutil.Process().open_files()}
     newest = last_beat(path_of(tmp_path))
     assert newest is not None, "just after the rotation the newest line is in the older file"
     assert newest["step"] == step
     beat.step_end(step + 1, 0, 0)
-    wait_for(lambda: step + 1 in recorded_steps(tmp_path))
+    assert beat.flush(PATIENCE)
     assert recorded_steps(tmp_path) == list(range(1, step + 2))
     beat.close("finished")
 
@@ -232,12 +187,14 @@ def test_the_folder_may_be_created_late_and_the_file_deleted(
     folder = tmp_path / "run"
     beat = beating(folder)
     beat.step_end(1, 0, 0)
-    time.sleep(3 * OFTEN)
+    assert not beat.flush(3 * OFTEN)
     folder.mkdir()
-    wait_for(lambda: path_of(folder).exists() and recorded_steps(folder) == [1])
+    assert beat.flush(PATIENCE)
+    assert recorded_steps(folder) == [1]
     path_of(folder).unlink()
     beat.step_end(2, 0, 0)
-    wait_for(lambda: path_of(folder).exists() and 2 in recorded_steps(folder))
+    assert beat.flush(PATIENCE)
+    assert recorded_steps(folder) == [2]
     beat.close("finished")
     assert capsys.readouterr().err == ""
 
@@ -334,19 +291,3 @@ def test_a_rank_that_waits_in_a_collective_names_it_and_dumps_it_on_a_signal(
     assert record["pg_status"]["0"]["last_enqueued_collective"] == "4"
     assert [entry["retired"] for entry in record["entries"]] == [True, True, True, False]
     assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"
-
-
-def test_flushing_writes_the_lines_so_far_or_says_that_the_disk_refuses_them(
-    tmp_path: Path,
-) -> None:
-    beat = beating(tmp_path, seconds=100)
-    for step in (1, 2):
-        beat.step_end(step, tokens=64 * step, skipped=0)
-        assert beat.flush(PATIENCE)
-        assert recorded_steps(tmp_path)[-1] == step
-    with files_no_longer_than(path_of(tmp_path).stat().st_size + 1):
-        beat.step_end(3, tokens=192, skipped=0)
-        assert not beat.flush(0.2)
-    assert beat.flush(PATIENCE)
-    assert recorded_steps(tmp_path) == [1, 2, 3]
-    beat.close("finished")

@@ -107,19 +107,3 @@ def test_other_errors_get_no_advice(tmp_path: Path) -> None:
         assert not is_out_of_memory(error)
         assert memory.out_of_memory(error) is None
     assert not list(tmp_path.iterdir())
-
-
-def test_a_snapshot_is_not_written_through_a_symbolic_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (target := tmp_path / "target").write_text("precious\n")
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory/rank0.jsonl").symlink_to(target)
-    memory = MemorySnapshots(tmp_path, rank=0, every=1)
-    memory.take(1, "before")
-    memory.close()
-    assert "is a symbolic link" in capsys.readouterr().err
-    advice = memory.out_of_memory(MemoryError())
-    assert advice is not None
-    assert "is a symbolic link" in advice
-    assert target.read_text() == "precious\n"

@@ -48,14 +48,6 @@ def test_without_a_step_to_trace_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unwritable_trace_does_not_stop_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "profile").write_text("a file where the folder should be")
-    run(StepProfiler(tmp_path, rank=0, steps=(1, 1)))
-    assert "was not written, the run continues" in capsys.readouterr().err
-
-
 def test_the_flag_takes_one_step_or_a_range() -> None:
     assert parse_steps("10-12") == (10, 12)
     assert parse_steps(" 7 ") == (7, 7)

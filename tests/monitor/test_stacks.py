@@ -3,16 +3,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from nsa.monitor import heartbeat
-from nsa.monitor.heartbeat import dump_stacks_on_signal
-from tests.monitor.records import PATIENCE
+from nsa.monitor.heartbeat import CurrentCollective
+from tests.monitor.records import PATIENCE, wait_for
 from tests.ranks import ROOT
 
 # The sum never ends, holds the GIL and handles no signals.
@@ -60,13 +58,6 @@ def rank(run_dir: Path, code: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < deadline, "the condition was never met"
-        time.sleep(0.01)
-
-
 def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
     with rank(tmp_path, STUCK_IN_C) as process:
         path = tmp_path / "stacks/rank5.txt"
@@ -79,19 +70,6 @@ def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
 
         wait_for(found_counting)
         assert process.poll() is None
-
-
-def test_stacks_are_not_written_through_a_symbolic_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (target := tmp_path / "target").write_text("precious\n")
-    (tmp_path / "stacks").mkdir()
-    (tmp_path / "stacks/rank5.txt").symlink_to(target)
-    dump_stacks_on_signal(tmp_path, 5)
-    err = capsys.readouterr().err
-    assert "SIGUSR1 will write no stacks" in err
-    assert "is a symbolic link" in err
-    assert target.read_text() == "precious\n"
 
 
 def test_each_signal_adds_a_dump_and_other_handlers_still_work(
@@ -110,16 +88,6 @@ def test_each_signal_adds_a_dump_and_other_handlers_still_work(
     assert not (tmp_path / "stacks/rank5_collectives.json").exists(), "it joined no process group"
 
 
-def test_an_unwritable_stacks_folder_does_not_stop_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "stacks").write_text("a file where the folder should be")
-    before = signal.getsignal(signal.SIGUSR1)
-    dump_stacks_on_signal(tmp_path, 0)
-    assert signal.getsignal(signal.SIGUSR1) == before
-    assert "SIGUSR1 will write no stacks" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("retired", "expected"),
     [
@@ -131,7 +99,7 @@ def test_an_unwritable_stacks_folder_does_not_stop_the_run(
     ],
 )
 def test_a_summary_that_gloos_threads_wrote_out_of_order_is_corrected(
-    monkeypatch: pytest.MonkeyPatch, retired: list[bool], expected: str
+    retired: list[bool], expected: str
 ) -> None:
     """As once recorded: collectives 1 to 3 had ended, the summary named 1 as the last of them."""
     status = {"last_enqueued_collective": "4", "last_completed_collective": "1"}
@@ -142,7 +110,6 @@ def test_a_summary_that_gloos_threads_wrote_out_of_order_is_corrected(
         for number, ended in enumerate(retired, start=1)
     ]
     record = {"pg_status": {"0": status}, "entries": entries}
-    monkeypatch.setattr(heartbeat, "_records", lambda entries: [record])
-    current = heartbeat.CurrentCollective()
+    current = CurrentCollective(lambda entries: [record])
     assert current.read() == "#2 of group 0 pending", "the full record is not read at once"
     assert current.read() == expected
