@@ -351,26 +351,35 @@ def test_status_shows_whether_a_ranks_process_still_writes_its_heartbeats(
     assert states == ["runs", "is gone", "on other"]
 
 
+FORGED_VALUES: list[tuple[str, object]] = [
+    ("pid", -1),
+    ("pid", 10**30),
+    ("pid", float("nan")),
+    ("loss", "low"),
+    ("memory_gb", [1]),
+    ("host", {}),
+    ("step", "5"),
+    ("step", float("inf")),
+    ("since", 1e999),
+]
+
+
 def test_status_shows_the_last_sound_heartbeat_of_each_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = "\x1b]0;owned\x07\x1b[2J\r\x9b31m"
     beat = make_beat(0, event="end", status=status, step=1_234, loss=2.5, memory_gb=1.0)
     (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
-    forged: list[dict[str, object]] = [
-        {"pid": -1},
-        {"pid": 10**30},
-        {"pid": float("nan")},
-        {"loss": "low"},
-        {"memory_gb": [1]},
-        {"host": {}},
-        {"step": float("inf")},
-        {"since": 1e999},
+    forged = [
+        *(json.dumps(make_beat(0, **{name: value})) for name, value in FORGED_VALUES),
+        *('{"torn": ', "\0\0", "", "[1, 2]", '"progress"', '{"event": "progress"}', "[" * 30_000),
+        json.dumps(make_beat(0, event="dance")),
+        json.dumps(make_beat(0, phase="dance")),
     ]
-    for number, changes in enumerate(forged, 1):
-        lines = [json.dumps(make_beat(number, **change)) for change in ({"step": 5}, changes)]
+    for number, line in enumerate(forged, 1):
+        lines = [line, json.dumps(make_beat(number, step=5)), line]
         (tmp_path / f"heartbeat_rank{number}.jsonl").write_text("\n".join(lines) + "\n")
-    os.mkfifo(tmp_path / "heartbeat_rank9.jsonl")  # opening it would block
+    os.mkfifo(tmp_path / "heartbeat_rank99.jsonl")  # opening it would block
     assert main(["watch", "--status", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert all(character.isprintable() for character in shown.replace("\n", ""))
@@ -380,7 +389,7 @@ def test_status_shows_the_last_sound_heartbeat_of_each_rank(
     assert " 1,234 " in ended
     assert "2.5000  1.00 GB  ended: " in ended
     assert "owned" in ended
-    assert [row.split()[0] for row in rows] == list("12345678")
+    assert [row.split()[0] for row in rows] == [str(n) for n in range(1, len(forged) + 1)]
     assert all(" 5 " in row and " 0 s ago " in row for row in rows)
     assert all(row.endswith(f"{2**22} is gone") for row in rows)
 
