@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.report.plots import draw
-from nsa.report.report import Summary, curve_panels, lookup, summarise
+from nsa.report.report import Summary, curve_panels, formatted, lookup, summarise
 from nsa.text import align
 
 # What must be equal for figures to be comparable, and what a difference means.
@@ -88,9 +88,6 @@ def compare_runs(runs: Mapping[str, Summary], out: Path) -> list[str]:
 
 
 def _row(label: str, run: Summary) -> tuple[str, ...]:
-    def cell(value: float | None, spec: str) -> str:
-        return "-" if value is None else format(value, spec)
-
     gates = [
         f"{f'{gate.step:,} steps' if gate.short else gate.gate} {'Go' if gate.go else 'No-Go'}"
         for gate in run.gates[-1:]
@@ -99,8 +96,8 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
         label,
         f"{run.steps:,}",
         *(run.final(column, ".3f") or "-" for column in ("loss", "val_loss", "bits_per_byte")),
-        cell(run.tokens_per_s, ",.0f"),
-        cell(run.memory_gb, ".2f"),
+        formatted(run.tokens_per_s, ",.0f") or "-",
+        formatted(run.memory_gb, ".2f") or "-",
         *(gates or ["-"]),
     )
 

@@ -240,14 +240,14 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
             _join(*(f"{name} {version}" for name, version in versions.items() if version)),
         ),
         ("steps", f"{run.steps:,}"),
-        ("tokens", _format(run.last("tokens"), ",.0f")),
+        ("tokens", formatted(run.last("tokens"), ",.0f")),
         ("median tokens/s", _speed(run)),
-        ("peak memory of a rank, GB", _format(run.memory_gb, ".2f")),
+        ("peak memory of a rank, GB", formatted(run.memory_gb, ".2f")),
         ("final training loss", run.final("loss", ".4f")),
         ("final validation loss", run.final("val_loss", ".4f")),
         ("final bits per byte", run.final("bits_per_byte", ".4f")),
         *_heartbeat_facts(run.histories, status),
-        ("skipped steps", _format(run.skipped, ",d")),
+        ("skipped steps", formatted(run.skipped, ",d")),
         ("halted by the watchdog", "; ".join(f"{key}: {value}" for key, value in halt.items())),
         ("backend fallbacks", "; ".join(_fallbacks(run.run_dir))),
         ("unreadable", "; ".join(filter(None, [*problems, *too_large(run.run_dir)]))),
@@ -265,7 +265,7 @@ def _speed(run: Summary) -> str:
     switch = switch if isinstance(switch, int) else 0
     dense = [rate for step, rate in zip(steps, rates, strict=True) if step <= switch]
     sparse = [rate for step, rate in zip(steps, rates, strict=True) if step > switch]
-    text = _format(run.tokens_per_s, ",.0f")
+    text = formatted(run.tokens_per_s, ",.0f")
     if not dense or not sparse:
         return text
     return f"{text}; dense steps {median(dense):,.0f}, sparse {median(sparse):,.0f}"
@@ -324,10 +324,10 @@ def _join(*values: object) -> str:
 
 
 def _number(value: float | None) -> str:
-    return _format(value, ".4g" if value is None or abs(value) < 1_000 else ",.0f")
+    return formatted(value, ".4g" if value is None or abs(value) < 1_000 else ",.0f")
 
 
-def _format(value: float | None, spec: str) -> str:
+def formatted(value: float | None, spec: str) -> str:
     return "" if value is None else format(value, spec)
 
 
