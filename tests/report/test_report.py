@@ -62,6 +62,7 @@ def test_a_report_holds_facts_and_settings(
     write_metrics(tmp_path)
     lines = beats(300, start=150, pid=900, mono=1_000.0)
     write_beats(tmp_path, beats(160), [*lines, {**lines[-1], "event": "end", "status": "done"}])
+    write_beats(tmp_path, beats(300, rank=1, skipped=2))
     write_env(tmp_path, recipe="m7c", profile="production", notes=["a | note"])
     halt = {"time": "now", "reason": "no step for 600 s", "rank": 1, "phase": "forward"}
     (tmp_path / "halt.json").write_text(json.dumps(halt))
@@ -82,7 +83,7 @@ def test_a_report_holds_facts_and_settings(
     assert run["backend fallbacks"] == [fallbacks]
     assert run["median tokens/s"] == ["142,857"]
     assert run["peak memory of a rank, GB"] == ["10.00"]
-    assert run["skipped steps"] == ["0"]
+    assert run["skipped steps"] == ["2"], "the most of any rank"
     assert "torch 2" in run["versions"][0]
     assert cpu_model().replace("|", "/") in run["hardware"][0]
     assert "\na / note\n" in text
