@@ -210,7 +210,8 @@ class RankHistory:
 
 def read_rank(run_dir: Path, rank: int) -> RankHistory:
     """Read the history of a rank from its heartbeat files."""
-    reader = _Reader(RankHistory(rank))
+    history = RankHistory(rank)
+    process: _Process | None = None
     path = run_dir / f"heartbeat_rank{rank}.jsonl"
     for part in (older_part(path), path):
         try:
@@ -218,83 +219,72 @@ def read_rank(run_dir: Path, rank: int) -> RankHistory:
                 # A step_end line has the information of step_start, too.
                 lines = (line for line in io.BufferedReader(file) if b'"step_start"' not in line)
                 for beat in valid_beats(lines):
-                    reader.add(beat)
+                    if process is None or beat["event"] == "start" or beat["pid"] != process.pid:
+                        if process is not None:
+                            process.end()
+                        process = _Process(history, beat["pid"])
+                    process.add(beat)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            reader.history.problem = f"{part.name} cannot be read: {error}"
-    reader.end_process()
-    return reader.history
+            history.problem = f"{part.name} cannot be read: {error}"
+    if process is not None:
+        process.end()
+    return history
 
 
-class _Reader:
-    """Adds heartbeat lines to a history, and keeps what it needs of the current process."""
+class _Process:
+    """Adds the heartbeats of one process of a rank to the rank's history."""
 
-    def __init__(self, history: RankHistory) -> None:
-        self.history = history
-        self._pid: object = None
+    def __init__(self, history: RankHistory, pid: object) -> None:
+        self.pid = pid
+        self._history = history
         self._first: int | None = None  # steps done before its first one; None: no step has ended
         self._done = 0  # steps done
-        self._mono: float | None = None
-        self._phase = ""
-        self._waited: float | None = None  # seconds since the last step; None: no step has ended
+        self._waited = 0.0  # seconds since the last step
+        self._mono, self._phase = math.inf, ""  # of the previous line
+        history.processes += 1
+        history.status, history.pause, history.pause_at = "", 0.0, ""
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Add the next line."""
-        step, event, phase, history = int(line["step"]), line["event"], line["phase"], self.history
-        if event == "start" or line["pid"] != self._pid:
-            self.end_process()
-            self._pid = line["pid"]
-            history.processes += 1
-            history.status, history.pause, history.pause_at = "", 0.0, ""
-        self._add_time(line["mono"], line["since"], phase)
+    def add(self, beat: dict[str, Any]) -> None:
+        """Add the next heartbeat."""
+        step, event, phase, history = int(beat["step"]), beat["event"], beat["phase"], self._history
+        if self._first is not None:
+            # The last `since` seconds were spent in this phase, those before in the previous one.
+            passed = max(0.0, beat["mono"] - self._mono)
+            in_phase = min(max(beat["since"], 0.0), passed)
+            self._waited += in_phase * (phase not in UNTIMED)
+            self._waited += (passed - in_phase) * (self._phase not in UNTIMED)
+        self._mono, self._phase = beat["mono"], phase
         if self._first is None and event == "step_end":
             # Not taken from earlier lines: they may be from before the checkpoint was loaded.
             self._first = self._done = step - 1
         if self._first is not None and step > self._done:
             self._end_pause()
             self._done, self._waited = step, 0.0
-        self._add_values(line, step, phase)
-
-    def end_process(self) -> None:
-        """End a process; a hang before it failed or was killed counts as a pause."""
-        status = self.history.status
-        if self._first is not None:
-            self.history.spans.append((self._first, self._done))
-            if not status or status.startswith("failed"):
-                self._end_pause()
-        self._pid, self._mono, self._waited, self._first = None, None, None, None
-
-    def _add_time(self, mono: float, since: float, phase: str) -> None:
-        """Split the time since the previous line between two phases, and add it to the pause.
-
-        The last `since` seconds were spent in this line's phase, the rest in the previous line's.
-        """
-        if self._mono is not None and self._waited is not None and mono > self._mono:
-            passed = mono - self._mono
-            in_phase = min(max(since, 0.0), passed)
-            self._waited += in_phase * (phase not in UNTIMED)
-            self._waited += (passed - in_phase) * (self._phase not in UNTIMED)
-        self._mono, self._phase = mono, phase
-
-    def _end_pause(self) -> None:
-        history = self.history
-        if self._waited is not None and self._waited > history.pause:
-            history.pause = self._waited
-            history.pause_at = f"rank {history.rank}, before step {self._done + 1:,}"
-
-    def _add_values(self, line: dict[str, Any], step: int, phase: str) -> None:
-        history = self.history
         history.lines += 1
         history.step = max(history.step, step)
-        history.backend = str(line.get("backend") or history.backend)
-        if line["event"] == "end":
-            history.status = str(line.get("status") or "")
-        if line["event"] == "step_end":  # others may be from before the checkpoint was loaded
-            history.skipped = int(line["skipped"])
-        memory, busy = line.get("memory_gb"), line.get("gpu_busy")
+        history.backend = str(beat.get("backend") or history.backend)
+        if event == "end":
+            history.status = str(beat.get("status") or "")
+        if event == "step_end":  # others may be from before the checkpoint was loaded
+            history.skipped = int(beat["skipped"])
+        memory, busy = beat.get("memory_gb"), beat.get("gpu_busy")
         if memory and (not history.memory or memory > history.memory[-1][1]):
             history.memory.append((step, memory))
         if busy is not None and phase in TRAINING:
             history.gpu_busy += busy
             history.gpu_samples += 1
+
+    def end(self) -> None:
+        """End the process; a hang before it failed or was killed counts as a pause."""
+        if self._first is not None:
+            self._history.spans.append((self._first, self._done))
+            if not self._history.status or self._history.status.startswith("failed"):
+                self._end_pause()
+
+    def _end_pause(self) -> None:
+        if self._waited > self._history.pause:
+            self._history.pause = self._waited
+            where = f"rank {self._history.rank}, before step {self._done + 1:,}"
+            self._history.pause_at = where
