@@ -59,7 +59,10 @@ def test_layers_with_different_dtypes_have_separate_rows(tmp_path: Path) -> None
     report = DtypeReport(model)
     report.write(tmp_path / "dtypes.txt", torch.optim.AdamW(model.parameters()))
     table = rows(tmp_path / "dtypes.txt")
-    assert [table[name][1] for name in "012"] == ["float32", "bfloat16", "float32"]
+    dtypes = {"0": "float32", "1": "bfloat16", "2": "float32"}
+    assert {name: table[name] for name in "012"} == {
+        name: ["Linear", dtype, "-"] for name, dtype in dtypes.items()
+    }, "without a gradient"
 
 
 @pytest.mark.parametrize(
