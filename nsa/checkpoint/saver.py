@@ -138,7 +138,11 @@ class Saver:
         """Write this rank's files and its part of the manifest."""
         for name, content in files.items():
             with write_errors(draft / name):
-                write_file(draft / name, content)
+                if isinstance(content, str):
+                    (draft / name).write_text(content, encoding="utf-8")
+                    continue
+                with (draft / name).open("wb") as file:  # given a path, torch.save hides errors
+                    torch.save(content, file)
         write_part(draft, self._rank, files, finite)
 
     def _commit(self, step: int) -> Path:
@@ -197,15 +201,6 @@ def all_finite(files: dict[str, Any]) -> bool:
             pair = torch.stack(tensor.detach().aminmax()).float()  # a NaN makes both NaN
             extremes.setdefault(tensor.device, []).append(pair)
     return all(bool(torch.stack(pairs).isfinite().all()) for pairs in extremes.values())
-
-
-def write_file(path: Path, content: Any) -> None:
-    """Write one file of a checkpoint: text, or objects as DeepSpeed reads them."""
-    if isinstance(content, str):
-        path.write_text(content, encoding="utf-8")
-        return
-    with path.open("wb") as file:  # given a path, torch.save hides why a write failed
-        torch.save(content, file)
 
 
 def load(engine: Any, saved: Checkpoint) -> None:

@@ -16,8 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from nsa import checkpoint
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.checkpoint.planted_code import KINDS, plant
-from tests.checkpoint.save_once import save_once
-from tests.checkpoint.toy import build, step
+from tests.checkpoint.toy import build, save_once, step
 
 
 def weights(engine: Any, stage: int) -> dict[str, dict[str, torch.Tensor]]:

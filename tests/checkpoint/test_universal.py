@@ -82,9 +82,6 @@ def test_the_converted_checkpoint_is_reused_until_it_is_damaged(
     universal = to_universal(saved)
     converted = universal.folder
     assert read_state_file(converted) == universal
-    assert needs_universal(saved, 1)
-    assert not needs_universal(saved, 2)
-    assert not needs_universal(universal, 1)
     one = next(converted.rglob("exp_avg.pt"))
     unchanged = converted.stat().st_mtime_ns
     to_universal(saved)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+
+from nsa.checkpoint import CheckpointConfig, Saver
+from nsa.engine.cpu_collectives import CpuCollectives
 
 GROUPS = (lambda p: p.dim() > 1, lambda p: p.dim() == 1)  # with weight decay, and without
 
@@ -56,3 +60,16 @@ def step(engine: Any, index: int) -> float:
 def weights(engine: Any) -> torch.Tensor:
     """Return all weights in one vector."""
     return torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
+
+
+def save_once(
+    engine: Any,
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    rank_state: dict[str, Any] | None = None,
+) -> None:
+    """Save once; every rank must call it with the same step."""
+    barrier = CpuCollectives(slowest=60).barrier
+    saver = Saver(engine, folder, CheckpointConfig(), barrier=barrier)
+    saver.save(step, state, rank_state)

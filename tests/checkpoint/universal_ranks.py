@@ -13,8 +13,7 @@ import torch.distributed as dist
 from nsa import checkpoint
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
-from tests.checkpoint.save_once import save_once
-from tests.checkpoint.toy import GROUPS, build, step, weights
+from tests.checkpoint.toy import GROUPS, build, save_once, step, weights
 
 
 def optimizer_state(engine: Any) -> list[torch.Tensor]:

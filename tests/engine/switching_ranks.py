@@ -22,7 +22,7 @@ from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
 from nsa.model.fused import are_adjacent
-from tests.checkpoint.save_once import save_once
+from tests.checkpoint.toy import save_once
 from tests.engine.small import small
 from tests.ranks import ROOT
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +18,13 @@ import yaml
 from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nsa.engine.config import learning_rate, read_saved_config
+from nsa.engine.config import learning_rate, read_saved_config, resolve_config
+from nsa.engine.plan_command import load_profile
 from nsa.monitor.artifacts import read_metrics
 from nsa.monitor.observer import METRICS_COLUMNS, SELECTOR_STATISTICS
 from tests.engine.runs import TINY, ds_config, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small_request
-from tests.ranks import free_port
+from tests.ranks import ROOT, free_port
 
 FP16_WORKS = torch.float16 in get_accelerator().supported_dtypes()
 
@@ -37,7 +40,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An uninterrupted run of 8 steps on two ranks, with packed documents."""
     folder, port = tmp_path_factory.mktemp("runs"), free_port()
     settings = ("data.packing=documents", "train.accumulation=2", "monitor.memory_every=4")
-    arguments = ["--steps=8", *(f"--set={setting}" for setting in settings)]
+    arguments = ["--steps=8", "--profile-steps=2-3", *(f"--set={x}" for x in settings)]
     output = succeed(on_two_ranks("m7c.py", *TINY, *arguments, folder=folder, port=port))
     return FinishedRun(folder / "runs/m7c-demo", output, port)
 
@@ -95,6 +98,15 @@ def test_memory_is_recorded_around_the_first_and_every_nth_step(finished: Finish
         lines = (finished.dir / f"memory/rank{rank}.jsonl").read_text().splitlines()
         taken = [(line["step"], line["when"]) for line in map(json.loads, lines)]
         assert taken == [(step, when) for step in (1, 4, 8) for when in ("before", "after")]
+
+
+def test_only_the_requested_steps_are_traced(finished: FinishedRun) -> None:
+    traces = sorted(path.name for path in (finished.dir / "profile").iterdir())
+    assert traces == ["rank0_steps2-3.json.gz", "rank1_steps2-3.json.gz"]
+    trace = json.loads(gzip.decompress((finished.dir / "profile" / traces[0]).read_bytes()))
+    names = Counter(event.get("name", "") for event in trace["traceEvents"])
+    assert names["Optimizer.step#AdamW.step"] == 2, "one for each traced step"
+    assert any("attention" in name for name in names)
 
 
 def test_tensorboard_holds_the_scalars_settings_and_texts(finished: FinishedRun) -> None:
@@ -157,14 +169,12 @@ def test_switching_the_precision_takes_one_setting(tmp_path: Path) -> None:
     assert set(losses(tmp_path / "run")) == {1, 2, 3}
 
 
-def test_the_dense_twin_differs_in_nothing_but_its_attention(stopped: Path, tmp_path: Path) -> None:
-    succeed(on_one_rank("m7c_dense.py", *TINY, "--steps=2", "--run-dir=run", folder=tmp_path))
+@pytest.mark.parametrize("profile", ["production", "demo"])
+def test_the_dense_twin_differs_in_nothing_but_its_attention(profile: str) -> None:
     sparse, dense = (
-        yaml.safe_load((run / "config.yaml").read_text()) for run in (stopped, tmp_path / "run")
+        load_profile(ROOT / f"recipes/{name}.py", profile) for name in ("m7c", "m7c_dense")
     )
-    assert sparse["model"]["attention"].pop("kind") == "nsa"
-    assert dense["model"]["attention"].pop("kind") == "dense"
-    assert sparse == dense
+    assert resolve_config(dense) == resolve_config(sparse, None, ["attention.kind=dense"])
 
 
 def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
