@@ -202,70 +202,67 @@ def _attention(
             by_block = {"block_tokens": tables[0], "token_blocks": tables[1]}
             yield Operation("pool", block, partial(pool, rotary=angles, **by_block))
 
-    if layer.index is not None:
-        yield from _indexed(config, metadata, layer, total, random)
-        return
-    q, gates = random(1, total, config.heads, key), random(1, total, config.heads, 3).abs()
-    k_cmp, v_cmp = (random(1, len(tables[0]), heads, size) for size in (key, value))
-    by_token = [random(1, total, heads, size) for size in (key, value, key, value)]
-    if layer.branches == BRANCHES:
-        fused: list[Tensor] = []  # the blocks that Triton selected
-
-        def attend(q: Tensor, *x: Any, backend: str) -> tuple[Tensor, Tensor]:
-            """Triton's fused operation, or PyTorch's branches on its blocks."""
-            k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
-            how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": "blockwise"}
-            compressed, lse = compressed_attention(q, k_cmp, v_cmp, spec, **how)
-            if backend == "triton":
-                pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
-                inputs = GatedInputs(q, *pairs, gates, cu_seqlens, spec, q.shape[-1] ** -0.5)
-                o, index = nsa_attention_and_blocks(inputs, backend)
-                fused[:] = [index]
-            else:
-                index = select_blocks(q, k_cmp, lse, spec, **how)
-                selected = selected_attention(q, k_sel, v_sel, fused[0], spec, **how)
-                window = window_attention(q, k_win, v_win, spec.window, **how)
-                o = (torch.stack((compressed, selected, window), -1) * gates[..., None, :]).sum(-1)
-            return o, _scores(index, q, k_cmp, lse, spec, cu_seqlens)
-
-        yield Operation("nsa_attention", (q, k_cmp, v_cmp, *by_token, gates), attend)
-    if config.attention.selector_loss:
-        queries = sample_queries(total, torch.zeros((), dtype=torch.long, device=device))
-        run = partial(selector_loss, queries=queries, spec=spec, cu_seqlens=cu_seqlens)
-        yield Operation("selector_loss", (q, k_cmp, by_token[0]), run)
+    yield from _branches(config, metadata, layer, total, random)
 
 
-def _indexed(
+def _branches(
     config: ModelConfig,
     metadata: AttentionMetadata,
     layer: Attention,
     total: int,
     random: Callable[..., Tensor],
 ) -> Iterator[Operation]:
-    """The operations of attention with an index, beside those of its projections."""
+    """The operations between the projections: selection, attention and the selector loss."""
     spec, heads, cu_seqlens = config.attention.spec, config.kv_heads, metadata.cu_seqlens
-    how: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    key, value = layer.key_dim, layer.value_dim
     assert metadata.block_tokens is not None
     blocks = len(metadata.block_tokens)
-    queries = random(1, total, heads, layer.key_dim)
-    keys = random(1, blocks, heads, layer.key_dim)
+    q, k_cmp = random(1, total, config.heads, key), random(1, blocks, heads, key)
+    k, v = (random(1, total, heads, size) for size in (key, value))
+    q_cmp = None if layer.index is None else random(1, total, heads, key)
+    how: dict[str, Any] = {"spec": spec, "cu_seqlens": cu_seqlens}
+    usual: dict[str, Any] = {**how, "backend": "blockwise"}
+    fused: list[Tensor] = []  # the blocks that Triton selected
 
     def select(queries: Tensor, keys: Tensor, backend: str) -> Tensor:
-        index = select_blocks(queries, keys, None, spec, **how, backend=backend)
+        index = select_blocks(queries, keys, None, **how, backend=backend)
         return _scores(index, queries, keys, None, spec, cu_seqlens)
 
-    yield Operation("select_blocks", (queries, keys), select)
-    q = random(1, total, config.heads, layer.key_dim)
-    k, v = (random(1, total, heads, size) for size in (layer.key_dim, layer.value_dim))
-    index = select_blocks(queries, keys, None, spec, **how, backend="blockwise")
-    attend = partial(selected_attention, block_index=index, spec=spec, **how)
-    yield Operation("selected_attention", (q, k, v), attend)
-    sampled = sample_queries(total, torch.zeros((), dtype=torch.long, device=q.device))
+    def attend(q: Tensor, *x: Any, backend: str) -> tuple[Tensor, Tensor]:
+        """Triton's fused operation, or PyTorch's branches on its blocks."""
+        k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
+        compressed, lse = compressed_attention(q, k_cmp, v_cmp, **usual)
+        if backend == "triton":
+            pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+            inputs = GatedInputs(q, *pairs, gates, cu_seqlens, spec, q.shape[-1] ** -0.5)
+            o, index = nsa_attention_and_blocks(inputs, backend)
+            fused[:] = [index]
+        else:
+            index = select_blocks(q, k_cmp, lse, **usual)
+            selected = selected_attention(q, k_sel, v_sel, fused[0], **usual)
+            window = window_attention(
+                q, k_win, v_win, spec.window, cu_seqlens=cu_seqlens, backend="blockwise"
+            )
+            o = (torch.stack((compressed, selected, window), -1) * gates[..., None, :]).sum(-1)
+        return o, _scores(index, q, k_cmp, lse, spec, cu_seqlens)
 
-    def loss(q: Tensor, keys: Tensor, k: Tensor, q_cmp: Tensor, backend: str) -> Tensor:
-        return selector_loss(q, keys, k, sampled, spec, q_cmp=q_cmp, **how, backend=backend)[0]
+    if q_cmp is not None:
+        yield Operation("select_blocks", (q_cmp, k_cmp), select)
+        index = select_blocks(q_cmp, k_cmp, None, **usual)
+        run = partial(selected_attention, block_index=index, **how)
+        yield Operation("selected_attention", (q, k, v), run)
+    elif layer.branches == BRANCHES:
+        v_cmp = random(1, blocks, heads, value)
+        k_win, v_win = (random(*x.shape) for x in (k, v))
+        gates = random(1, total, config.heads, 3).abs()
+        yield Operation("nsa_attention", (q, k_cmp, v_cmp, k, v, k_win, v_win, gates), attend)
+    if config.attention.selector_loss:
+        queries = sample_queries(total, torch.zeros((), dtype=torch.long, device=q.device))
 
-    yield Operation("selector_loss", (q, keys, k, queries), loss)
+        def loss(q: Tensor, k_cmp: Tensor, k: Tensor, q_cmp: Any, backend: str) -> Outputs:
+            return selector_loss(q, k_cmp, k, queries, q_cmp=q_cmp, **how, backend=backend)
+
+        yield Operation("selector_loss", (q, k_cmp, k, q_cmp), loss)
 
 
 @torch.no_grad()
