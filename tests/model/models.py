@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.attention import NSAttention
 from nsa.model.compressor import BlockPool
 from nsa.model.config import INIT_STD, SUBSETS
 from nsa.spec import NSASpec
@@ -33,6 +34,8 @@ SUBSETS_OF_BRANCHES = {
     for names in SUBSETS
     if names not in ("cmp+sel+win", "sel")
 }
+SUBSETS_OF_BRANCHES["cmp+win, mlp"] = replace(SUBSETS_OF_BRANCHES["cmp+win"], compressor="mlp")
+NAMED = ATTENTIONS | SUBSETS_OF_BRANCHES
 # What the models of other libraries may have, and ours has not by default.
 IMPORTED: dict[str, Any] = {
     "qkv_bias": True,
@@ -55,7 +58,7 @@ def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConf
         head_dim=6,
         value_dim=5,
         mlp_width=32,
-        attention=replace(ATTENTIONS[attention] if isinstance(attention, str) else attention),
+        attention=replace(NAMED[attention] if isinstance(attention, str) else attention),
     )
     return replace(config, **changes)
 
@@ -72,7 +75,9 @@ def build(
     torch.manual_seed(seed)
     model = LanguageModel(config)
     model.initialize(std)
-    for layer in model.sparse_layers().values():
+    for layer in model.modules():
+        if not isinstance(layer, NSAttention):
+            continue
         if layer.index is not None:
             torch.nn.init.normal_(layer.index.q.weight, std=0.3)
             torch.nn.init.normal_(layer.index.k.weight, std=0.3)

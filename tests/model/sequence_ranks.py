@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import AttentionConfig, LanguageModel
+from nsa.model.config import COMPRESSORS
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, build, packed, tiny, tokens
@@ -18,22 +19,13 @@ from tests.model.models import IMPORTED, build, packed, tiny, tokens
 # One document, with its blocks and windows, crosses the border between the ranks.
 DOCUMENTS = {2_048: packed(350, 3, 1_250, 0, 445), 512: packed(70, 3, 250, 0, 189)}
 SPEC = NSASpec(32, 16, 64, 6, 1, 2, 96)
+NSA = {x: AttentionConfig(spec=SPEC, compressor=x) for x in COMPRESSORS}
+INDEX = AttentionConfig(branches="sel", selector_loss=3.0, spec=NSASpec(32, 16, 32, 6, 1, 2))
 ATTENTIONS = {
-    "mean": AttentionConfig(spec=SPEC),
-    "mlp": AttentionConfig(spec=SPEC, compressor="mlp"),
-    "pool": AttentionConfig(spec=SPEC, compressor="pool"),
-    "mean, selector loss": AttentionConfig(spec=SPEC, selector_loss=3.0),
-    "pool, selector loss": AttentionConfig(spec=SPEC, compressor="pool", selector_loss=3.0),
-    "mlp, selector loss": AttentionConfig(spec=SPEC, compressor="mlp", selector_loss=3.0),
-    "index": AttentionConfig(
-        branches="sel",
-        compressor="pool",
-        selector_loss=3.0,
-        spec=NSASpec(32, 32, 32, 6, 1, 2),
-    ),
-    "index, mean": AttentionConfig(
-        branches="sel", selector_loss=3.0, spec=NSASpec(32, 16, 32, 6, 1, 2)
-    ),
+    **NSA,
+    **{f"{name}, selector loss": replace(x, selector_loss=3.0) for name, x in NSA.items()},
+    "index": replace(INDEX, compressor="pool", spec=NSASpec(32, 32, 32, 6, 1, 2)),
+    "index, mean": INDEX,
     "dense": AttentionConfig(kind="dense"),
 }
 

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
-from tests.model.models import ATTENTIONS, build, tiny
+from tests.model.models import ATTENTIONS, NAMED, build, tiny
 from tests.model.test_attention_metadata import by_hand
 from tests.ops import naive
 
 LENGTH, SCALE = 21, 6**-0.5
 X = 3 * torch.randn(1, LENGTH, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 INDEXED = [name for name, config in ATTENTIONS.items() if config.has_index]
-BRANCHES = [name for name in ATTENTIONS if name not in (*INDEXED, "dense")]
+BRANCHES = [name for name in NAMED if name not in (*INDEXED, "dense")]
 
 
 def first_layer(name: str) -> tuple[Attention, Tensor]:
@@ -79,24 +79,29 @@ def weighted_mean(phi: torch.nn.Module, block: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", BRANCHES)
 @torch.no_grad()
-def test_nsa_is_the_gated_sum_of_its_three_branches(name: str) -> None:
+def test_nsa_is_the_gated_sum_of_its_branches(name: str) -> None:
     attention, actual = first_layer(name)
     assert isinstance(attention, NSAttention)
-    q, spec = rotated(project(attention.q)).numpy(), attention.spec
+    q, spec, names = rotated(project(attention.q)).numpy(), attention.spec, attention.branches
     # Independent keys lie one branch after the other: compressed, selected, window.
-    k_cmp, k_sel, k_win = project(attention.k).split(2, 2)
-    v_cmp, v_sel, v_win = project(attention.v, 5).split(2, 2)
-    pooled = compressed(attention, k_cmp, v_cmp, ATTENTIONS[name].compressor)
-    keys, values = (y.numpy() for y in pooled)
-    index = naive.select_blocks(naive.importance(q, keys, spec, SCALE), spec)
-    k_sel, k_win = (rotated(y).numpy() for y in (k_sel, k_win))
-    branches = [
-        naive.compressed_attention(q, keys, values, spec, SCALE)[0],
-        naive.selected_attention(q, k_sel, v_sel.numpy(), index, spec, SCALE),
-        naive.window_attention(q, k_win, v_win.numpy(), spec.window, SCALE),
-    ]
-    gates = torch.sigmoid(project(attention.gates, 3)).numpy()
-    check(attention, actual, np.einsum("bthc,cbthd->bthd", gates, np.stack(branches)))
+    k = dict(zip(names, project(attention.k).split(2, 2), strict=True))
+    v = dict(zip(names, project(attention.v, 5).split(2, 2), strict=True))
+    outputs = {}
+    if names != ("win",):
+        # Without a compressed branch blocks are selected by the means of the selected one's keys.
+        source = "cmp" if "cmp" in names else "sel"
+        pooled = compressed(attention, k[source], v[source], NAMED[name].compressor)
+        keys, values = (y.numpy() for y in pooled)
+        outputs["cmp"] = naive.compressed_attention(q, keys, values, spec, SCALE)[0]
+        index = naive.select_blocks(naive.importance(q, keys, spec, SCALE), spec)
+    pairs = {branch: (rotated(k[branch]).numpy(), v[branch].numpy()) for branch in names}
+    if "sel" in names:
+        outputs["sel"] = naive.selected_attention(q, *pairs["sel"], index, spec, SCALE)
+    if "win" in names:
+        outputs["win"] = naive.window_attention(q, *pairs["win"], spec.window, SCALE)
+    gates = torch.sigmoid(project(attention.gates, len(names))).numpy()
+    branches = np.stack([outputs[branch] for branch in names])
+    check(attention, actual, np.einsum("bthc,cbthd->bthd", gates, branches))
 
 
 @pytest.mark.parametrize("name", INDEXED)

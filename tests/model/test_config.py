@@ -42,6 +42,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"attention": AttentionConfig(backend="cuda")},
         r"^model\.attention\.backend = 'cuda': choose one of auto, triton, blockwise, reference$",
     ),
+    *(
+        ({"attention": AttentionConfig(branches=x)}, r"attention\.branches = .*: choose one of cmp")
+        for x in ("sel+cmp", "", "window", "cmp+cmp")
+    ),
+    (
+        {"attention": AttentionConfig(branches="sel+win", compressor="mlp")},
+        r"branches = 'sel\+win'; add cmp, or set it to mean$",
+    ),
     ({"rope_theta": 0.0}, r"^model\.rope_theta = 0\.0: "),
     ({"norm_eps": -1e-5}, r"^model\.norm_eps = -1e-05: "),
 ]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token, parameter_count
-from tests.model.models import ATTENTIONS, SUBSETS_OF_BRANCHES, build, tiny, tokens
+from tests.model.models import ATTENTIONS, NAMED, build, tiny, tokens
 from tests.ops import naive
 
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
@@ -48,7 +48,7 @@ def test_counting_allocates_nothing() -> None:
 
 
 @pytest.mark.parametrize("length", [3, 6, 37])  # no compressed block, two, and many
-@pytest.mark.parametrize("attention", [*ATTENTIONS, *SUBSETS_OF_BRANCHES])
+@pytest.mark.parametrize("attention", NAMED)
 def test_flops_are_what_pytorch_counts_without_the_masked_pairs(
     attention: str, length: int
 ) -> None:
@@ -58,7 +58,7 @@ def test_flops_are_what_pytorch_counts_without_the_masked_pairs(
     multiplies queries and compressed keys once more, forward only. Without a compressed branch it
     needs the branch's forward pass, and with an index these scores alone.
     """
-    config = tiny(SUBSETS_OF_BRANCHES.get(attention, attention))
+    config = tiny(attention)
     config.attention.selector_loss = 0.0
     indexed, names = config.attention.has_index, config.attention.branch_names
     names = ("sel",) if attention == "dense" else names

@@ -14,7 +14,7 @@ from nsa.model.count import parameter_count
 from nsa.model.decode import prefill, step
 from nsa.monitor.health import HealthRecorder
 from nsa.spec import NSASpec
-from tests.model.models import ATTENTIONS, SPEC, build, packed, tiny, tokens
+from tests.model.models import ATTENTIONS, NAMED, SPEC, build, packed, tiny, tokens
 
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
 
@@ -32,7 +32,7 @@ def test_a_later_token_changes_no_earlier_logit(attention: str, length: int) -> 
         assert not torch.equal(other[:, t], logits[:, t])
 
 
-@attentions
+@pytest.mark.parametrize("attention", NAMED)
 def test_packed_documents_get_the_logits_that_they_get_alone(attention: str) -> None:
     model, ids, lengths = build(tiny(attention)), tokens(44), (3, 1, 20, 0, 13, 7)
     together = model(ids, cu_seqlens=packed(*lengths))
@@ -41,7 +41,7 @@ def test_packed_documents_get_the_logits_that_they_get_alone(attention: str) -> 
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
 
 
-@attentions
+@pytest.mark.parametrize("attention", NAMED)
 @pytest.mark.parametrize("length", [1, 31, 32, 200])
 @pytest.mark.parametrize("documents", ["one", "packed"])
 def test_every_parameter_gets_a_gradient_whatever_the_length(
