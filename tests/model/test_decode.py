@@ -12,10 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import KVCache, ring_indices
-from nsa.model.config import SUBSETS
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
-from tests.model.models import ATTENTIONS, IMPORTED, SPEC, build, tiny, tokens
+from tests.model.models import IMPORTED, NAMED, SPEC, build, tiny, tokens
 from tests.ops.test_decode import HostSyncs
 from tests.ranks import ROOT
 
@@ -42,10 +41,7 @@ def sparse(spec: NSASpec = SPEC, **changes: object) -> AttentionConfig:
     return AttentionConfig(spec=spec, **changes)
 
 
-CONFIGS = {name: tiny(name) for name in ATTENTIONS}
-CONFIGS |= {
-    branches: tiny(sparse(branches=branches)) for branches in SUBSETS[1:] if branches != "sel"
-}
+CONFIGS = {name: tiny(name) for name in NAMED}
 CONFIGS |= {
     "dense, imported": tiny("dense", **IMPORTED),
     "index, imported": tiny("index", **IMPORTED),

@@ -27,10 +27,6 @@ from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
 from tests.ranks import ROOT
 
-KINDS: dict[str, AttentionConfig] = {
-    **ATTENTIONS,
-    "no cmp": AttentionConfig(spec=SPEC, branches="sel+win"),
-}
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 MASK = torch.ones(3, 24, dtype=torch.long)
 MASK[0, :9] = MASK[1, :21] = 0  # to the left, so that the second has three tokens
@@ -38,7 +34,7 @@ MASK[0, :9] = MASK[1, :21] = 0  # to the left, so that the second has three toke
 
 def wrapped(kind: str = "mean", dtype: torch.dtype = torch.float64, std: float = 0.3) -> Any:
     """A Hugging Face model whose weights are so large that every past token matters."""
-    inner = build(tiny(KINDS[kind]), dtype, std=std)
+    inner = build(tiny(kind), dtype, std=std)
     model = NSAForCausalLM(NSAConfig.of(inner.config)).to(dtype)
     model.model.core.load_state_dict(inner.state_dict())
     return model.eval()
@@ -51,7 +47,7 @@ def greedy_parallel(model: Any, ids: Tensor, count: int) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*ATTENTIONS, "sel+win"])
 def test_logits_and_loss_are_those_of_the_trainer(kind: str) -> None:
     model, ids = wrapped(kind), tokens(24, batch=2)
     out = model(ids, labels=ids)
@@ -184,7 +180,7 @@ def test_documents_packed_by_position_ids_are_independent() -> None:
     torch.testing.assert_close(logits[0, 14:], model(ids[:1, 14:]).logits[0])
 
 
-@pytest.mark.parametrize("kind", ["dense", "mlp", "no cmp"])
+@pytest.mark.parametrize("kind", ["dense", "mlp", "sel+win"])
 def test_generate_continues_as_the_parallel_forward_pass_would(kind: str) -> None:
     model, ids = wrapped(kind), tokens(24, batch=3)
     output = model.generate(ids, attention_mask=MASK, max_new_tokens=8, **GREEDY)
@@ -449,15 +445,15 @@ def test_the_configuration_accepts_hugging_face_names() -> None:
 
 def test_settings_given_at_load_keep_the_other_saved_settings(tmp_path: Path) -> None:
     """The selector loss, which is not exported, can be given too."""
-    NSAConfig.of(tiny(replace(KINDS["mlp"], selector_loss=1.0))).save_pretrained(tmp_path)
+    NSAConfig.of(tiny(replace(ATTENTIONS["mlp"], selector_loss=1.0))).save_pretrained(tmp_path)
     given = {"attention": {"spec": {"window": 64}, "backend": "reference"}}
     config = AutoConfig.from_pretrained(tmp_path, **given)
-    expected = replace(KINDS["mlp"], spec=replace(SPEC, window=64), backend="reference")
+    expected = replace(ATTENTIONS["mlp"], spec=replace(SPEC, window=64), backend="reference")
     assert config.model_config().attention == expected
     config = AutoConfig.from_pretrained(tmp_path, attention={"selector_loss": 0.5})
     config.save_pretrained(tmp_path / "again")
     again = AutoConfig.from_pretrained(tmp_path / "again").model_config()
-    assert again.attention == replace(KINDS["mlp"], selector_loss=0.5)
+    assert again.attention == replace(ATTENTIONS["mlp"], selector_loss=0.5)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +471,7 @@ def test_settings_given_at_load_keep_the_other_saved_settings(tmp_path: Path) ->
 def test_an_invalid_configuration_is_refused(
     given: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    NSAConfig.of(tiny(KINDS["mlp"])).save_pretrained(tmp_path)
+    NSAConfig.of(tiny("mlp")).save_pretrained(tmp_path)
     for build_config in (NSAConfig, partial(AutoConfig.from_pretrained, tmp_path)):
         with pytest.raises(ValueError, match=message):
             build_config(**given)
