@@ -184,7 +184,7 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
 _HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
 # Candidates that come before these, by operation or kind of kernel, and head size. Those of sm_90
-# are measured (docs/benchmarks/gpu.md), those of sm_80 counted (kernel-counts.md). `small` is for
+# are measured (docs/benchmarks/gpu.md), those of sm_80 counted (traffic.md). `small` is for
 # chips of which neither was done, with 64 to 100 KB of shared memory for a block.
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
