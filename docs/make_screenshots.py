@@ -62,7 +62,6 @@ VIEWS = (
         1000,
         click=SETTINGS_PANE,
     ),
-    View("text", "#text", ("run/config.yaml", "run/ds_config.json", "vocab_size: 320"), 1000),
 )
 
 
