@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import nsa
 from nsa import cli
 from nsa.cli import main
 from nsa.engine.plan_command import load_profile
@@ -24,21 +24,7 @@ from tests.ranks import ROOT
 
 M7C = load_profile(ROOT / "recipes/m7c.py", "production").model
 
-VERBS = (
-    "check",
-    "compare",
-    "data",
-    "doctor",
-    "eval",
-    "export",
-    "generate",
-    "import",
-    "info",
-    "plan",
-    "report",
-    "train",
-    "watch",
-)
+VERBS = "check compare data doctor eval export generate import info plan report serve train watch"
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
 METRICS = (
     "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
@@ -53,13 +39,15 @@ METRICS = (
 )
 def test_help_lists_the_verbs(command: list[str]) -> None:
     result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-    for verb in VERBS:
+    for verb in VERBS.split():
         assert re.search(rf"\n    {verb}\s", result.stdout)
 
 
-def test_a_clone_that_is_not_installed_has_no_version(
+def test_the_version_is_the_packages_and_a_clone_that_is_not_installed_has_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert nsa.__version__ == metadata.version("nsa-m7c")
+
     def version(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
 
@@ -70,19 +58,27 @@ def test_a_clone_that_is_not_installed_has_no_version(
     assert capsys.readouterr().out == "nsa (not installed)\n"
 
 
-def test_help_does_not_import_torch() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        (["--help"], {"torch"}),
+        # A second of the command's three; transformers and datasets are as slow.
+        (["check", str(DS_CONFIG), "--quiet"], {"torch._dynamo", "transformers", "datasets"}),
+    ],
+    ids=["help", "check"],
+)
+def test_a_verb_does_not_import_what_is_slow(arguments: list[str], unwanted: set[str]) -> None:
     code = (
-        "import sys\n"
+        "import contextlib, sys\n"
         "from nsa.cli import main\n"
-        "try:\n"
-        "    main(['--help'])\n"
-        "finally:\n"
-        "    sys.exit('torch' in sys.modules)\n"
+        f"with contextlib.suppress(SystemExit): main({arguments})\n"
+        f"sys.exit(str({unwanted} & {{*sys.modules}}))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1:] == ["set()"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["tarin"], ["info", "--seq-length", "8"], ["check"]])
+@pytest.mark.parametrize("arguments", [[], ["info", "--seq-length", "8"], ["check"]])
 def test_a_wrong_call_exits_with_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +100,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
         (["check", str(wrong)], "zero_optimisation"),
         (["check", str(tmp_path / "nowhere.json")], "nowhere.json"),
         (["check", str(DS_CONFIG), "--ranks", "0"], "--ranks 0"),
+        (["check", str(DS_CONFIG), "--set", "a.b"], "write it as path.to.key=value"),
     ):
         assert main(arguments) == 2
         output = capsys.readouterr()
@@ -179,14 +176,8 @@ def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
     assert output.err == summary
     assert main(["check", str(DS_CONFIG), "--quiet"]) == 0
     assert capsys.readouterr().out == summary
-
-
-def test_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(ROOT / "ds_configs/zero2_overlap.json")
-    assert main(["check", file, "--quiet", "--set", "train.micro_batch=4"]) == 0
-    assert ", overlapped, 32 sequences" in capsys.readouterr().out
-    assert main(["check", file, "--set", "train.micro_batch"]) == 2
-    assert "write it as path.to.key=value" in capsys.readouterr().err
+    assert main(["check", str(DS_CONFIG), "--quiet", "--set", "train.micro_batch=4"]) == 0
+    assert ", 32 sequences" in capsys.readouterr().out
 
 
 def test_check_lists_every_key_to_change_and_exits_with_2(
@@ -194,25 +185,12 @@ def test_check_lists_every_key_to_change_and_exits_with_2(
 ) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"zero_optimization": {"stage": 1}, "amp": {}, "gradient_clipping": 3}')
-    for flags in ([], ["--quiet"]):
-        assert main(["check", str(file), *flags]) == 2
-        output = capsys.readouterr()
-        assert output.out == ""
-        first, *lines = output.err.splitlines()
-        assert first == f"nsa: {file}: 2 keys to change:"
-        assert [line.split()[0] for line in lines] == ["amp", "gradient_clipping"]
-
-
-def test_check_does_not_import_the_compiler() -> None:
-    """It is a second of the command's three; transformers and datasets are as slow."""
-    code = (
-        "import sys\n"
-        "from nsa.cli import main\n"
-        f"main(['check', {str(DS_CONFIG)!r}, '--quiet'])\n"
-        "sys.exit(str({'torch._dynamo', 'transformers', 'datasets'} & {*sys.modules}))\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stderr.splitlines()[-1:] == ["set()"]
+    assert main(["check", str(file), "--quiet"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    first, *lines = output.err.splitlines()
+    assert first == f"nsa: {file}: 2 keys to change:"
+    assert [line.split()[0] for line in lines] == ["amp", "gradient_clipping"]
 
 
 def test_compare_and_report_print_the_files_they_wrote(
@@ -236,46 +214,30 @@ def test_compare_and_report_print_the_files_they_wrote(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "usage", "error"),
     [
-        (
-            ["plan", "--devise", "a100"],
-            "nsa plan: error: .*--devise (did you mean --device?), a100",
-        ),
-        (["generate", "runs/a", "--temprature=1"], "--temprature=1 (did you mean --temperature?)"),
-        (["plan", "recipes/m7c.py"], "nsa plan: error: unrecognized arguments: recipes/m7c.py"),
+        (["plan", "--devise", "a100"], "plan", "--devise (did you mean --device?), a100"),
+        (["generate", "a", "--temprature=1"], "generate", "--temprature=1 (did you mean --temp"),
+        (["plan", "recipes/m7c.py"], "plan", "unrecognized arguments: recipes/m7c.py"),
         (
             ["data", "prepare", "--source=x", "--tokenizer=byte", "--out=y", "--held_out=0.1"],
-            "usage: nsa data prepare .*--held_out=0.1 (did you mean --held-out?)",
+            "data prepare",
+            "--held_out=0.1 (did you mean --held-out?)",
         ),
+        (["export", "a", "--too", "b"], "export", "--to; --too (did you mean --to?)"),
+        (["data", "preprae"], "data", "preprae (did you mean prepare?)"),
+        (["tarin", "m7c"], "", "tarin (did you mean train?)"),
     ],
 )
-def test_an_unknown_argument_shows_the_usage_of_its_verb(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_argument_shows_its_verbs_usage_and_names_the_nearest(
+    words: list[str], usage: str, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(words)
     assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"usage: nsa {words[0]} ")
-    for part in message.split(".*"):
-        assert part in error
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["export", "runs/a", "--too", "b"], "--to; --too (did you mean --to?)"),
-        (["tarin", "m7c"], "tarin (did you mean train?)"),
-        (["data", "preprae"], "preprae (did you mean prepare?)"),
-    ],
-)
-def test_an_error_names_the_nearest_flag_or_verb(
-    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(words)
-    assert hint in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"usage: nsa {usage}")
+    assert error in shown
 
 
 def test_json_has_stable_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,9 +291,3 @@ def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(
     capsys.readouterr()
     assert main(["train", "--num_gpus", "2", "m7b"]) == 2
     assert "names no recipe; write nsa train" in capsys.readouterr().err
-
-
-def test_the_package_states_its_version() -> None:
-    import nsa
-
-    assert nsa.__version__ == importlib.metadata.version("nsa-m7c")
