@@ -43,6 +43,14 @@ def free_port() -> int:
     raise OSError("none of 100 ports is free")
 
 
+def alive(pid: int) -> bool:
+    """Return whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def user_environment() -> dict[str, str]:
     """Return a user's shell environment: ours without the launcher's and Triton's variables."""
     excluded = ("TRITON_INTERPRET", *SET_BY_LAUNCHER)

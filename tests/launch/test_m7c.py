@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launch.clone import environment, make_clone, run, start, with_real_packages
-from tests.launch.test_ranks import alive
+from tests.ranks import alive
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,9 @@ from tests.ranks import ROOT
 
 GITHUB = ROOT / ".github"
 DOCKERFILES = sorted(ROOT.glob("launch/*.Dockerfile"))
-FORMS = sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml"))
+FORMS = sorted(
+    set((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) - {GITHUB / "ISSUE_TEMPLATE/config.yml"}
+)
 
 
 def lines(dockerfile: Path) -> list[tuple[str, str]]:
@@ -38,16 +39,11 @@ def test_the_workflow_runs_ci() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
-def test_issue_forms_are_what_github_reads(form: Path) -> None:
-    tree = yaml.safe_load(form.read_text())
-    if form.name == "config.yml":
-        return
-    assert {"name", "description", "body"} <= tree.keys()
-    assert {part["type"] for part in tree["body"]} <= {"textarea", "input", "markdown"}
-    ids = [part["id"] for part in tree["body"]]
-    assert len(set(ids)) == len(ids)
+def test_issue_forms_ask_for_the_environment_in_fields_that_github_reads(form: Path) -> None:
+    body = yaml.safe_load(form.read_text())["body"]
+    assert {part["type"] for part in body} <= {"textarea", "input", "markdown"}
     if form.name != "idea.yml":
-        assert {"env", "doctor"} <= set(ids)
+        assert {"env", "doctor"} <= {part["id"] for part in body}
 
 
 def test_links_and_citation_are_right() -> None:
@@ -58,7 +54,6 @@ def test_links_and_citation_are_right() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{citation["version"]}"' in project
     assert f'license = "{citation["license"]}"' in project
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
@@ -80,11 +75,3 @@ def test_both_images_differ_in_pytorchs_build_and_nvml_alone() -> None:
     differ = [(a[1], b[1]) for a, b in zip(cpu, cuda, strict=True) if a != b]
     assert all(first.startswith("pip install") for first, _ in differ)
     assert len(differ) == 2
-
-
-def test_every_file_of_the_repository_is_tracked() -> None:
-    """.gitignore must not hide one of them."""
-    files = [GITHUB, *DOCKERFILES, ROOT / ".pre-commit-config.yaml", ROOT / ".dockerignore"]
-    command = ["git", "check-ignore", *map(str, files)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == ""

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from nsa.cli import main
-from tests.launch.test_ranks import alive
 from tests.monitor.run_folders import make_beat, write_limits
-from tests.ranks import ROOT
+from tests.ranks import ROOT, alive
 
 TOY = Path(__file__).with_name("toy_run.py")
 WATCH = ("-m", "nsa", "watch")
