@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.clone import environment, make_clone, run, start, with_real_packages
+from tests.launch.clone import environment, make_clone, run, start
 from tests.ranks import alive
 
 
@@ -62,70 +62,51 @@ def write_recipe(folder: Path, code: str) -> None:
     )
 
 
-Launches = dict[str, tuple[int, str, list[dict[str, Any]]]]
+FACTS = """\
+import json
+say('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[3:])
+facts = {'cwd': os.getcwd(), 'python': sys.executable, 'environment': dict(os.environ)}
+facts['arguments'] = sys.argv[1:2] + sys.argv[3:]
+mine, other = (sys.argv[2] + str(rank) for rank in (0, 1))
+if os.environ['RANK'] == '1':
+    mine, other = other, mine
+with open(mine + '.part', 'w') as file:
+    json.dump(facts, file)
+os.rename(mine + '.part', mine)
+while not os.path.exists(other):
+    time.sleep(0.01)
+sys.exit(7 if os.environ['RANK'] == '1' else 0)
+"""
 
 
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    """Exit code, stdout and what each rank found, of the script and of deepspeed alone."""
-    folder = with_real_packages(tmp_path_factory.mktemp("launches"))
-    write_recipe(
-        folder,
-        "import json\n"
-        "say('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[3:])\n"
-        "facts = {'cwd': os.getcwd(), 'python': sys.executable, 'environment': dict(os.environ)}\n"
-        "facts['arguments'] = sys.argv[1:2] + sys.argv[3:]\n"
-        "mine, other = (sys.argv[2] + str(rank) for rank in (0, 1))\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    mine, other = other, mine\n"
-        "with open(mine + '.part', 'w') as file:\n"
-        "    json.dump(facts, file)\n"
-        "os.rename(mine + '.part', mine)\n"
-        "while not os.path.exists(other):\n"
-        "    time.sleep(0.01)\n"
-        "sys.exit(7 if os.environ['RANK'] == '1' else 0)\n",
-    )
-    bare = [str(folder / ".venv/bin/deepspeed"), "--num_gpus", "2", str(folder / "recipes/m7c.py")]
-    calls = {
-        "script": run(folder, "m7c.sh", str(folder / "script"), "--set", "a b"),
-        "bare": subprocess.run(
-            [*bare, str(folder / "bare"), "--set", "a b"],
-            cwd="/",
-            env=environment(folder),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        ),
-    }
-    return {
-        way: (
-            call.returncode,
-            call.stdout,
-            [json.loads((folder / f"{way}{rank}").read_text()) for rank in "01"],
-        )
-        for way, call in calls.items()
-    }
-
-
-def test_the_script_runs_two_ranks_and_returns_the_exit_code_of_a_failed_one(
-    launches: Launches,
+def test_two_ranks_get_what_deepspeed_alone_gives_them_and_a_failed_ones_exit_code_is_returned(
+    real_packages: Path,
 ) -> None:
-    code, stdout, _ = launches["script"]
-    assert code == 7
+    folder = real_packages
+    write_recipe(folder, FACTS)
+    script = run(folder, "m7c.sh", str(folder / "script"), "--set", "a b")
+    assert script.returncode == 7
     for rank in (0, 1):
-        assert f"rank {rank} of 2 ['--set', 'a b']" in stdout.splitlines()
+        assert f"rank {rank} of 2 ['--set', 'a b']" in script.stdout.splitlines()
+    launcher = [str(folder / ".venv/bin/deepspeed"), "--num_gpus", "2"]
+    bare = subprocess.run(
+        [*launcher, str(folder / "recipes/m7c.py"), str(folder / "bare"), "--set", "a b"],
+        cwd="/",
+        env=environment(folder),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
+    assert bare.returncode == 7
 
-
-def test_ranks_get_the_environment_and_arguments_that_deepspeed_alone_gives_them(
-    launches: Launches,
-) -> None:
-    (script_code, _, script_facts), (bare_code, _, bare_facts) = launches.values()
-    assert script_code == bare_code
-    # The port differs; the script changes the other variables, which no library reads.
-    for facts in (*script_facts, *bare_facts):
+    def facts(way: str, rank: int) -> dict[str, Any]:
+        facts = json.loads((folder / f"{way}{rank}").read_text())
+        # The port differs; the script changes the other variables, which no library reads.
         for name in ("MASTER_PORT", "PATH", "PWD", "OLDPWD", "SHLVL", "PS1", "_"):
             facts["environment"].pop(name, None)
-    assert script_facts == bare_facts
+        return facts
+
+    for rank in (0, 1):
+        assert facts("script", rank) == facts("bare", rank)
 
 
 @pytest.mark.parametrize("script", ["m7c.sh", "m7c_pcie.sh"])

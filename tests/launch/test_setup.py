@@ -33,12 +33,6 @@ def installed_clone(concurrent_setups: tuple[Path, list[str]]) -> Path:
     return concurrent_setups[0]
 
 
-def executable(path: Path, text: str) -> Path:
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
-
-
 def assert_refused(call: subprocess.CompletedProcess[str], *words: str) -> None:
     """One line on stderr that holds the words, and exit code 1."""
     assert (call.returncode, call.stdout) == (1, "")
@@ -118,29 +112,31 @@ def test_an_install_that_was_killed_is_repaired_and_a_failed_one_says_why(
     assert torch_version(clone) == "2.13.0"
 
 
-def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
-    # A stand-in in which every check fails, as setup.sh's do in an old Python.
-    old = executable(tmp_path / "python3.8", "#!/bin/sh\necho 'Python 3.8.20'\nexit 1\n")
-    clone = make_clone(tmp_path)
-    assert_refused(run(clone, "setup.sh", PYTHON=str(old)), "Python 3.10 or newer", str(old))
-    assert not (clone / ".venv").exists()
-
-
 @pytest.mark.parametrize(
-    ("lacking", "words"),
+    ("python", "words"),
     [
-        ("import sys; sys.modules['ensurepip'] = None", ("ensurepip", "python3-venv")),
-        ("import sysconfig; sysconfig.get_path = str", ("Python.h", "python3-dev")),
+        # A stand-in in which every check fails, as setup.sh's do in an old Python.
+        ("echo 'Python 3.8.20'\nexit 1", ("Python 3.10 or newer", "python3-stand-in")),
+        (
+            'exec {} -c "import sys; sys.modules[\'ensurepip\'] = None; exec(sys.argv[2])" "$@"',
+            ("ensurepip", "python3-venv"),
+        ),
+        (
+            'exec {} -c "import sys, sysconfig; sysconfig.get_path = str; exec(sys.argv[2])" "$@"',
+            ("Python.h", "python3-dev"),
+        ),
     ],
+    ids=["old", "no ensurepip", "no headers"],
 )
-def test_a_python_that_lacks_a_part_is_refused_in_one_line(
-    tmp_path: Path, lacking: str, words: tuple[str, str]
+def test_a_python_that_is_old_or_lacks_a_part_is_refused_in_one_line(
+    tmp_path: Path, python: str, words: tuple[str, str]
 ) -> None:
-    code = f"{lacking}; import sys; exec(sys.argv[2])"
-    python = executable(
-        tmp_path / "python3", f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n'
-    )
-    assert_refused(run(make_clone(tmp_path), "setup.sh", PYTHON=str(python)), *words)
+    path = tmp_path / "python3-stand-in"
+    path.write_text(f"#!/bin/sh\n{python.format(sys.executable)}\n")
+    path.chmod(0o755)
+    clone = make_clone(tmp_path)
+    assert_refused(run(clone, "setup.sh", PYTHON=str(path)), *words)
+    assert not (clone / ".venv").exists()
 
 
 def test_a_machine_without_a_compiler_is_refused_in_one_line(tmp_path: Path) -> None:

