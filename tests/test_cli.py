@@ -288,5 +288,6 @@ def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(
     flags = ["--profile", "demo", "--set", "train.steps=3"]
     assert words == [*launcher, str(ROOT / "recipes/m7c.py"), *flags]
     capsys.readouterr()
-    assert main(["train", "--num_gpus", "2", "m7b"]) == 2
-    assert "names no recipe; write nsa train" in capsys.readouterr().err
+    for words in (["--num_gpus", "2", "m7b"], ["--help", "m7c"]):
+        assert main(["train", *words]) == 2
+        assert "names no recipe; write nsa train" in capsys.readouterr().err
