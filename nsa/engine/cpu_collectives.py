@@ -28,10 +28,6 @@ class RunAborted(Exception):
     """A No-Go, raised by all ranks together; the weights are intact."""
 
 
-def _on_all_ranks(message: str, crashed: bool) -> AllRanksError:
-    return AllRanksCrash(message) if crashed else AllRanksError(message)
-
-
 class CpuCollectives:
     """Collectives of a few bytes between CPUs; none waits for a GPU."""
 
@@ -56,7 +52,7 @@ class CpuCollectives:
         crashed = isinstance(error, WorkerDied)
         if self._group is None:
             if error is not None:
-                raise _on_all_ranks(str(error), crashed) from error
+                raise (AllRanksCrash if crashed else AllRanksError)(str(error)) from error
             return stop, number
         sums = torch.tensor([error is not None, crashed, stop is not None, number])
         dist.all_reduce(sums, group=self._group)
@@ -67,7 +63,8 @@ class CpuCollectives:
         messages = self.gather((message, stop), tuple[str | None, str | None])
         errors = [message for message, _ in messages if message]
         if errors:
-            raise _on_all_ranks("; ".join(dict.fromkeys(errors)), crashes > 0) from error
+            kind = AllRanksCrash if crashes else AllRanksError
+            raise kind("; ".join(dict.fromkeys(errors))) from error
         reasons = (f"{reason} on rank {r}" for r, (_, reason) in enumerate(messages) if reason)
         return next(reasons), total
 

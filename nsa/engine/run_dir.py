@@ -40,7 +40,9 @@ def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
                 f"--run-dir {shown}: is not UTF-8, so no file could name it; choose another folder"
             ) from None
         with _refused_if_unusable(requested):
-            _check_folder(requested, resume)
+            problem = _problem_of(requested, resume)
+        if problem is not None:
+            raise ValueError(f"--run-dir {requested}: {problem}")
         return requested
     folders = (Path("runs") / (f"{name}-{n}" if n > 1 else name) for n in itertools.count(1))
     if not resume:
@@ -59,21 +61,19 @@ def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
     return runs[max(runs)]
 
 
-def _check_folder(folder: Path, resume: bool) -> None:
-    problem = None
+def _problem_of(folder: Path, resume: bool) -> str | None:
     if folder.exists() and not folder.is_dir():
-        problem = "is a file; name a folder"
-    elif has_safetensors(folder):
-        problem = (
+        return "is a file; name a folder"
+    if has_safetensors(folder):
+        return (
             "holds model weights, not a run; start a run from them with "
             f"--set train.start_from={folder} in another folder"
         )
-    elif resume and not _holds_run(folder):
-        problem = "holds no run; drop --resume to start one"
-    elif not resume and _holds_run(folder):
-        problem = "already holds a run; add --resume to continue it, or choose another folder"
-    if problem is not None:
-        raise ValueError(f"--run-dir {folder}: {problem}")
+    if resume and not _holds_run(folder):
+        return "holds no run; drop --resume to start one"
+    if not resume and _holds_run(folder):
+        return "already holds a run; add --resume to continue it, or choose another folder"
+    return None
 
 
 def _holds_run(folder: Path) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from nsa import checkpoint
-from nsa.checkpoint.commit import new_draft, write_errors
 from tests.disks import freezable_disk, frozen, mount, mounted
 from tests.engine.runs import losses, on_two_ranks
 from tests.faults.conftest import CheckResumed, Golden
@@ -191,15 +190,3 @@ def test_a_deleted_folder_is_noticed_and_the_step_is_saved(
     assert weights(run.dir) == golden.weights
     assert losses(run.dir).items() <= golden.losses.items()
     outcomes.record("deleted", "", codes=run.codes, seconds=seconds, lost=0, exact=True)
-
-
-def test_the_error_on_a_disk_without_inodes_names_them(tmp_path: Path) -> None:
-    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs") as folder:
-        for number in range(3):  # the root is the fourth
-            (folder / str(number)).touch()
-        with (
-            pytest.raises(ValueError, match="free inodes: delete"),
-            write_errors(folder),
-        ):
-            new_draft(folder, 1)
-        assert shutil.disk_usage(folder).free > 2**20
