@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.ops import (
+    blockwise,
     compressed_attention,
     reference,
     select_blocks,
@@ -176,13 +178,52 @@ def with_gradients(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]
     return [o.detach() for o in outputs] + gradients
 
 
-def check_declaration(op: Any, arguments: tuple[Any, ...]) -> None:
-    """Schema, autograd, and the shapes, dtypes and strides of what comes out.
+class Calls(TorchDispatchMode):
+    """Records each call of this project's ops, forward and backward."""
 
-    The fourth of opcheck's tests compiles, which takes seconds.
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "nsa":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def check_calls(run: Callable[[], Any]) -> None:
+    """Check the declaration of every op that `run` calls, once for arguments of a kind.
+
+    Schema, autograd, and the shapes, dtypes and strides of what comes out. The fourth of opcheck's
+    tests compiles, which takes seconds.
     """
+    with Calls() as recorded:
+        run()
+    assert recorded.calls
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(op, arguments, test_utils=tests)
+    kinds = {
+        (op.name(), *(x.shape if isinstance(x, Tensor) else repr(x) for x in arguments)): (
+            op,
+            arguments,
+        )
+        for op, arguments in recorded.calls
+    }
+    for op, arguments in kinds.values():
+        learned = not op.name().endswith("_backward")
+        given = tuple(
+            x.detach().requires_grad_(learned and x.is_floating_point())
+            if isinstance(x, Tensor)
+            else x
+            for x in arguments
+        )
+        torch.library.opcheck(op, given, test_utils=tests)
+
+
+def small_blockwise_tiles(patch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that every case has several of each kind."""
+    sizes = {"TILE_ROWS": 10, "HEADS": 2, "GATHERED_ROWS": 14, "EARLY_BLOCKS": 1, "EARLY_PAIRS": 0}
+    for name, size in sizes.items():
+        patch.setattr(blockwise, name, size)
 
 
 def all_branches(

@@ -104,20 +104,6 @@ def test_gradients_through_a_recomputed_call_are_the_same_to_the_bit(
 
 @backends
 @cases
-@dtypes
-def test_selecting_again_selects_the_same_blocks(
-    case: Case, backend: str, dtype: torch.dtype
-) -> None:
-    """Also after calls in between with other lengths: no state is kept."""
-    x = Inputs.of(case, dtype)
-    first = selection(x, case, backend)
-    other = Case(PATTERN, (31,), group=2)
-    selection(Inputs.of(other, dtype), other, backend)
-    assert torch.equal(selection(x, case, backend), first)
-
-
-@backends
-@cases
 def test_no_call_changes_its_inputs(case: Case, backend: str) -> None:
     x = Inputs.of(case, torch.float32)
     before = [tensor.clone() for tensor in x.tensors()]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops import blockwise, nsa_attention, select_blocks, selected_attention
+from nsa.ops import nsa_attention, selected_attention
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
@@ -17,6 +15,7 @@ from tests.ops.cases import (
     default,
     random_cases,
     selection,
+    small_blockwise_tiles,
     with_gradients,
 )
 
@@ -31,14 +30,8 @@ RANDOM = random_cases(60, longest=75)
 
 @pytest.fixture(params=["usual tiles", "small tiles"])
 def tile_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default sizes, and ones so small that every case has several tiles of each kind."""
     if request.param == "small tiles":
-        monkeypatch.setattr(blockwise, "TILE_ROWS", 10)
-        monkeypatch.setattr(blockwise, "HEADS", 2)
-        monkeypatch.setattr(blockwise, "HEADS", 2)
-        monkeypatch.setattr(blockwise, "GATHERED_ROWS", 14)
-        monkeypatch.setattr(blockwise, "EARLY_BLOCKS", 1)
-        monkeypatch.setattr(blockwise, "EARLY_PAIRS", 0)
+        small_blockwise_tiles(monkeypatch)
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -107,72 +100,3 @@ def test_any_block_index_is_valid(lengths: tuple[int, ...]) -> None:
     assert_branches_agree(case, x, block_index)
     out = selected_attention(x.q, x.k_sel, x.v_sel, block_index, case.spec, backend="blockwise")
     assert torch.equal(out[:, ::7], torch.zeros_like(out[:, ::7]))
-
-
-@pytest.mark.usefixtures("tile_size")
-@pytest.mark.parametrize("spec", [NSASpec(4, 3, 5, 3, 1, 1, 5), NSASpec(4, 4, 4, 3, 0, 1, 5)])
-@pytest.mark.parametrize("lengths", [(90,), (9, 0, 1, 70)], ids=str)
-def test_one_head_selects_as_the_definition_without_an_lse(
-    spec: NSASpec, lengths: tuple[int, ...]
-) -> None:
-    """Scores are up to a thousand, whose exponentials over- and underflow."""
-    case = Case(spec, lengths, batch=2 if len(lengths) == 1 else 1, group=1)
-    x = Inputs.of(case)
-    x.q *= 300
-    actual, expected = (selection(x, case, name, False) for name in ("blockwise", "reference"))
-    assert torch.equal(actual, expected)
-
-
-@pytest.mark.usefixtures("tile_size")
-@pytest.mark.parametrize("queries", default(2, [1, 13, 2, 49]))
-@pytest.mark.parametrize("backend", ["blockwise", "reference"])
-def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(
-    backend: str, queries: int
-) -> None:
-    case = Case(NSASpec(4, 3, 5, 3, 1, 1, 5), (49,), batch=2, group=3)
-    x = Inputs.of(case)
-    full = selection(x, case, backend)
-    lse = with_gradients(*branches(x, case, full, backend)["compressed"])[1]
-    tail = select_blocks(
-        x.q[:, -queries:],
-        x.k_cmp,
-        lse[:, -queries:],
-        case.spec,
-        seq_len=case.seq_len,
-        backend=backend,
-    )
-    assert torch.equal(tail, full[:, -queries:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["blockwise", "reference"])
-def test_exact_ties_go_to_the_lower_index(backend: str, dtype: torch.dtype) -> None:
-    """Zero keys make every compressed block equally probable, and all inner blocks tie."""
-    spec = NSASpec(4, 4, 4, 4, 1, 1, 5)
-    case = Case(spec, (100,), group=6)
-    x = replace(Inputs.of(case, dtype), k_cmp=torch.zeros_like(Inputs.of(case, dtype).k_cmp))
-    index = selection(x, case, backend)
-    for t in range(100):
-        own = t // 4
-        # A block that no visible compressed block covers has importance 0; inner ones tie.
-        expected = list(range(4)) if own < 4 else [0, 1, 2, own]
-        expected = [j if j <= own else -1 for j in expected]
-        assert index[0, t].tolist() == [expected, expected], t
-
-
-@pytest.mark.parametrize("backend", ["blockwise", "reference"])
-def test_blocks_inside_one_compressed_block_tie_exactly(backend: str) -> None:
-    """Four selection blocks share a compressed block's probability: the lowest two are selected."""
-    case = Case(NSASpec(8, 8, 2, 3, 0, 1, 5), (64,), kv_heads=3, group=3)
-    index = selection(Inputs.of(case, torch.float32), case, backend)
-    best = index[0, -1, :, :2]
-    assert torch.equal(best % 4, torch.tensor([0, 1]).expand(3, 2))
-
-
-def test_no_gradient_passes_through_selection() -> None:
-    case = Case(TINY, (30,))
-    x = Inputs.of(case)
-    for tensor in x.tensors():
-        tensor.requires_grad_()
-    for backend in ("blockwise", "reference"):
-        assert not selection(x, case, backend).requires_grad

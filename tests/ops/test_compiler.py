@@ -1,4 +1,4 @@
-"""Custom ops of `blockwise`: declarations match, and calls compile as one graph."""
+"""Custom ops of attention: declarations match, and calls compile as one graph."""
 
 from __future__ import annotations
 
@@ -9,70 +9,88 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops import blockwise, compressed_attention, nsa_attention
+from nsa.ops import (
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa.ops.triton import band
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, Inputs, check_declaration, default, selection, with_gradients
+from tests.ops.cases import (
+    Case,
+    Inputs,
+    all_branches,
+    check_calls,
+    default,
+    selection,
+    with_gradients,
+)
+from tests.ops.triton.parity import DEVICE, by_head, inputs
 
-SPEC = NSASpec(4, 2, 3, 2, 0, 1, 5)
-PATTERN = SPEC.to_ints()
-CASES = [
-    Case(SPEC, (20,), batch=2, group=3, value_dim=5),
-    Case(SPEC, (20,), kv_heads=1, group=2),
-    Case(SPEC, (20,), kv_heads=3, group=1),
-    Case(SPEC, (9, 2, 0, 9), group=2),
-    Case(SPEC, (2,)),
-]
-cases = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-def check_declarations(inputs: tuple[Tensor, ...], *static: Any) -> None:
-    """Schema, autograd and the shapes, dtypes and strides of what comes out, both ways."""
-    forward = (*(x.detach().requires_grad_() for x in inputs), *static)
-    check_declaration(blockwise.blockwise_attention, forward)
-    o, lse = blockwise.blockwise_attention(*inputs, *static)
-    backward = (torch.ones_like(o), torch.ones_like(lse), *inputs, *static, o, lse)
-    backward_op = torch.ops.nsa.blockwise_attention_backward.default
-    check_declaration(backward_op, backward)
-
-
-@cases
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
-def test_attention_ops_match_their_declaration(case: Case, branch: str) -> None:
-    x = Inputs.of(case, torch.float32)
-    keys = {"compressed": (x.k_cmp, x.v_cmp), "selected": (x.k_sel, x.v_sel)}
-    index = selection(x, case, "blockwise") if branch == "selected" else None
-    static = (index, case.cu_seqlens, branch, PATTERN, case.scale)
-    check_declarations((x.q, *keys.get(branch, (x.k_win, x.v_win))), *static)
+SPEC = NSASpec(4, 2, 4, 2, 0, 1, 5)
+BATCH = Case(SPEC, (13,), batch=2, group=3, value_dim=5)
+PACKED = Case(SPEC, (9, 2, 0, 5), kv_heads=1, group=2)
+CASES = {
+    "batch": BATCH,
+    "packed": PACKED,
+    "one head of many": Case(SPEC, (20,), kv_heads=3, group=1),
+    "no compressed block": Case(SPEC, (2,), group=1),
+}
+backends = pytest.mark.parametrize("backend", ["blockwise", "triton"])
 
 
-def test_attention_ops_match_their_declaration_for_inputs_laid_out_by_head() -> None:
-    """Queries and keys that are [B, H, T, D] in memory, as PyTorch's attention takes them."""
-    x = Inputs.of(CASES[0], torch.float32)
-    inputs = tuple(y.transpose(1, 2).contiguous().transpose(1, 2) for y in (x.q, x.k_win, x.v_win))
-    check_declarations(inputs, None, None, "window", PATTERN, CASES[0].scale)
+def mixed(case: Case, backend: str) -> Any:
+    cu = case.offsets_on(DEVICE)
+    return lambda *x: nsa_attention(*x, SPEC, cu_seqlens=cu, backend=backend)
 
 
-@cases
-def test_the_selection_op_matches_its_declaration(case: Case) -> None:
-    x = Inputs.of(case, torch.float32)
-    options = {"cu_seqlens": case.cu_seqlens, "backend": "blockwise"}
-    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, SPEC, **options)
-    check_declaration(
-        blockwise.blockwise_select_blocks,
-        (x.q, x.k_cmp, lse, case.cu_seqlens, PATTERN, case.seq_len, case.scale),
-    )
+@backends
+@pytest.mark.parametrize("name", CASES)
+def test_every_op_matches_its_declaration_forward_and_backward(name: str, backend: str) -> None:
+    """Also for queries and keys that are [B, H, T, D] in memory, as PyTorch's attention's are."""
+    case = CASES[name]
+    x = inputs(case)
+    index = selection(x, case, backend)
+    check_calls(lambda: selection(x, case, backend))
+    check_calls(lambda: all_branches(x, case, index, backend))
+    check_calls(lambda: with_gradients(mixed(case, backend), x.tensors()))
+    if name == "batch":
+        laid_out = Inputs(*(by_head(y) for y in x.tensors()))
+        check_calls(lambda: all_branches(laid_out, case, index, backend))
 
 
-@pytest.mark.parametrize("case", default(1, CASES[3::-3]), ids=str)
-def test_the_gated_sum_compiles_as_one_graph_with_the_same_results(case: Case) -> None:
-    x = Inputs.of(case, torch.float32)
+def test_gradients_through_the_compilers_dispatch_equal_the_eager_ones() -> None:
+    given = tuple(x.requires_grad_() for x in inputs(BATCH).tensors())
+    arguments = (*given, None, SPEC.to_ints(), BATCH.scale)
+    torch.library.opcheck(band.triton_gated, arguments, test_utils="test_aot_dispatch_dynamic")
 
-    def mixed(*inputs: Tensor) -> Tensor:
-        return nsa_attention(*inputs, SPEC, cu_seqlens=case.cu_seqlens)
 
-    compiled = torch.compile(mixed, backend="aot_eager", fullgraph=True)
-    actual, expected = (with_gradients(f, x.tensors()) for f in (compiled, mixed))
+@pytest.mark.parametrize("case", default(1, [PACKED, BATCH]), ids=str)
+@backends
+def test_the_gated_sum_compiles_as_one_graph_with_the_same_results(
+    case: Case, backend: str
+) -> None:
+    function, tensors = mixed(case, backend), inputs(case).tensors()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    actual, expected = (with_gradients(f, tensors) for f in (compiled, function))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_each_function_compiles_as_one_graph() -> None:
+    x = inputs(BATCH)
+
+    def all_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        o_cmp, lse = compressed_attention(q, x.k_cmp, x.v_cmp, SPEC, backend="triton")
+        index = select_blocks(q, x.k_cmp, lse, SPEC, backend="triton")
+        o_sel = selected_attention(q, k, v, index, SPEC, backend="triton")
+        return o_cmp, o_sel, window_attention(q, k, v, 5, backend="triton")
+
+    compiled = torch.compile(all_parts, backend="aot_eager", fullgraph=True)
+    given = (x.q, x.k_sel, x.v_sel)
+    actual, expected = (with_gradients(f, given) for f in (compiled, all_parts))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_private_names_are_those_of_the_versions_of_torch_that_the_project_allows() -> None:

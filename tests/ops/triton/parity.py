@@ -44,6 +44,11 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
     return Inputs.of(case, dtype).to(DEVICE)
 
 
+def by_head(x: Tensor) -> Tensor:
+    """[B, H, T, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 @cache
 def reference_blocks(case: Case) -> Tensor:
     """The blocks that the definition selects in float64, where the kernels run."""

@@ -21,13 +21,8 @@ from nsa.ops.triton.configs import Config, override_choices
 from nsa.ops.triton.selected import queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, with_gradients
-from tests.ops.projections import LAYOUTS, Documents
-from tests.ops.selector import results
+from tests.ops.fused import LAYOUTS, Documents, norm, pool, rotary, selector, swiglu
 from tests.ops.triton.parity import DEVICE, Run, computed, inputs, settings
-from tests.ops.triton.test_activation import assert_swiglu_parity
-from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
-from tests.ops.triton.test_pooling import assert_pool_parity
-from tests.ops.triton.test_rotary import assert_rotary_pool_parity
 
 BEYOND = 2**31 + 2**22
 MAP_NORESERVE = 0x4000  # of Linux; the module mmap has it from Python 3.13 on
@@ -116,14 +111,14 @@ CHECKS: dict[str, Check] = {
     "window": attends(WIDE, "window"),
     "many blocks": attends(MANY_BLOCKS, "selected", outputs),
     "lists": lists,
-    "RoPE and pooling": lambda: assert_rotary_pool_parity(
-        LAYOUTS["all branches"], Documents((60, 0, 31), batch=1)
-    ),
-    "RoPE, batch": lambda: assert_rotary_pool_parity(LAYOUTS["mlp"], Documents((51,), batch=3)),
-    "φ pool": lambda: assert_pool_parity(Documents((61, 0, 31), batch=2), 2, 8, True),
-    "selector loss": lambda: [results(x, "triton", inputs(x)) for x in (BATCH, PACKED)],
-    "SwiGLU": lambda: assert_swiglu_parity((150, 96), 48),
-    "norm": lambda: assert_norm_parity(fused, tensors(300, 24)),
+    "RoPE and pooling": rotary(LAYOUTS["all branches"], Documents((60, 0, 31))).assert_parity,
+    "RoPE, batch": rotary(LAYOUTS["mlp"], Documents((51,), batch=3)).assert_parity,
+    "φ pool": pool(Documents((61, 0, 31), batch=2), 2, 8, True).assert_parity,
+    "selector loss": lambda: [
+        selector(x).results("triton", torch.float32) for x in (BATCH, PACKED)
+    ],
+    "SwiGLU": swiglu((150, 96), 48).assert_parity,
+    "norm": norm((300, 24)).assert_parity,
     "cross-entropy": cross_entropy,
 }
 

@@ -11,15 +11,10 @@ from torch import Tensor
 
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, Inputs, default
-from tests.ops.triton.parity import BRANCHES, Run, assert_parity, computed, inputs
+from tests.ops.triton.parity import BRANCHES, Run, assert_parity, by_head, computed, inputs
 
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (23,), batch=2, group=2, key_dim=6, value_dim=4)
 branches = pytest.mark.parametrize("branch", default(1, ["mixed", *BRANCHES]))
-
-
-def by_head(x: Tensor) -> Tensor:
-    """[B, H, T, D] in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def by_size(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from nsa.ops import select_blocks
 from nsa.ops.triton import band, common, per_token, pooling, rotary, select, selected, selector_loss
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
+from tests.ops import fused
 from tests.ops.cases import (
     Case,
     branches,
@@ -24,10 +25,10 @@ from tests.ops.cases import (
     selection,
     with_gradients,
 )
+from tests.ops.fused import LAYOUTS, PATTERNS, Documents
 from tests.ops.planted_errors import Check, Into, in_source, wrong
-from tests.ops.projections import DOCUMENTS as PACKED_DOCUMENTS
-from tests.ops.projections import LAYOUTS, Documents
-from tests.ops.selector import PATTERNS
+from tests.ops.test_cross_entropy import assert_cross_entropy_parity
+from tests.ops.test_selection import assert_selects_as_well
 from tests.ops.triton.parity import (
     DEVICE,
     RULE,
@@ -38,13 +39,6 @@ from tests.ops.triton.parity import (
     reference_blocks,
     settings,
 )
-from tests.ops.triton.test_activation import assert_swiglu_parity
-from tests.ops.triton.test_cross_entropy import assert_cross_entropy_parity
-from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
-from tests.ops.triton.test_pooling import assert_pool_parity
-from tests.ops.triton.test_rotary import assert_rotary_pool_parity
-from tests.ops.triton.test_select import assert_selects_as_well
-from tests.ops.triton.test_selector_loss import assert_selector_parity
 
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
 PACKED = replace(CASE, lengths=(9, 0, 1, 13))
@@ -82,8 +76,8 @@ def one_head_selects_without_an_lse() -> None:
 
 def selector_losses_of_own_queries_are_those_of_pytorch() -> None:
     with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        assert_selector_parity(PATTERNS["packed"], heads=1)
-        assert_selector_parity(PATTERNS["batch"], heads=2)
+        fused.selector(PATTERNS["packed"], heads=1).assert_parity()
+        fused.selector(PATTERNS["batch"], heads=2).assert_parity()
 
 
 def unmasked_tiles_are_fully_visible() -> None:
@@ -131,19 +125,19 @@ def gates_may_be_closed() -> None:
 
 
 def pool_is_that_of_pytorch() -> None:
-    assert_pool_parity(Documents((21, 9), l=7, d=3), heads=2, size=6, rotates=True)
+    fused.pool(Documents((21, 9), l=7, d=3), heads=2, size=6, rotates=True).assert_parity()
 
 
 def rotary_pool_is_that_of_pytorch() -> None:
-    assert_rotary_pool_parity(LAYOUTS["prefill"], PACKED_DOCUMENTS[1])
+    fused.rotary(LAYOUTS["prefill"], Documents((9, 0, 1, 8), l=5, d=3)).assert_parity()
 
 
 def swiglu_is_that_of_pytorch() -> None:
-    assert_swiglu_parity((3, 12), 5)
+    fused.swiglu((3, 12), 5).assert_parity()
 
 
 def norms_are_those_of_pytorch() -> None:
-    assert_norm_parity(fused, tensors(70, 24))
+    fused.norm((70, 24)).assert_parity()
 
 
 def losses_are_those_of_pytorch() -> None:
@@ -153,8 +147,8 @@ def losses_are_those_of_pytorch() -> None:
 
 def selector_losses_are_those_of_pytorch() -> None:
     with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        assert_selector_parity(PATTERNS["packed"])
-        assert_selector_parity(PATTERNS["large blocks"])  # keys in several steps
+        fused.selector(PATTERNS["packed"]).assert_parity()
+        fused.selector(PATTERNS["large blocks"]).assert_parity()  # keys in several steps
 
 
 LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))

@@ -1,4 +1,4 @@
-"""The block selection kernel selects as the definition does, up to rounding of scores."""
+"""Block selection: every backend selects as the definition does, up to rounding of scores."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from nsa.ops import compressed_attention, select_blocks
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
+from tests.ops import naive
 from tests.ops.cases import (
     Case,
     default,
     exact_score,
     random_cases,
+    rank_score,
     same_selection,
     selection,
+    small_blockwise_tiles,
 )
 from tests.ops.triton.parity import DEVICE, inputs, reference_blocks
 
 RANDOM = random_cases(14 if DEVICE.type == "cpu" else 7, longest=36, seed=2)
 PATTERNS = [
-    Case(NSASpec(32, 16, 64, 3, 1, 1, 512), (400,), kv_heads=1, group=6, key_dim=16),
     Case(NSASpec(32, 16, 64, 4, 1, 2, 512), (150, 0, 1, 350), kv_heads=1, key_dim=8),
     Case(NSASpec(4, 2, 4, 1, 0, 1, 5), (50,), batch=2, group=3),
     Case(NSASpec(4, 3, 4, 2, 0, 1, 5), (75,), kv_heads=1, group=1),
@@ -36,11 +38,14 @@ PATTERNS = [
     Case(NSASpec(3, 3, 4, 3, 0, 1, 5), (150, 1, 47), kv_heads=1, group=1),
     Case(NSASpec(20, 2, 2, 4, 0, 2, 5), (113,), kv_heads=1, group=1),
 ]
+EVERY = ["reference", "blockwise", "triton"]
+backends = pytest.mark.parametrize("backend", EVERY)
 
 
 @pytest.fixture
-def small_tiles() -> Iterator[None]:
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several tiles of blocks, so that later blocks compete with the best so far."""
+    small_blockwise_tiles(monkeypatch)
     with override_choices(lambda *_: Config(16, 16, 4, 1)):
         yield
 
@@ -52,7 +57,7 @@ def tiles(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("case", default(5, RANDOM) + default(9, PATTERNS[1:]), ids=str)
+@pytest.mark.parametrize("case", default(5, RANDOM) + default(9, PATTERNS), ids=str)
 def test_the_selected_blocks_are_as_good_as_the_definitions(case: Case) -> None:
     x = inputs(case)
     index = selection(x, case, "triton")
@@ -61,32 +66,45 @@ def test_the_selected_blocks_are_as_good_as_the_definitions(case: Case) -> None:
     assert same_selection(exact_score(x, case), index.cpu(), reference_blocks(case).cpu())
 
 
-def assert_selects_as_well(case: Case, logits: float = 1) -> None:
+def assert_selects_as_well(case: Case, logits: float = 1, backend: str = "triton") -> None:
     """Without an lse, as the definition's normalized importance does; scores up to `logits`."""
     x = inputs(case)
     x.q *= logits
     with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        index = selection(x, case, "triton", normalized=False)
+        index = selection(x, case, backend, normalized=False)
     wide = x.to(torch.float64)
     expected = selection(wide, case, "reference", normalized=False).cpu()
     assert same_selection(exact_score(wide, case, normalized=False), index.cpu(), expected)
 
 
 @pytest.mark.parametrize("logits", [1, 300])
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
 @pytest.mark.parametrize(
-    "case", default(5, [replace(case, group=1) for case in PATTERNS[3:] + RANDOM]), ids=str
+    "case", default(5, [replace(case, group=1) for case in PATTERNS[2:] + RANDOM]), ids=str
 )
-def test_one_head_selects_as_the_definition_without_an_lse(case: Case, logits: float) -> None:
-    assert_selects_as_well(case, logits)
+def test_one_head_selects_as_the_definition_without_an_lse(
+    case: Case, backend: str, logits: float
+) -> None:
+    """Exponentials of scores up to a thousand over- and underflow."""
+    assert_selects_as_well(case, logits, backend)
 
 
 @pytest.mark.usefixtures("tiles")
-def test_exact_ties_go_to_the_lower_index() -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *((name, torch.float32) for name in EVERY),
+        ("blockwise", torch.float64),
+        ("blockwise", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_exact_ties_go_to_the_lower_index(backend: str, dtype: torch.dtype) -> None:
     """Equal keys make every compressed block equally probable, and all inner blocks tie."""
     case = Case(NSASpec(4, 4, 4, 4, 1, 1, 5), (100,), group=6)
-    x = inputs(case)
-    x.k_cmp[:] = x.k_cmp[:, :1].clone()
-    index = selection(x, case, "triton")
+    x = inputs(case, dtype)
+    x.k_cmp.zero_()
+    index = selection(x, case, backend)
     for t in range(100):
         own = t // 4
         # A query sees its own block's compressed key only at the block's end: before, importance 0.
@@ -95,12 +113,12 @@ def test_exact_ties_go_to_the_lower_index() -> None:
 
 
 @pytest.mark.usefixtures("tiles")
-def test_blocks_inside_one_compressed_block_tie_exactly() -> None:
+@backends
+def test_blocks_inside_one_compressed_block_tie_exactly(backend: str) -> None:
     """Four selection blocks share a compressed block's probability: the lowest two are selected."""
     case = Case(NSASpec(8, 8, 2, 3, 0, 1, 5), (64,), kv_heads=3, group=3)
-    index = selection(inputs(case), case, "triton")
-    best = index[0, -1, :, :2]
-    assert torch.equal(best % 4, torch.tensor([0, 1], device=DEVICE).expand(3, 2))
+    best = selection(inputs(case), case, backend)[0, -1, :, :2]
+    assert torch.equal(best.cpu() % 4, torch.tensor([0, 1]).expand(3, 2))
 
 
 def test_the_first_and_last_blocks_are_selected_whatever_their_importance() -> None:
@@ -114,26 +132,57 @@ def test_the_first_and_last_blocks_are_selected_whatever_their_importance() -> N
         assert t < 4 or 1 in index[0, t, 0].tolist(), f"query {t}"
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("queries", default(2, [1, 13, 2, 49]))
-def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(queries: int) -> None:
+@backends
+def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(
+    backend: str, queries: int
+) -> None:
     case = Case(NSASpec(4, 3, 5, 3, 1, 1, 5), (49,), batch=2, group=3)
     x = inputs(case)
-    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, backend="triton")
-    last = slice(case.seq_len - queries, None)
-    index = select_blocks(
-        x.q[:, last],
-        x.k_cmp,
-        lse[:, last],
-        case.spec,
-        seq_len=case.seq_len,
-        backend="triton",
-    )
+    lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, backend=backend)[1]
+    q, lse = x.q[:, -queries:], lse[:, -queries:]
+    index = select_blocks(q, x.k_cmp, lse, case.spec, seq_len=case.seq_len, backend=backend)
     full, score = reference_blocks(case).cpu(), exact_score(x, case)
-    assert same_selection(score[:, last], index.cpu(), full[:, last])
+    assert same_selection(score[:, -queries:], index.cpu(), full[:, -queries:])
 
 
-def test_selecting_again_selects_the_same_blocks() -> None:
-    x = inputs(PATTERNS[2])
-    first = selection(x, PATTERNS[2], "triton")
-    selection(inputs(PATTERNS[3]), PATTERNS[3], "triton")
-    assert torch.equal(selection(x, PATTERNS[2], "triton"), first)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(NSASpec(8, 4, 8, 3, 1, 1, 40), (120,), group=6, key_dim=16, value_dim=32),
+        Case(NSASpec(6, 5, 4, 4, 1, 2, 17), (3, 70, 60), kv_heads=1, group=4, key_dim=32),
+    ],
+    ids=str,
+)
+def test_selection_in_any_dtype_is_as_good_as_in_float64(
+    case: Case, backend: str, dtype: torch.dtype
+) -> None:
+    """The inputs are rounded; what is computed from them is ranked in float32."""
+    x = inputs(case, dtype)
+    q, k = (y.double().cpu().numpy() for y in (x.q, x.k_cmp))
+    score = naive.importance(q, k, case.spec, case.scale, case.offsets)
+    exact = torch.from_numpy(naive.select_blocks(score, case.spec, case.offsets))
+    ranked = rank_score(torch.from_numpy(score), case)
+    assert same_selection(ranked, selection(x, case, backend).cpu(), exact, rtol=1e-4)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_selecting_again_selects_the_same_blocks(backend: str, dtype: torch.dtype) -> None:
+    """Also after a call in between with another length: no state is kept."""
+    case, other = PATTERNS[1], PATTERNS[2]
+    x = inputs(case, dtype)
+    first = selection(x, case, backend)
+    selection(inputs(other, dtype), other, backend)
+    assert torch.equal(selection(x, case, backend), first)
+
+
+@backends
+def test_no_gradient_passes_through_selection(backend: str) -> None:
+    x = inputs(PATTERNS[1])
+    for tensor in x.tensors():
+        tensor.requires_grad_()
+    assert not selection(x, PATTERNS[1], backend).requires_grad
