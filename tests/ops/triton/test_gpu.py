@@ -1,4 +1,4 @@
-"""Checks at real sizes that need a GPU; the same ones at small sizes in the interpreter."""
+"""Checks at real sizes, which need a GPU."""
 
 from __future__ import annotations
 
@@ -39,14 +39,8 @@ REAL = {
     "head size 256": replace(M7C, lengths=(1024,), key_dim=256, value_dim=256),
     "head size 16": replace(M7C, lengths=(2048,), key_dim=16, value_dim=16),
 }
-SMALL = {
-    "one document": Case(NSASpec(8, 4, 8, 3, 1, 1, 24), (61,), group=3, key_dim=16, value_dim=8),
-    "packed": Case(NSASpec(8, 4, 8, 3, 1, 1, 24), (21, 1, 0, 40), kv_heads=1, group=6),
-}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs the real sizes")
-
 
 ATTENTION = [x for x in kernel_launches.TUNED if x != "decode_attention"]  # what the tests call
 # float16 has bfloat16's tiles, so that a few cases are enough; each takes compiling.
@@ -101,36 +95,12 @@ def test_the_loss_of_precision_at_real_sizes_is_that_of_pytorchs_attention(
     gpu_checks.lse_is_nearly_exact(REAL[name], dtype)
 
 
-@interpreted
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("packed", torch.bfloat16),
-        ("one document", torch.float16),
-        pytest.param("packed", torch.float16, marks=pytest.mark.full),
-        pytest.param("one document", torch.bfloat16, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_the_loss_of_precision_at_small_sizes_is_that_of_pytorchs_attention(
-    name: str, dtype: torch.dtype
-) -> None:
-    gpu_checks.loses_no_more_than_plain_attention(SMALL[name], dtype)
-    gpu_checks.lse_is_nearly_exact(SMALL[name], dtype)
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("compiled")
 @dtypes
 @pytest.mark.parametrize("name", ["M7C", "M7C, packed", "few blocks", "64/4/128"])
 def test_twenty_runs_at_real_sizes_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
     gpu_checks.runs_are_the_same_to_the_bit(REAL[name], dtype, times=20)
-
-
-@pytest.mark.full
-@interpreted
-def test_runs_at_small_sizes_give_the_same_bits() -> None:
-    gpu_checks.runs_are_the_same_to_the_bit(SMALL["packed"], torch.bfloat16, times=2)
 
 
 @pytest.mark.gpu
