@@ -15,7 +15,7 @@ from nsa.model.cache import KVCache, ring_indices
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, NAMED, SPEC, build, tiny, tokens
-from tests.ops.test_decode import HostSyncs
+from tests.ops.cases import Calls
 from tests.ranks import ROOT
 
 ODD = NSASpec(7, 3, 5, 4, 0, 2, 3)  # l, d, l' without common divisors; l > w
@@ -195,12 +195,12 @@ def test_selected_rows_of_a_cache_are_independent() -> None:
 def test_a_step_never_synchronizes_with_the_device() -> None:
     model, ids = model_of(tiny("mlp")), tokens(30, batch=2)
     _, cache = prefill(model, cut(ids, [9, 20]))
-    with HostSyncs() as mode:
+    with Calls() as mode:
         for at in range(8):
             step(model, ids[:, at], cache)
     # The id check reads two numbers on a CPU; with a GPU it is skipped.
-    assert mode.syncs <= {"_local_scalar_dense", "item"}
-    assert mode.counts["_local_scalar_dense"] == 2 * 8
+    assert mode.host_syncs <= {"_local_scalar_dense", "item"}
+    assert mode.names.count("_local_scalar_dense") == 2 * 8
 
 
 def flops(config: ModelConfig, length: int) -> int:

@@ -179,16 +179,26 @@ def with_gradients(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]
 
 
 class Calls(TorchDispatchMode):
-    """Records each call of this project's ops, forward and backward."""
+    """Records the operators that run, with their arguments and results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "nsa":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, result))
+        return result
+
+    @property
+    def names(self) -> list[str]:
+        return [func.name().removeprefix("aten::") for func, _, _ in self.calls]
+
+    @property
+    def host_syncs(self) -> set[str]:
+        """The operators that make the host wait for a device."""
+        syncing = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item"}
+        return syncing & {*self.names}
 
 
 def check_calls(run: Callable[[], Any]) -> None:
@@ -199,14 +209,15 @@ def check_calls(run: Callable[[], Any]) -> None:
     """
     with Calls() as recorded:
         run()
-    assert recorded.calls
+    calls = [(op, given) for op, given, _ in recorded.calls if op.namespace == "nsa"]
+    assert calls
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     kinds = {
         (op.name(), *(x.shape if isinstance(x, Tensor) else repr(x) for x in arguments)): (
             op,
             arguments,
         )
-        for op, arguments in recorded.calls
+        for op, arguments in calls
     }
     for op, arguments in kinds.values():
         learned = not op.name().endswith("_backward")

@@ -1,34 +1,117 @@
-"""Decoding one token from buffers, against `nsa_attention` over the full sequence."""
+"""Decoding one token from buffers, in PyTorch and in kernels, against the full sequence."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa.constants import BRANCHES
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import SUBSETS
+from nsa.model.decode import prefill, step
+from nsa.ops.triton import decode
+from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, Inputs, random_spec
+from tests.ops import decoding
+from tests.ops.cases import Calls, Case, Inputs, check_calls, random_spec
 from tests.ops.decoding import (
     buffers,
     by_own_queries,
     decoded,
     defined,
     defined_by_own_queries,
-    sequences,
 )
+from tests.ops.triton.parity import DEVICE, FLOOR, assert_exact_enough, by_head
+from tests.ops.triton.test_addresses import far_apart
+from tests.ops.triton.test_addresses import memory as memory
 
-SMALL = Case(NSASpec(4, 2, 4, 3, 1, 1, 6), (9, 4), key_dim=6, value_dim=5)
+SPEC = NSASpec(4, 2, 5, 3, 1, 1, 7)
+LENGTHS = (1, 61, 3, 26)
+SMALL = Case(SPEC, LENGTHS, group=3, key_dim=6, value_dim=4)
+# Sizes that divide one another or not; groups of any size.
+PATTERNS = {
+    "small": SMALL,
+    "one head each": Case(NSASpec(3, 3, 4, 3, 0, 1, 5), (50, 2), group=1, value_dim=3),
+    "stride 1": Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70, 9), kv_heads=1, group=2),
+    "wide blocks": Case(NSASpec(20, 2, 2, 4, 0, 2, 5), (113, 19), kv_heads=1, group=6),
+    "compressed blocks longer than selection blocks": Case(
+        NSASpec(9, 7, 5, 7, 2, 1, 9), (80, 36), kv_heads=1
+    ),
+    "long selection blocks": Case(NSASpec(2, 1, 40, 2, 0, 1, 17), (150, 41), kv_heads=1, group=2),
+    "a group of more than 16": Case(NSASpec(4, 4, 4, 3, 0, 2, 5), (47,), group=20, key_dim=16),
+    "the window is the token itself": Case(NSASpec(4, 4, 4, 2, 1, 1, 1), (33, 5)),
+    "all blocks selected": Case(NSASpec(4, 2, 4, 16, 1, 2, 8), (40, 64), kv_heads=1, group=2),
+    "the paper's": Case(NSASpec(select_top=4), (620, 31), kv_heads=1, group=4, key_dim=16),
+}
+backends = pytest.mark.parametrize("backend", ["blockwise", "triton"])
 
 
-def random_case(seed: int) -> tuple[Case, list[Inputs], Inputs]:
-    """Sequences of several lengths, in full and as a cache of any capacity."""
+@pytest.fixture(autouse=True)
+def small_parts() -> Iterator[None]:
+    """Several parts to join and several tiles per part, on sequences short enough to interpret."""
+    with mock.patch.multiple(decode, PART=24, BLOCKS=16, ELEMENTS=32):
+        yield
+
+
+@cache
+def sequences(
+    case: Case, backend: str = "triton", dtype: torch.dtype | None = None
+) -> list[Inputs]:
+    """In float64 for PyTorch, and in float32 for kernels."""
+    dtype = dtype or (torch.float64 if backend == "blockwise" else torch.float32)
+    return [x.to(DEVICE) for x in decoding.sequences(case, dtype)]
+
+
+@cache
+def small_batch() -> Tensor:
+    return decoded(SMALL, buffers(SMALL, sequences(SMALL)), backend="triton")
+
+
+def assert_right(
+    o: Tensor, definition: Callable[[Sequence[Inputs]], Tensor], full: Sequence[Inputs]
+) -> None:
+    exact = definition([y.to(torch.float64) for y in full])
+    if o.dtype == torch.float64:
+        torch.testing.assert_close(o, exact, rtol=0, atol=1e-12)
+    else:
+        assert_exact_enough([o], [definition(full)], [exact])
+
+
+def assert_is_the_last_position(
+    case: Case,
+    backend: str,
+    full: Sequence[Inputs] | None = None,
+    names: Sequence[str] = BRANCHES,
+    **buffered: Any,
+) -> None:
+    full = full or sequences(case, backend)
+    o = decoded(case, buffers(case, full, **buffered), names, backend=backend)
+    assert_right(o, lambda x: defined(case, x, names), full)
+
+
+def assert_own_queries_rank(case: Case, backend: str, **buffered: Any) -> None:
+    full = sequences(case, backend)
+    o = by_own_queries(case, buffers(case, full, **buffered), backend=backend)
+    assert_right(o, lambda x: defined_by_own_queries(case, x), full)
+
+
+@backends
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_decoded_token_is_the_last_position_of_its_full_sequence(name: str, backend: str) -> None:
+    assert_is_the_last_position(PATTERNS[name], backend)
+    assert_own_queries_rank(PATTERNS[name], backend)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_pattern_length_and_capacity_give_the_last_position(seed: int) -> None:
     draw = random.Random(seed)
     spec = random_spec(draw)
     case = Case(
@@ -40,64 +123,106 @@ def random_case(seed: int) -> tuple[Case, list[Inputs], Inputs]:
         value_dim=draw.choice([1, 5]),
         seed=seed,
     )
-    spare, ring = draw.choice([0, 1, 20]), draw.choice([None, 70, 2 * spec.window])
-    full = sequences(case, torch.float64)
-    return case, full, buffers(case, full, spare, ring)
-
-
-def exactly(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_queries_of_their_own_rank_the_blocks_of_a_decoded_token(seed: int) -> None:
-    case, full, x = random_case(seed)
-    exactly(by_own_queries(case, x), defined_by_own_queries(case, full))
-
-
-def test_ranking_queries_need_the_selected_branch_alone_and_a_head_per_kv_head() -> None:
-    x = buffers(SMALL, sequences(SMALL, torch.float64))
-    with pytest.raises(ValueError, match=r"q_cmp has shape \(2, 4, 6\); it must be \(2, 2, 6\)"):
-        by_own_queries(SMALL, x, q_cmp=x.q)
-    with pytest.raises(ValueError, match="q_cmp: ranks blocks of the branch sel alone"):
-        decoded(SMALL, x, q_cmp=x.q[:, :2])
-    with pytest.raises(ValueError, match=r"gates = None: branches = .* are mixed by gates"):
-        decoded(SMALL, x, gates=None)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_decoded_token_is_the_last_of_the_full_sequence(seed: int) -> None:
-    case, full, x = random_case(seed)
-    exactly(decoded(case, x), defined(case, full))
+    buffered = {
+        "spare": draw.choice([0, 1, 20]),
+        "ring": draw.choice([None, 70, 2 * spec.window]),
+    }
+    assert_is_the_last_position(case, "blockwise", **buffered)
+    assert_own_queries_rank(case, "blockwise", **buffered)
 
 
 def test_tokens_at_many_positions_of_a_small_version_of_the_papers_pattern() -> None:
-    case = Case(NSASpec(8, 4, 16, 4, 1, 2, 24), tuple(range(1, 131, 3)), kv_heads=1, group=6)
-    full = sequences(case, torch.float64)
-    exactly(decoded(case, buffers(case, full)), defined(case, full))
+    lengths = tuple(range(1, 131, 3))
+    case = Case(NSASpec(8, 4, 16, 4, 1, 2, 24), lengths, kv_heads=1, group=6)
+    assert_is_the_last_position(case, "blockwise")
 
 
+@backends
 @pytest.mark.parametrize("branches", SUBSETS[1:])
-def test_a_subset_of_branches_reads_only_their_buffers(branches: str) -> None:
-    case, full, x = random_case(3)
-    names = tuple(branches.split("+"))
-    exactly(decoded(case, x, names), defined(case, full, names))
+def test_a_subset_of_branches_reads_only_their_buffers(branches: str, backend: str) -> None:
+    assert_is_the_last_position(SMALL, backend, names=branches.split("+"))
 
 
-def test_ties_go_to_the_lower_block() -> None:
+def test_a_ring_may_be_larger_than_the_window() -> None:
+    case = Case(replace(SPEC, window=30), (4, 31, 50), kv_heads=1, value_dim=3)
+    assert_is_the_last_position(case, "triton", names=["win"], ring=64)
+    exact, larger = (
+        decoded(case, buffers(case, sequences(case), ring=ring), ["win"], backend="triton")
+        for ring in (30, 64)
+    )
+    assert torch.equal(larger, exact)
+
+
+def test_a_ring_may_be_smaller_than_the_window_while_no_sequence_fills_it() -> None:
+    case = Case(replace(SPEC, window=30), (1, 8, 5), kv_heads=1)
+    assert_is_the_last_position(case, "triton", names=["win"], ring=8)
+
+
+@backends
+def test_ties_go_to_the_lower_block(backend: str) -> None:
+    """Every compressed key is the same; NaN stands where no selected block is."""
     case = Case(NSASpec(4, 4, 4, 4, 1, 1, 3), (61, 64))
-    full = [replace(x, k_cmp=torch.zeros_like(x.k_cmp)) for x in sequences(case, torch.float64)]
-    x, expected = buffers(case, full), defined(case, full)
-    exactly(decoded(case, x), expected)
+    full = [replace(x, k_cmp=torch.zeros_like(x.k_cmp)) for x in sequences(case, backend)]
+    assert_is_the_last_position(case, backend, full)
+    x = buffers(case, full)
+    before = decoded(case, x, backend=backend)
     x.v_sel[:, 12:60] = torch.nan  # all but blocks 0, 1, 2 and the query's own
-    exactly(decoded(case, x), expected)
+    assert torch.equal(decoded(case, x, backend=backend), before)
+
+
+def test_a_sequence_gives_the_same_bits_in_any_batch_and_capacity() -> None:
+    full = sequences(SMALL)
+    for i, length in list(enumerate(LENGTHS))[1::2]:
+        alone = replace(SMALL, lengths=(length,))
+        x = buffers(alone, full[i : i + 1], spare=100)
+        assert torch.equal(decoded(alone, x, backend="triton"), small_batch()[i : i + 1])
+
+
+def test_a_sequence_of_length_0_gives_zeros() -> None:
+    expected = small_batch().clone()
+    expected[1] = 0
+    x, lengths = buffers(SMALL, sequences(SMALL)), torch.tensor((1, 0, 3, 26), device=DEVICE)
+    assert torch.equal(decoded(SMALL, x, lengths=lengths, backend="triton"), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's warnings of NaN
+def test_a_nan_query_selects_blocks_inside_its_own_sequence() -> None:
+    x = buffers(SMALL, sequences(SMALL))
+    x.q[1, 0, 0] = torch.nan
+    with recording(dry=False) as launches:
+        o = decoded(SMALL, x, backend="triton")
+    (index,) = {id(y): y for x in launches if (y := x.arguments.get("index")) is not None}.values()
+    assert sorted(index[1, 0].tolist()) == [0, 1, 12]
+    assert o[1, 0].isnan().all()
+    others = [0, 2, 3]
+    assert torch.equal(o[others], small_batch()[others])
+
+
+def test_large_logits_neither_overflow_nor_underflow() -> None:
+    case = PATTERNS["one head each"]
+    full = [replace(x, q=100 * x.q) for x in sequences(case)]
+    assert_is_the_last_position(case, "triton", full)
+
+
+def loses_what_pytorch_loses(case: Case, dtype: torch.dtype) -> None:
+    x = buffers(case, sequences(case, dtype=dtype))
+    exact = decoded(case, x.to(torch.float64), backend="blockwise")
+    o, plain = (decoded(case, x, backend=backend) for backend in ("triton", "blockwise"))
+    lost, usual = (float((y.double() - exact).abs().max()) for y in (o, plain))
+    assert lost <= 2 * usual + FLOOR
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_loses_what_pytorch_loses_in_it(dtype: torch.dtype) -> None:
+    case = Case(SPEC, (61, 3), kv_heads=1, key_dim=16, value_dim=16)
+    loses_what_pytorch_loses(case, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_loses_no_more_than_the_parallel_pass(dtype: torch.dtype) -> None:
     spec = NSASpec(8, 4, 16, 40, 1, 2, 24)  # every block is selected, whatever the rounding
     case = Case(spec, (5, 77, 130), key_dim=6, value_dim=5)
-    full = sequences(case, dtype)
+    full = sequences(case, dtype=dtype)
     exact = defined(case, [x.to(torch.float64) for x in full])
     o = decoded(case, buffers(case, full))
     parallel, lost = ((x.double() - exact).abs().max() for x in (defined(case, full), o))
@@ -105,55 +230,105 @@ def test_low_precision_loses_no_more_than_the_parallel_pass(dtype: torch.dtype) 
     assert o.dtype == dtype
 
 
-class HostSyncs(TorchDispatchMode):
-    """Record the operations that make the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.name().removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def syncs(self) -> set[str]:
-        syncing = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item"}
-        return syncing & set(self.counts)
+def test_offsets_may_exceed_32_bits(memory: Tensor) -> None:
+    case = Case(SPEC, (61,), kv_heads=1, group=2, key_dim=4, value_dim=3)
+    x = buffers(case, sequences(case), ring=20)
+    names = [f"{kind}_{branch}" for branch in BRANCHES for kind in "kv"]
+    far = {name: far_apart(getattr(x, name), memory, i) for i, name in enumerate(names)}
+    near, apart = (decoded(case, y, backend="triton") for y in (x, replace(x, **far)))
+    assert torch.equal(apart, near)
 
 
-def test_decoding_makes_no_host_sync() -> None:
-    case, _, x = random_case(1)
-    lengths = torch.tensor(case.lengths)
-    with HostSyncs() as mode:
-        decoded(case, x, lengths=lengths)
-    assert not mode.syncs
+def test_buffers_need_not_be_contiguous() -> None:
+    x = Inputs(*(by_head(y) for y in buffers(SMALL, sequences(SMALL)).tensors()))
+    assert torch.equal(decoded(SMALL, x, backend="triton"), small_batch())
 
 
-WRONG = {
+def test_launches_depend_on_the_capacity_and_read_no_length() -> None:
+    """On `meta` tensors reading a value would raise; so a step can be captured as a CUDA graph."""
+    x = buffers(SMALL, sequences(SMALL)).to("meta")
+    lengths = torch.empty(len(LENGTHS), dtype=torch.int64, device="meta")
+    with recording() as launches:
+        decode.decode_forward(
+            decode.DecodeInputs(x.q, None, *x.tensors()[1:], lengths, SPEC, "+".join(BRANCHES), 0.5)
+        )
+    names = [launch.kernel.fn.__name__.split("_")[1] for launch in launches]
+    assert names == ["compressed", "importance", "rank", "parts", "mix"]
+    assert launches[0].grid == (-(-x.k_cmp.shape[1] // 24), 2, len(LENGTHS))
+    assert launches[3].grid == (SPEC.select_top + 1, 2, len(LENGTHS))
+
+
+def test_decoding_in_pytorch_makes_no_host_sync() -> None:
+    x, lengths = buffers(SMALL, sequences(SMALL, "blockwise")), torch.tensor(LENGTHS)
+    with Calls() as recorded:
+        decoded(SMALL, x, lengths=lengths)
+    assert not recorded.host_syncs
+
+
+@torch.no_grad()
+def test_the_op_matches_its_declaration_with_and_without_each_branch() -> None:
+    case = replace(SMALL, lengths=(30, 2), group=1, kv_heads=1)
+    x = buffers(case, sequences(case))
+    for names in (BRANCHES, ("sel",)):
+        check_calls(lambda names=names: decoded(case, x, names, backend="triton"))
+    check_calls(lambda: by_own_queries(case, x, backend="triton"))
+
+
+@pytest.mark.parametrize("options", [{}, {"compressor": "mlp"}, {"branches": "sel+win"}], ids=str)
+@torch.no_grad()
+def test_a_model_decodes_as_with_pytorch(options: dict[str, Any]) -> None:
+    """With the model's own cache: shared buffers, growing ones, blocks that get complete."""
+    torch.manual_seed(0)
+    attention = AttentionConfig(spec=SPEC, backend="blockwise", **options)
+    config = ModelConfig(
+        vocab_size=40, layers=1, width=16, heads=6, kv_heads=2, head_dim=4, value_dim=6,
+        mlp_width=8, attention=attention,
+    )  # fmt: skip
+    model = LanguageModel(config)
+    model.initialize(0.5)
+    model.to(DEVICE)
+    tokens = torch.randint(40, (2, 30), device=DEVICE)
+    steps = []
+    for backend in ("blockwise", "triton"):
+        cache = prefill(model, [tokens[0, :23], tokens[1, :3]])[1]
+        model.blocks[0].attention.backend = backend
+        steps.append(torch.stack([step(model, tokens[:, i], cache) for i in range(3)]))
+        model.blocks[0].attention.backend = "blockwise"
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=1e-4)
+
+
+WRONG: dict[str, dict[str, Any]] = {
     r"^branches = \('cmp', 'sel', 'win'\): pass k_win and v_win$": {"k_win": None},
     r"^k_cmp = None: the selected branch needs it; pass k_cmp$": {
         "k_cmp": None,
         "names": ("sel",),
     },
     r"^gates has shape \(2, 4, 2\); it must be \(2, 4, 3\)": {"gates": torch.ones(2, 4, 2)},
+    r"^gates = None: branches = .* are mixed by gates": {"gates": None},
     r"^lengths is torch.int32 \(2,\); it must be int64 \[2\]$": {
         "lengths": torch.ones(2, dtype=torch.int32)
     },
     r"^v_sel is torch.float32": {"v_sel": torch.zeros(2, 14, 2, 5)},
     r"^backend = 'fast': choose one of auto": {"backend": "fast"},
     r"^backend = 'triton' does not support decode_attention: ": {"backend": "triton"},
+    r"q_cmp: ranks blocks of the branch sel alone": {"q_cmp": torch.ones(2, 2, 6)},
+    r"q_cmp has shape \(2, 4, 6\); it must be \(2, 2, 6\)": {
+        "q_cmp": torch.ones(2, 4, 6),
+        "names": ("sel",),
+        "gates": None,
+    },
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_an_error_names_the_wrong_argument(message: str) -> None:
-    x = buffers(SMALL, sequences(SMALL, torch.float64))
+    case = Case(NSASpec(4, 2, 4, 3, 1, 1, 6), (9, 4), key_dim=6, value_dim=5)
+    x = buffers(case, sequences(case, "blockwise"))
     with pytest.raises(ValueError, match=message):
-        decoded(SMALL, x, **WRONG[message])
+        decoded(case, x, **WRONG[message])
 
 
 def test_a_backend_by_name_gives_the_same() -> None:
-    x = buffers(SMALL, sequences(SMALL, torch.float64))
+    x = buffers(SMALL, sequences(SMALL, "blockwise"))
     for name in ("reference", "blockwise"):
         assert torch.equal(decoded(SMALL, x, backend=name), decoded(SMALL, x))
