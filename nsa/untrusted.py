@@ -234,7 +234,4 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
 
 def short_repr(value: Any) -> str:
     """Return repr(value) for a message, shortened."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python refuses to convert very large integers
-        return "a number of thousands of digits"
+    return reprlib.repr(value)

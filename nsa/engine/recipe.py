@@ -35,6 +35,7 @@ from nsa.engine.cpu_collectives import AllRanksCrash, RunAborted
 from nsa.engine.ds_config import has_muon, leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
 from nsa.engine.micro_batch import resolve_auto, resolved_zero
+from nsa.engine.process_group import crash, end_process
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import FolderLock, choose_run_dir, find_saved
 from nsa.engine.run_request import RunRequest
@@ -83,8 +84,6 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         refusal = as_one_line(error) if isinstance(error, OSError) else error
         _exit_with_error(recipe, refusal, REFUSED)
-    from nsa.engine.process_group import crash
-
     try:
         if flags.dry_run:
             from nsa.engine.trainer import dry_run
@@ -113,8 +112,6 @@ def _exit_with_error(recipe: Recipe, error: Exception, code: int) -> NoReturn:
     the launcher would end rank 0 if they exited first. After RANK_0_REPORT_SECONDS a rank assumes
     that it alone has an error, and prints it.
     """
-    from nsa.engine.process_group import end_process
-
     if int(os.environ.get("RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # sent by the launcher
         time.sleep(RANK_0_REPORT_SECONDS)

@@ -243,6 +243,8 @@ def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         resolve_config(RunConfig(), tmp_path / "none.yaml")
     broken = tmp_path / "broken.yaml"
+    broken.write_text("# nothing is set\n")
+    assert resolve_config(RunConfig(), broken) == RunConfig()
     broken.write_text("train: [1\n")
     with pytest.raises(ValueError, match="not YAML"):
         resolve_config(RunConfig(), broken)
