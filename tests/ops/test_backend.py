@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -36,92 +35,67 @@ def counted_from_zero() -> Iterator[None]:
     reset_fallback_counts()
 
 
-@dataclass
-class Call:
-    """One valid call of each function; tests replace one argument at a time by a wrong one."""
+X = Inputs.of(CASE, torch.float32)
+LSE = compressed_attention(X.q, X.k_cmp, X.v_cmp, SPEC, backend="reference")[1]
+INDEX = selection(X, CASE, "reference")
+# One valid call of each function; tests replace one argument at a time by a wrong one.
+VALID: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "compressed_attention": (
+        compressed_attention,
+        {"q": X.q, "k_cmp": X.k_cmp, "v_cmp": X.v_cmp, "spec": SPEC},
+    ),
+    "select_blocks": (select_blocks, {"q": X.q, "k_cmp": X.k_cmp, "lse": LSE, "spec": SPEC}),
+    "selected_attention": (
+        selected_attention,
+        {"q": X.q, "k": X.k_sel, "v": X.v_sel, "block_index": INDEX, "spec": SPEC},
+    ),
+    "window_attention": (window_attention, {"q": X.q, "k": X.k_win, "v": X.v_win, "window": 5}),
+    "nsa_attention": (nsa_attention, {**vars(X), "spec": SPEC}),
+}
 
-    x: Inputs
-    lse: Tensor
-    block_index: Tensor
 
-    @classmethod
-    def valid(cls) -> Call:
-        x = Inputs.of(CASE, torch.float32)
-        _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, SPEC, backend="reference")
-        return cls(x, lse, selection(x, CASE, "reference"))
-
-    def function(self, name: str) -> Callable[..., Any]:
-        """The named function on these inputs; keyword arguments replace or add to its own."""
-        x = self.x
-        functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-            "compressed_attention": (
-                compressed_attention,
-                {"q": x.q, "k_cmp": x.k_cmp, "v_cmp": x.v_cmp, "spec": SPEC},
-            ),
-            "select_blocks": (
-                select_blocks,
-                {"q": x.q, "k_cmp": x.k_cmp, "lse": self.lse, "spec": SPEC},
-            ),
-            "selected_attention": (
-                selected_attention,
-                {
-                    "q": x.q,
-                    "k": x.k_sel,
-                    "v": x.v_sel,
-                    "block_index": self.block_index,
-                    "spec": SPEC,
-                },
-            ),
-            "window_attention": (
-                window_attention,
-                {"q": x.q, "k": x.k_win, "v": x.v_win, "window": 5},
-            ),
-            "nsa_attention": (nsa_attention, {**vars(x), "spec": SPEC}),
-        }
-        function, arguments = functions[name]
-        return lambda **changes: function(**{**arguments, **changes})
+def call(name: str, each: Callable[[Tensor], Tensor] | None = None, **changes: Any) -> Any:
+    """Call a function with its valid arguments, or with `each` tensor changed, and `changes`."""
+    function, given = VALID[name]
+    if each:
+        given = {key: each(x) if isinstance(x, Tensor) else x for key, x in given.items()}
+    return function(**given | changes)
 
 
 def test_auto_takes_blockwise_for_every_operation_on_a_cpu() -> None:
-    call = Call.valid()
     for name in (*OPERATIONS, "nsa_attention"):
-        auto, named = call.function(name)(), call.function(name)(backend="blockwise")
+        auto, named = call(name), call(name, backend="blockwise")
         torch.testing.assert_close(auto, named, rtol=0, atol=0)
 
 
 def test_every_fallback_is_counted_by_operation_backend_and_reason() -> None:
-    call = Call.valid()
     reset_fallback_counts()
-    call.function("nsa_attention")()
-    call.function("window_attention")()
+    call("nsa_attention")
+    call("window_attention")
     expected = {(operation, "triton", ON_CPU): 1 for operation in OPERATIONS}
     expected["window_attention", "triton", ON_CPU] = 2
     assert fallback_counts() == expected
 
 
 def test_a_fallback_in_compiled_code_is_counted_once_at_compilation() -> None:
-    x = Call.valid().x
-    reset_fallback_counts()
-
     def attend(q: Tensor) -> Tensor:
-        return window_attention(q, x.k_win, x.v_win, 5)
+        return window_attention(q, X.k_win, X.v_win, 5)
 
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     for _ in range(3):
-        compiled(x.q)
+        compiled(X.q)
     assert fallback_counts() == {("window_attention", "triton", ON_CPU): 1}
 
 
 def test_a_backend_requested_by_name_counts_no_fallback() -> None:
-    call = Call.valid()
     reset_fallback_counts()
     for backend in ("blockwise", "reference"):
-        call.function("nsa_attention")(backend=backend)
+        call("nsa_attention", backend=backend)
     assert fallback_counts() == {}
 
 
 def test_a_reset_does_not_change_counts_returned_before() -> None:
-    Call.valid().function("window_attention")()
+    call("window_attention")
     before = fallback_counts()
     reset_fallback_counts()
     assert fallback_counts() == {}
@@ -133,27 +107,24 @@ def test_triton_by_name_raises_with_the_reason_where_it_is_unsupported(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    call = Call.valid()
     with pytest.raises(ValueError, match=f"'triton' does not support {name}: {ON_CPU}; use 'auto'"):
-        call.function(name)(backend="triton")
+        call(name, backend="triton")
     assert fallback_counts() == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
 @pytest.mark.parametrize("name", [*OPERATIONS, "nsa_attention"])
 def test_triton_by_name_runs_on_cpu_tensors_in_its_interpreter(name: str) -> None:
-    call = Call.valid()
-    actual, expected = (call.function(name)(backend=b) for b in ("triton", "reference"))
+    actual, expected = (call(name, backend=b) for b in ("triton", "reference"))
     torch.testing.assert_close(actual, expected)
     assert fallback_counts() == {}
 
 
 def test_auto_never_takes_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    call = Call.valid()
     reset_fallback_counts()
     for name in OPERATIONS:
-        call.function(name)()
+        call(name)
     assert set(fallback_counts()) == {(operation, "triton", ON_CPU) for operation in OPERATIONS}
 
 
@@ -183,21 +154,19 @@ def test_an_error_says_that_triton_is_not_installed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
     monkeypatch.setattr(triton, "_find_missing", triton._find_missing.__wrapped__)
     with pytest.raises(ValueError, match="the package triton is not installed; use 'auto'"):
-        Call.valid().function("window_attention")(backend="triton")
+        call("window_attention", backend="triton")
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_unknown_backend_raises_with_the_valid_ones(name: str) -> None:
     with pytest.raises(ValueError, match="backend = 'cuda': choose one of auto, triton, "):
-        Call.valid().function(name)(backend="cuda")
+        call(name, backend="cuda")
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "reference", "auto"])
 def test_integer_inputs_raise(backend: str) -> None:
-    case = Inputs.of(CASE, torch.float32)
-    q, k, v = (x.long() for x in (case.q, case.k_win, case.v_win))
     with pytest.raises(ValueError, match=r"q has dtype torch\.int64; attention takes bfloat16"):
-        window_attention(q, k, v, 5, backend=backend)
+        call("window_attention", Tensor.long, backend=backend)
 
 
 def three_heads(x: Tensor) -> Tensor:
@@ -205,59 +174,51 @@ def three_heads(x: Tensor) -> Tensor:
 
 
 # A function, its wrong arguments, and the message.
-WRONG: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
-    ("compressed_attention", {"q": lambda c: c.x.q[0]}, r"^q has shape \(20, 4, 8\).*\[B, T"),
-    ("compressed_attention", {"k_cmp": lambda c: c.x.k_cmp[..., 0]}, r"^k_cmp has shape"),
-    ("compressed_attention", {"v_cmp": lambda c: c.x.v_cmp.half()}, r"^v_cmp is torch.float16"),
-    ("compressed_attention", {"k_cmp": lambda c: c.x.k_cmp[:, 1:]}, r"^k_cmp is .* v_cmp is "),
+CMP, SEL, WIN, ALL = (
+    "compressed_attention",
+    "selected_attention",
+    "window_attention",
+    "nsa_attention",
+)
+SHORT_CMP = {"k_cmp": X.k_cmp[:, 1:], "v_cmp": X.v_cmp[:, 1:]}
+SHORT_SEL = {"k": X.k_sel[:, 1:], "v": X.v_sel[:, 1:]}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (CMP, {"q": X.q[0]}, r"^q has shape \(20, 4, 8\).*\[B, T"),
+    (CMP, {"k_cmp": X.k_cmp[..., 0]}, r"^k_cmp has shape"),
+    (CMP, {"v_cmp": X.v_cmp.half()}, r"^v_cmp is torch.float16"),
+    (CMP, {"k_cmp": X.k_cmp[:, 1:]}, r"^k_cmp is .* v_cmp is "),
+    (CMP, SHORT_CMP, r"^k_cmp has length 8; block_len 4 at T = 20 requires 9"),
+    (CMP, {"k_cmp": X.k_cmp[..., :7]}, r"^k_cmp has head size 7"),
+    (CMP, {"k_cmp": three_heads(X.k_cmp)}, r"^k_cmp has 3 heads"),
+    (CMP, {"v_cmp": three_heads(X.v_cmp)}, r"^v_cmp has 3 heads"),
+    (CMP, {"k_cmp": X.k_cmp[:, :, :0]}, r"^k_cmp has 0 heads"),
+    (CMP, {"q": X.q.repeat(2, 1, 1, 1)}, r"^k_cmp has batch 1 and q"),
+    ("select_blocks", {"k_cmp": X.k_cmp[:, 1:]}, r"^k_cmp has length 8"),
+    ("select_blocks", {"k_cmp": X.k_cmp.double()}, r"^k_cmp is torch.float64"),
+    ("select_blocks", {"lse": LSE[:, 1:]}, r"^lse has shape \(1, 19, 4\); .*\(1, 20, 4\)"),
+    ("select_blocks", {"lse": None}, r"^lse = None: needs one query head per KV head"),
+    ("select_blocks", {"seq_len": 19}, r"^seq_len = 19 does not fit q's 20"),
+    ("select_blocks", {"seq_len": 40}, r"^k_cmp has length 9; .* T = 40 requires 19"),
+    (SEL, {"k": X.k_sel[:, 1:]}, r"^k is .* and v is "),
+    (SEL, SHORT_SEL, r"^k has length 19; q requires 20"),
+    (SEL, {"v": X.v_sel.bfloat16()}, r"^v is torch.bfloat16"),
     (
-        "compressed_attention",
-        {"k_cmp": lambda c: c.x.k_cmp[:, 1:], "v_cmp": lambda c: c.x.v_cmp[:, 1:]},
-        r"^k_cmp has length 8; block_len 4 at T = 20 requires 9",
+        SEL,
+        {"block_index": INDEX[..., :1]},
+        r"^block_index has .*\(1, 20, 2, 1\).*2, 2\).*select_top",
     ),
-    ("compressed_attention", {"k_cmp": lambda c: c.x.k_cmp[..., :7]}, r"^k_cmp has head size 7"),
-    ("compressed_attention", {"k_cmp": lambda c: three_heads(c.x.k_cmp)}, r"^k_cmp has 3 heads"),
-    ("compressed_attention", {"v_cmp": lambda c: three_heads(c.x.v_cmp)}, r"^v_cmp has 3 heads"),
-    ("compressed_attention", {"k_cmp": lambda c: c.x.k_cmp[:, :, :0]}, r"^k_cmp has 0 heads"),
-    (
-        "compressed_attention",
-        {"q": lambda c: c.x.q.repeat(2, 1, 1, 1)},
-        r"^k_cmp has batch 1 and q",
-    ),
-    ("select_blocks", {"k_cmp": lambda c: c.x.k_cmp[:, 1:]}, r"^k_cmp has length 8"),
-    ("select_blocks", {"k_cmp": lambda c: c.x.k_cmp.double()}, r"^k_cmp is torch.float64"),
-    (
-        "select_blocks",
-        {"lse": lambda c: c.lse[:, 1:]},
-        r"^lse has shape \(1, 19, 4\); .*\(1, 20, 4\)",
-    ),
-    ("select_blocks", {"lse": lambda c: None}, r"^lse = None: needs one query head per KV head"),
-    ("select_blocks", {"seq_len": lambda c: 19}, r"^seq_len = 19 does not fit q's 20"),
-    ("select_blocks", {"seq_len": lambda c: 40}, r"^k_cmp has length 9; .* T = 40 requires 19"),
-    ("selected_attention", {"k": lambda c: c.x.k_sel[:, 1:]}, r"^k is .* and v is "),
-    (
-        "selected_attention",
-        {"k": lambda c: c.x.k_sel[:, 1:], "v": lambda c: c.x.v_sel[:, 1:]},
-        r"^k has length 19; q requires 20",
-    ),
-    ("selected_attention", {"v": lambda c: c.x.v_sel.bfloat16()}, r"^v is torch.bfloat16"),
-    (
-        "selected_attention",
-        {"block_index": lambda c: c.block_index[..., :1]},
-        r"^block_index has shape \(1, 20, 2, 1\).*\(1, 20, 2, 2\).*select_top",
-    ),
-    ("window_attention", {"k": lambda c: three_heads(c.x.k_win)}, r"^k has 3 heads"),
-    ("window_attention", {"v": lambda c: c.x.v_win[0]}, r"^v has shape"),
-    ("window_attention", {"scale": lambda c: 0.0}, r"^scale = 0.0: must be from 1e-30 to 1e30"),
-    ("nsa_attention", {"scale": lambda c: -0.5}, r"^scale = -0.5"),
-    ("window_attention", {"window": lambda c: 0}, r"^window = 0: .* make it 1 or more"),
-    ("nsa_attention", {"gates": lambda c: c.x.gates[..., :2]}, r"^gates has shape \(1, 20, 4, 2\)"),
-    ("nsa_attention", {"k_cmp": lambda c: c.x.k_cmp.half()}, r"^k_cmp is torch.float16"),
-    ("nsa_attention", {"v_cmp": lambda c: c.x.v_cmp[..., 0]}, r"^v_cmp has shape"),
-    ("nsa_attention", {"k_sel": lambda c: c.x.k_sel.half()}, r"^k_sel is torch.float16"),
-    ("nsa_attention", {"v_sel": lambda c: c.x.v_sel[:, 1:]}, r"v_sel is \(1, 19"),
-    ("nsa_attention", {"k_win": lambda c: c.x.k_win[..., :7]}, r"^k_win has head size 7"),
-    ("nsa_attention", {"v_win": lambda c: three_heads(c.x.v_win)}, r"^v_win has 3 heads"),
+    (WIN, {"k": three_heads(X.k_win)}, r"^k has 3 heads"),
+    (WIN, {"v": X.v_win[0]}, r"^v has shape"),
+    (WIN, {"scale": 0.0}, r"^scale = 0.0: must be from 1e-30 to 1e30"),
+    (ALL, {"scale": -0.5}, r"^scale = -0.5"),
+    (WIN, {"window": 0}, r"^window = 0: .* make it 1 or more"),
+    (ALL, {"gates": X.gates[..., :2]}, r"^gates has shape \(1, 20, 4, 2\)"),
+    (ALL, {"k_cmp": X.k_cmp.half()}, r"^k_cmp is torch.float16"),
+    (ALL, {"v_cmp": X.v_cmp[..., 0]}, r"^v_cmp has shape"),
+    (ALL, {"k_sel": X.k_sel.half()}, r"^k_sel is torch.float16"),
+    (ALL, {"v_sel": X.v_sel[:, 1:]}, r"v_sel is \(1, 19"),
+    (ALL, {"k_win": X.k_win[..., :7]}, r"^k_win has head size 7"),
+    (ALL, {"v_win": three_heads(X.v_win)}, r"^v_win has 3 heads"),
 ]
 
 
@@ -265,11 +226,10 @@ WRONG: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
     ("name", "changes", "message"), WRONG, ids=[f"{n}-{'+'.join(c)}" for n, c, _ in WRONG]
 )
 def test_an_error_names_the_wrong_argument(
-    name: str, changes: dict[str, Callable[[Call], Any]], message: str
+    name: str, changes: dict[str, Any], message: str
 ) -> None:
-    call = Call.valid()
     with pytest.raises(ValueError, match=message):
-        call.function(name)(**{argument: wrong(call) for argument, wrong in changes.items()})
+        call(name, **changes)
 
 
 @pytest.mark.parametrize(
@@ -287,34 +247,28 @@ def test_an_error_names_the_wrong_argument(
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_wrong_documents_raise(name: str, cu_seqlens: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Call.valid().function(name)(cu_seqlens=cu_seqlens)
+        call(name, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("offsets_are_on", ["cpu", "meta"])
 @pytest.mark.parametrize("name", [*OPERATIONS, "nsa_attention"])
 def test_documents_on_another_device_raise(name: str, offsets_are_on: str) -> None:
     """`meta` stands for a GPU: kernels there would read the other device's memory."""
-    rest, call = ("meta" if offsets_are_on == "cpu" else "cpu"), Call.valid()
-    call = Call(call.x.to(rest), call.lse.to(rest), call.block_index.to(rest))
+    rest = "meta" if offsets_are_on == "cpu" else "cpu"
     cu_seqlens = torch.tensor([0, 20], dtype=torch.int32, device=offsets_are_on)
     message = f"^cu_seqlens is on {offsets_are_on} and q on {rest}; give both the same device"
     with pytest.raises(ValueError, match=message):
-        call.function(name)(cu_seqlens=cu_seqlens)
+        call(name, lambda x: x.to(rest), cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_packed_documents_with_a_batch_raise(name: str) -> None:
-    call = Call.valid()
-    two = Inputs(*(x.repeat(2, 1, 1, 1) for x in call.x.tensors()))
-    call = replace(
-        call, x=two, lse=call.lse.repeat(2, 1, 1), block_index=call.block_index.repeat(2, 1, 1, 1)
-    )
+    cu_seqlens = torch.tensor([0, 20], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cu_seqlens packs documents into one row.* batch is 2"):
-        call.function(name)(cu_seqlens=torch.tensor([0, 20], dtype=torch.int32))
+        call(name, lambda x: torch.cat([x, x]), cu_seqlens=cu_seqlens)
 
 
 def test_decoding_inside_packed_documents_raises() -> None:
-    call = Call.valid()
     cu_seqlens = torch.tensor([0, 20], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"seq_len = 40.*leave it out with cu_seqlens"):
-        call.function("select_blocks")(seq_len=40, cu_seqlens=cu_seqlens)
+        call("select_blocks", seq_len=40, cu_seqlens=cu_seqlens)

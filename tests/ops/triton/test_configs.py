@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -25,19 +24,11 @@ from nsa.ops.triton.configs import (
 )
 from tests.ops.triton.parity import KERNELS
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES, BF16 = (64, 64), torch.bfloat16
 LIKE = torch.empty(0, dtype=BF16)
 FIRST, SECOND = candidates("window_forward", SIZES, BF16)[:2]
 KEY = tuning_key("window_forward", SIZES, BF16, 2048)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forget_tuned()
-    yield
-    forget_tuned()
 
 
 def taken() -> Config:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,13 +22,14 @@ from torch._subclasses import FakeTensorMode
 from nsa.ops import nsa_attention, window_attention
 from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton import band, flash_window
-from nsa.ops.triton.configs import forget_tuned, save_tuned, tuning_key
+from nsa.ops.triton.configs import save_tuned, tuning_key
 from nsa.ops.triton.flash_window import FLASH, OPERATION, OURS, flash_forward, is_faster
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, with_gradients
 from tests.ops.triton import gpu_checks
 from tests.ops.triton.parity import DEVICE, inputs
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SPEC = NSASpec(4, 2, 4, 2, 0, 1, 5)
 CASES = {
     "batch": Case(SPEC, (23,), batch=2, group=3),
@@ -102,14 +102,6 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     flash_window._installed.cache_clear()
     yield
     flash_window._installed.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forget_tuned()
-    yield
-    forget_tuned()
 
 
 @by_case

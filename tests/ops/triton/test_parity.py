@@ -1,24 +1,50 @@
-"""Parity of every branch with `reference`, forward and backward, for any sizes and documents."""
+"""Parity of every branch and of their gated sum with `reference`, forward and backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.ops import nsa_attention, window_attention
-from nsa.ops.inputs import AttentionInputs
-from nsa.ops.triton.band import band_backward, band_forward
+from nsa.ops import nsa_attention, nsa_attention_and_blocks, window_attention
+from nsa.ops.inputs import AttentionInputs, GatedInputs
+from nsa.ops.triton.band import (
+    band_backward,
+    band_forward,
+    gated_backward,
+    gated_forward,
+    triton_gated,
+)
+from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, branches, default, random_cases, with_gradients
+from tests.ops.cases import (
+    Calls,
+    Case,
+    Function,
+    Inputs,
+    branches,
+    default,
+    random_cases,
+    selection,
+    with_gradients,
+)
 from tests.ops.triton.parity import (
     BRANCHES,
     DENSE,
     DEVICE,
     GATHERED,
     RULE,
+    Run,
     assert_exact_enough,
     assert_parity,
+    by_head,
+    computed,
     inputs,
     settings,
 )
@@ -130,3 +156,171 @@ def test_scores_far_below_zero_still_weigh_their_values() -> None:
     o = window_attention(*(x.to(DEVICE) for x in (q, -q, v)), 3, backend="triton")
     expected = torch.tensor([0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0]).view_as(v[..., :1]).expand_as(v)
     torch.testing.assert_close(o.cpu(), expected)
+
+
+# The three branches and their gates as one operation.
+GATED = NSASpec(4, 2, 4, 3, 1, 1, 6)
+GATED_CASES = [
+    Case(GATED, (38,), batch=2, group=3, key_dim=6, value_dim=5),
+    Case(GATED, (3, 21, 0, 1, 16), kv_heads=1, group=6),
+    Case(GATED, (1,), group=2),
+    Case(GATED, (3,), group=1),
+    *random_cases(6, longest=20, seed=3),
+]
+
+
+@pytest.mark.parametrize("case", default(4, GATED_CASES), ids=str)
+def test_the_gated_sum_and_all_its_gradients_are_those_of_the_definition(case: Case) -> None:
+    assert_parity(case, "mixed")
+
+
+@pytest.mark.parametrize("case", default(1, GATED_CASES), ids=str)
+@pytest.mark.parametrize("head", [0, 64], ids=["several tiles", "one tile"])
+def test_compressed_keys_may_be_several_tiles_and_queries_several_splits(
+    case: Case, head: int
+) -> None:
+    small = override_choices(lambda *_: Config(16, 16, 4, 1))
+    with settings(one_tile_head=head, queries_per_split=7), small:
+        assert_parity(case, "mixed")
+
+
+def test_the_compressed_output_is_kept_only_where_the_backward_pass_reads_it() -> None:
+    tensors = Inputs.of(GATED_CASES[0], torch.float32).tensors()
+    for head in (0, 64):
+        with settings(one_tile_head=head), recording():
+            x = GatedInputs(*(y.to("meta") for y in tensors), None, GATED, 1.0)
+            outputs = gated_forward(x)
+            shapes = [y.shape for y in triton_gated(*x[:-2], GATED.to_ints(), 1.0)]
+        assert [y.shape for y in outputs] == shapes
+        assert (outputs[2].numel() > 0) == (head == 0)
+
+
+@pytest.mark.parametrize(
+    "setting", default(3, [(0, 0.0), (1, 1.0), (2, 1e-6), (1, 0.0), (2, 0.0), (0, 1e-30)]), ids=str
+)
+def test_a_gate_may_be_closed_or_open(setting: tuple[int, float]) -> None:
+    """A sigmoid is exactly 0 or 1 soon enough, once rounded."""
+    case = replace(GATED_CASES[0], batch=1, kv_heads=1)
+    x = inputs(case)
+    branch, gate = setting
+    x.gates[:, ::2, :, branch] = gate
+    assert_exact_enough(*(computed(case, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
+
+
+def test_the_sum_is_that_of_the_branches_called_one_by_one() -> None:
+    """To the bit, but for the gates' product: the same kernels do both."""
+    case = GATED_CASES[1]
+    x, cu = inputs(case), GATED_CASES[1].offsets_on(DEVICE)
+    index = selection(x, case, "triton")
+    parts = [with_gradients(*branch)[0] for branch in branches(x, case, index, "triton").values()]
+    expected = sum(gate[..., None] * o for gate, o in zip(x.gates.unbind(-1), parts, strict=True))
+    given = GatedInputs(*x.tensors(), cu, GATED, x.q.shape[-1] ** -0.5)
+    o, blocks = nsa_attention_and_blocks(given, "triton")
+    assert torch.equal(blocks, index)
+    torch.testing.assert_close(o, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_backward_pass_allocates_no_gradients_of_outputs_without_one() -> None:
+    """Zeros the size of an output for each branch would be half a step's memory at 64k."""
+    x = inputs(Case(GATED, (11,)))
+    q, *rest = x.tensors()
+    o = nsa_attention(q.requires_grad_(), *rest, GATED, backend="triton")
+    with Calls() as recorded:
+        o.backward(torch.ones_like(o))
+    zeros = [x.numel() for op, _, x in recorded.calls if "zeros" in op.name()]
+    assert max(zeros, default=0) < q[..., 0].numel()
+
+
+def test_five_runs_give_the_same_bits() -> None:
+    case = Case(GATED, (5, 9), kv_heads=1, group=6)
+    first = computed(case, "mixed", "triton", inputs(case))
+    for _ in range(4):
+        torch.testing.assert_close(
+            computed(case, "mixed", "triton", inputs(case)), first, rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize("lengths", [(40,), (3, 21, 0, 16)], ids=str)
+def test_no_launch_waits_for_a_value(lengths: tuple[int, ...]) -> None:
+    """Tensors of the `meta` device have none: reading one raises."""
+    case = Case(GATED, lengths)
+    tensors = (x.to("meta") for x in Inputs.of(case, torch.float32).tensors())
+    cu = None if case.cu_seqlens is None else case.cu_seqlens.to("meta")
+    with recording() as launches:
+        x = GatedInputs(*tensors, cu, GATED, 1.0)
+        o, *saved = gated_forward(x)
+        gated_backward(o, x, *saved)
+    assert len({launch.kernel for launch in launches}) == 11
+
+
+# Strides: neither inputs nor the gradients of outputs need be contiguous.
+STRIDED = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (23,), batch=2, group=2, key_dim=6, value_dim=4)
+branches_and_sum = pytest.mark.parametrize("branch", default(1, ["mixed", *BRANCHES]))
+
+
+def by_size(x: Tensor) -> Tensor:
+    """[B, T, D, H] in memory: the last dimension is not contiguous."""
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """Every third [H, D] of a token, as in a packed projection of three branches."""
+    rows = torch.full((*x.shape[:2], 3, *x.shape[2:]), torch.nan, device=x.device)
+    rows[:, :, 1] = x
+    return rows[:, :, 1]
+
+
+def padded(x: Tensor) -> Tensor:
+    """With padding after each dimension."""
+    buffer = torch.full([size + 1 for size in x.shape], torch.nan, device=x.device)
+    part = buffer[tuple(slice(size) for size in x.shape)]
+    return part.copy_(x)
+
+
+@cache
+def contiguous(branch: str) -> list[Tensor]:
+    return computed(STRIDED, branch, "triton", inputs(STRIDED))
+
+
+@branches_and_sum
+@pytest.mark.parametrize("layout", [by_head, by_size, interleaved, padded])
+def test_inputs_laid_out_otherwise_give_the_same_bits(
+    layout: Callable[[Tensor], Tensor], branch: str
+) -> None:
+    x = Inputs(*(layout(y) for y in inputs(STRIDED).tensors()))
+    assert not any(y.is_contiguous() for y in x.tensors())
+    torch.testing.assert_close(
+        computed(STRIDED, branch, "triton", x), contiguous(branch), rtol=0, atol=0
+    )
+
+
+def _gradients(
+    function: Function, given: Sequence[Tensor], gradient: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    given = [x.detach().requires_grad_() for x in given]
+    o = function(*given)
+    o = o[0] if isinstance(o, tuple) else o
+    return list(torch.autograd.grad(o, given, gradient(o)))
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device).to(x).sin().view(x.shape)
+
+
+def one_for_all(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of Σ o: a single number, expanded."""
+    return _gradients(function, given, lambda o: torch.ones_like(o[:1, :1, :1, :1]).expand_as(o))
+
+
+def one_for_all_heads(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
+    return _gradients(function, given, lambda o: _numbers(o[:, :, :1]).expand_as(o))
+
+
+def laid_out_by_head(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
+    return _gradients(function, given, lambda o: by_head(_numbers(o)))
+
+
+@branches_and_sum
+@pytest.mark.parametrize("run", [one_for_all, one_for_all_heads, laid_out_by_head])
+def test_the_outputs_gradient_may_be_expanded_or_transposed(run: Run, branch: str) -> None:
+    assert_parity(STRIDED, branch, run=run)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from nsa.ops.triton.configs import (
     Config,
     candidates,
     choose_config,
-    forget_tuned,
     override_choices,
     save_tuned,
 )
@@ -34,18 +32,9 @@ from nsa.ops.tune import (
 )
 from nsa.spec import NSASpec
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 HALF = torch.float16
 LIKE = torch.empty(0, dtype=HALF)
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Choices stored by these tests are invisible to everything else."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forget_tuned()
-    yield
-    forget_tuned()
 
 
 def milliseconds(step: Step) -> float:
