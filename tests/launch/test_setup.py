@@ -112,6 +112,13 @@ def test_an_install_that_was_killed_is_repaired_and_a_failed_one_says_why(
     assert torch_version(clone) == "2.13.0"
 
 
+def test_a_clone_that_was_moved_gets_a_new_venv(installed_clone: Path, tmp_path: Path) -> None:
+    shutil.copytree(installed_clone, tmp_path / "moved", symlinks=True)
+    call = run(tmp_path / "moved", "setup.sh")
+    assert call.returncode == 0, call.stderr
+    assert ".venv is unfinished, broken or from another folder: rebuilding it" in call.stdout
+
+
 @pytest.mark.parametrize(
     ("python", "words"),
     [

@@ -31,7 +31,7 @@ echo "scontrol $*" >>slurm.log
 """
 NSA = """\
 #!/usr/bin/env bash
-trap 'touch saved' TERM
+trap '[ ! -e fails ] || exit 1; touch saved' TERM
 echo "$*" >>calls.log
 for ((k = 0; k < 1200; k++)); do
     [ ! -e ends ] || exit "$(cat ends)"
@@ -121,14 +121,32 @@ def test_a_job_that_ends_is_not_requeued_and_returns_its_exit_code(
     assert "requeue" not in (repository / "slurm.log").read_text()
 
 
-def test_a_requeued_job_resumes_its_run(repository: Path) -> None:
+def test_a_job_whose_ranks_cannot_save_is_not_requeued(repository: Path) -> None:
+    (repository / "fails").touch()
+    process = start(repository)
+    calls(repository)
+    os.kill(process.pid, signal.SIGTERM)
+    code, output = end(process)
+    assert code == 1, output
+    assert "requeue" not in (repository / "slurm.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("folder", "given", "passed"),
+    [
+        ("runs/slurm-123", [], "--run-dir runs/slurm-123 --resume"),
+        ("runs/mine", ["--run-dir", "runs/mine"], "--run-dir runs/mine --resume"),
+        ("runs/mine", ["--run-dir=runs/mine", "--resume"], "--run-dir=runs/mine --resume"),
+    ],
+)
+def test_a_requeued_job_resumes_its_run(
+    repository: Path, folder: str, given: list[str], passed: str
+) -> None:
     (repository / "ends").write_text("0")
-    for folder, given in (("runs/slurm-123", []), ("runs/mine", ["--run-dir", "runs/mine"])):
-        (repository / folder).mkdir(parents=True)
-        (repository / folder / "config.yaml").touch()
-        (repository / "calls.log").unlink(missing_ok=True)
-        end(start(repository, *given, SLURM_RESTART_COUNT="1"))
-        assert all(call.endswith(f"--run-dir {folder} --resume") for call in calls(repository))
+    (repository / folder).mkdir(parents=True)
+    (repository / folder / "config.yaml").touch()
+    end(start(repository, *given, SLURM_RESTART_COUNT="1"))
+    assert all(call.endswith(f"recipes/m7c.py {passed}") for call in calls(repository))
 
 
 def test_slurm_signals_only_the_shell_two_minutes_before_the_time_limit() -> None:
