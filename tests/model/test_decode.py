@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -305,9 +306,12 @@ def test_invalid_inputs_are_refused_by_name() -> None:
         (lambda: step(model.float(), ids[:, 0], cache), r"^the cache is of another model \(torch"),
         (lambda: generated(model, [ids[0]], max_new_tokens=0), r"^max_new_tokens = 0: must be 1"),
         (lambda: generated(model, [ids[0]], max_new_tokens=1, top_p=0.0), r"^top_p = 0.0: must"),
-        (
-            lambda: generated(model, [ids[0]], max_new_tokens=1, temperature=-1.0),
-            r"^temperature = -1",
+        *(
+            (
+                partial(generated, model, [ids[0]], max_new_tokens=1, temperature=x),
+                rf"^temperature = {x}: must be 0 \(greedy\) or more",
+            )
+            for x in (-1.0, float("inf"))
         ),
         (
             lambda: generated(model, [ids[0]], max_new_tokens=1, stop=61),
