@@ -70,6 +70,7 @@ def test_a_padded_sequence_has_the_results_it_has_alone(side: str) -> None:
         alone = model(ids[row : row + 1, kept], output_hidden_states=True)
         torch.testing.assert_close(out.logits[row, kept], alone.logits[0])
         assert len(out.hidden_states) == len(alone.hidden_states) == 3
+        assert not any(states[row, ~kept].any() for states in out.hidden_states)
         for padded, single in zip(out.hidden_states, alone.hidden_states, strict=True):
             torch.testing.assert_close(padded[row, kept], single[0])
         log_p = alone.logits[0, :-1].log_softmax(-1).gather(1, ids[row, kept][1:, None])
