@@ -135,13 +135,13 @@ def test_results_in_two_bytes_are_rounded_once(
     """Gradients a few times: that of the outputs is rounded too, and some are of products."""
     actual = operation.results(backend, dtype)
     exact = operation.results("definition", torch.float64, lambda x: x.to(dtype).double())
-    outputs = len(exact) - sum(x.is_floating_point() for x in operation.inputs())
-    eps = torch.finfo(dtype).eps
+    of_loss = operation.name == "selector_loss"  # float32, and only one of its inputs is learned
+    outputs = 2 if of_loss else len(exact) - len(operation.inputs())
     for number, (a, b) in enumerate(zip(actual, exact, strict=True)):
-        summed = operation.name == "selector_loss" and number < outputs
+        summed = of_loss and number < outputs
         assert a.dtype == (torch.float32 if summed else dtype)
-        roundings = 1 if number < outputs else 4
-        assert (a.double() - b).abs().max() <= roundings * eps * b.abs().max(), number
+        allowed = (100 if summed else 1 if number < outputs else 4) * torch.finfo(a.dtype).eps
+        assert (a.double() - b).abs().max() <= allowed * b.abs().max(), number
 
 
 def by_column(x: Tensor) -> Tensor:
@@ -161,7 +161,12 @@ def test_the_same_bits_come_out_again_and_for_any_layout(
     torch.testing.assert_close(again, first, rtol=tolerance, atol=tolerance)
 
 
-OF_TOKENS = [swiglu((3, 8), 3), norm((2, 3, 6)), norm((2, 3, 6), residual=False)]
+OF_TOKENS = [
+    swiglu((3, 8), 3),
+    norm((2, 3, 6)),
+    norm((2, 3, 6), "normed"),
+    norm((2, 3, 6), residual=False),
+]
 OF_BLOCKS = [
     *(rotary(LAYOUTS[name], DOCUMENTS[1]) for name in ("all branches", "mlp, shared", "dense")),
     pool(DOCUMENTS[1], 2, 6, True),

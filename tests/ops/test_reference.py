@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from nsa.ops import (
 )
 from nsa.spec import NSASpec
 from tests.ops import naive
-from tests.ops.cases import Case, Inputs, rank_score, same_selection, selection
+from tests.ops.cases import Case, Inputs, rank_score, same_selection
 
 PAPER_LIKE = NSASpec(8, 4, 16, 4, 1, 2, 9)
 UNEVEN = NSASpec(block_len=7, block_stride=3, select_len=5, select_top=4, window=6)
@@ -59,88 +60,60 @@ def close(actual: Tensor, expected: np.ndarray) -> None:
     torch.testing.assert_close(actual, torch.from_numpy(expected), rtol=1e-10, atol=1e-10)
 
 
-def as_numpy(x: Inputs) -> list[np.ndarray]:
-    return [tensor.numpy() for tensor in x.tensors()]
+def options(case: Case) -> dict[str, Any]:
+    return {"cu_seqlens": case.cu_seqlens, "backend": "reference"}
+
+
+def defined(case: Case) -> tuple[Any, Any]:
+    """The arguments of the definition's functions: the tensors, and what follows spec or window."""
+    return [x.numpy() for x in Inputs.of(case).tensors()], (case.scale, case.offsets)
 
 
 def test_compressed_attention_and_its_lse_are_the_definition(case: Case) -> None:
-    x = Inputs.of(case)
-    o, lse = compressed_attention(
-        x.q, x.k_cmp, x.v_cmp, case.spec, cu_seqlens=case.cu_seqlens, backend="reference"
-    )
-    q, k, v, *_ = as_numpy(x)
-    expected = naive.compressed_attention(q, k, v, case.spec, case.scale, case.offsets)
+    x, ((q, k, v, *_), rest) = Inputs.of(case), defined(case)
+    o, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, **options(case))
+    expected = naive.compressed_attention(q, k, v, case.spec, *rest)
     close(o, expected[0])
     close(lse, expected[1])
 
 
 def test_window_attention_is_the_definition(case: Case) -> None:
-    x = Inputs.of(case)
-    o = window_attention(
-        x.q, x.k_win, x.v_win, case.spec.window, cu_seqlens=case.cu_seqlens, backend="reference"
-    )
-    q, k, v = x.q.numpy(), x.k_win.numpy(), x.v_win.numpy()
-    close(o, naive.window_attention(q, k, v, case.spec.window, case.scale, case.offsets))
+    x, ((q, *_, k, v, _), rest) = Inputs.of(case), defined(case)
+    o = window_attention(x.q, x.k_win, x.v_win, case.spec.window, **options(case))
+    close(o, naive.window_attention(q, k, v, case.spec.window, *rest))
 
 
-def test_selection_is_that_of_the_definition(case: Case) -> None:
-    x = Inputs.of(case)
-    q, k_cmp, v_cmp, *_ = as_numpy(x)
-    lse = naive.compressed_attention(q, k_cmp, v_cmp, case.spec, case.scale, case.offsets)[1]
-    index = select_blocks(
-        x.q,
-        x.k_cmp,
-        torch.from_numpy(lse),
-        case.spec,
-        cu_seqlens=case.cu_seqlens,
-        backend="reference",
-    )
-    importance = naive.importance(q, k_cmp, case.spec, case.scale, case.offsets)
+@pytest.mark.parametrize("normalized", [True, False], ids=["lse", "one head without an lse"])
+def test_selection_is_that_of_the_definition(case: Case, normalized: bool) -> None:
+    case = case if normalized else replace(case, group=1)
+    x, ((q, k, v, *_), rest) = Inputs.of(case), defined(case)
+    lse = torch.from_numpy(naive.compressed_attention(q, k, v, case.spec, *rest)[1])
+    given = lse if normalized else None
+    index = select_blocks(x.q, x.k_cmp, given, case.spec, **options(case))
+    importance = naive.importance(q, k, case.spec, *rest)
     expected = torch.from_numpy(naive.select_blocks(importance, case.spec, case.offsets))
     assert index.dtype == torch.int32
     assert same_selection(rank_score(torch.from_numpy(importance), case), index, expected, 1e-10)
 
 
-def test_one_head_selects_by_importance_without_an_lse(case: Case) -> None:
-    case = replace(case, group=1)
-    x = Inputs.of(case)
-    importance = naive.importance(x.q.numpy(), x.k_cmp.numpy(), case.spec, case.scale, case.offsets)
-    expected = torch.from_numpy(naive.select_blocks(importance, case.spec, case.offsets))
-    index = selection(x, case, "reference", normalized=False)
-    assert same_selection(rank_score(torch.from_numpy(importance), case), index, expected, 1e-10)
-
-
 def test_selected_attention_is_the_definition_for_any_blocks(case: Case) -> None:
-    x = Inputs.of(case)
+    x, ((q, _, _, k, v, *_), rest) = Inputs.of(case), defined(case)
     blocks = case.spec.select_blocks_len(max(case.lengths))
     shape = (case.batch, case.seq_len, case.kv_heads, case.spec.select_top)
-    index = torch.randint(-1, blocks, shape, generator=torch.Generator().manual_seed(1))
-    o = selected_attention(
-        x.q,
-        x.k_sel,
-        x.v_sel,
-        index.to(torch.int32),
-        case.spec,
-        cu_seqlens=case.cu_seqlens,
-        backend="reference",
-    )
-    q, k, v = x.q.numpy(), x.k_sel.numpy(), x.v_sel.numpy()
-    close(
-        o,
-        naive.selected_attention(q, k, v, index.numpy(), case.spec, case.scale, case.offsets),
-    )
+    index = torch.randint(-1, blocks, shape, generator=torch.Generator().manual_seed(1)).int()
+    o = selected_attention(x.q, x.k_sel, x.v_sel, index, case.spec, **options(case))
+    close(o, naive.selected_attention(q, k, v, index.numpy(), case.spec, *rest))
 
 
 def test_the_three_branches_are_mixed_by_their_gates(case: Case) -> None:
-    x = Inputs.of(case)
-    o = nsa_attention(*x.tensors(), case.spec, cu_seqlens=case.cu_seqlens, backend="reference")
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = as_numpy(x)
-    spec, scale, cu = case.spec, case.scale, case.offsets
-    index = naive.select_blocks(naive.importance(q, k_cmp, spec, scale, cu), spec, cu)
+    o = nsa_attention(*Inputs.of(case).tensors(), case.spec, **options(case))
+    (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), rest = defined(case)
+    spec = case.spec
+    index = naive.select_blocks(naive.importance(q, k_cmp, spec, *rest), spec, case.offsets)
     parts = [
-        naive.compressed_attention(q, k_cmp, v_cmp, spec, scale, cu)[0],
-        naive.selected_attention(q, k_sel, v_sel, index, spec, scale, cu),
-        naive.window_attention(q, k_win, v_win, spec.window, scale, cu),
+        naive.compressed_attention(q, k_cmp, v_cmp, spec, *rest)[0],
+        naive.selected_attention(q, k_sel, v_sel, index, spec, *rest),
+        naive.window_attention(q, k_win, v_win, spec.window, *rest),
     ]
     close(o, sum(gates[..., [c]] * part for c, part in enumerate(parts)))
 

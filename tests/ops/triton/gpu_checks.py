@@ -20,7 +20,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.inputs import compressed_slices, document_slices
+from nsa.ops.inputs import AttentionInputs, compressed_slices, document_slices
 from nsa.ops.triton.configs import Config, override_choices
 from tests.ops.cases import (
     Case,
@@ -52,31 +52,19 @@ SANITIZED = 150, (torch.float16, torch.float32)  # sizes of the calls under comp
 
 def seen_by(case: Case, branch: str, index: Tensor) -> Tensor:
     """What each query sees in a branch: bool [B or 1, heads or 1, T, keys]."""
-    spec, cu = case.spec, case.cu_seqlens
-    blocks = compressed_slices(case.seq_len, cu, spec)
-    keys = blocks[-1].stop if branch == "compressed" else case.seq_len
-    shape = (case.batch, case.heads) if branch == "selected" else (1, 1)
-    seen = torch.zeros(*shape, case.seq_len, keys, dtype=torch.bool, device=DEVICE)
-    for doc, cmp in zip(document_slices(case.seq_len, cu), blocks, strict=True):
-        length = doc.stop - doc.start
-        position = torch.arange(length, device=DEVICE)
-        distance = position[:, None] - position
-        if branch == "compressed":
-            seen[:, :, doc, cmp] = reference.visible_blocks(length, spec, DEVICE)[:, :, 0]
-        elif branch == "window":
-            seen[:, :, doc, doc] = (distance >= 0) & (distance < spec.window)
-        else:
-            selected = _one_hot(index[:, doc], spec.select_blocks_len(length))
-            by_key = selected[..., position // spec.select_len].transpose(1, 2) & (distance >= 0)
-            seen[:, :, doc, doc] = by_key.repeat_interleave(case.group, 1)
+    spec, cu, x = case.spec, case.cu_seqlens, inputs(case)
+    blocks = index if branch == "selected" else None
+    given = AttentionInputs(x.q, x.k_sel, x.v_sel, blocks, cu, branch, spec, case.scale)
+    documents = keys = document_slices(case.seq_len, cu)
+    if branch == "compressed":
+        keys = compressed_slices(case.seq_len, cu, spec)
+    batch, heads = (case.batch, case.heads) if branch == "selected" else (1, 1)
+    shape = batch, heads, case.seq_len, keys[-1].stop
+    seen = torch.zeros(shape, dtype=torch.bool, device=DEVICE)
+    for rows, columns in zip(documents, keys, strict=True):
+        by_group = reference._visible(given, rows).transpose(1, 2)
+        seen[:, :, rows, columns] = by_group.repeat_interleave(heads // by_group.shape[1], 1)
     return seen
-
-
-def _one_hot(index: Tensor, blocks: int) -> Tensor:
-    """Whether a query selected each block: bool [B, T, K, blocks]."""
-    selected = torch.zeros(*index.shape[:3], blocks + 1, dtype=torch.bool, device=index.device)
-    column = torch.where(index < 0, blocks, index).long()
-    return selected.scatter_(-1, column, True)[..., :-1]
 
 
 def plain(seen: Tensor) -> Attend:

@@ -83,6 +83,8 @@ def test_tiles_have_two_stages_and_no_option_of_nvidias(
 ) -> None:
     for config in candidates(kernel, (size, size), dtype, "gfx942"):
         assert config.stages <= 2
+        # Eight warps leave a thread 256 registers: only in tiles chosen for small cards.
+        assert config.warps <= 4 or (size < 256 and dtype == torch.bfloat16)
         assert set(config.options()) == {"num_warps", "num_stages"}
 
 
