@@ -170,3 +170,10 @@ def test_the_rolled_back_samples_of_an_earlier_version_are_ignored() -> None:
     saved = Checkpoint(Path("x"), {"step": 3, "passed_over": [8]}, Topology("0", "bf16", 1))
     state, _ = read_state(saved, Ranks(1, 1, 2))
     assert state == TrainState(step=3)
+
+
+def test_a_ranks_own_state_is_read_by_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json").write_text('{"cursor": 3}')
+    saved = Checkpoint(tmp_path, {"step": 3}, Topology("0", "bf16", 2))
+    for ranks, state in ((2, {"cursor": 3}), (1, {}), (3, {})):
+        assert read_state(saved, Ranks(0, 0, ranks))[1] == state
