@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
 from nsa.spec import NSASpec
-from tests.model.models import packed, tiny
+from tests.model.models import IMPORTED, packed, tiny
 
 SPARSE = AttentionConfig(spec=NSASpec(4, 3, 4, 2, 1, 1, 6))
 DOCUMENTS = packed(10, 0, 3, 4)
@@ -49,6 +51,12 @@ def test_pairs_rotate_by_their_position_in_any_dtype_with_one_rounding(dtype: to
     assert torch.equal(rotated[:, 0], x[:, 0])
     step = max(torch.finfo(dtype).eps, 1e-6)
     torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=step)
+
+
+def test_yarn_scales_both_tables_by_its_attention_factor() -> None:
+    tables = Rotary.at(torch.arange(9), tiny("dense", **IMPORTED))
+    norm = (tables.cos**2 + tables.sin**2).sqrt()
+    torch.testing.assert_close(norm, torch.full_like(norm, 0.1 * math.log(4) + 1))
 
 
 def build(

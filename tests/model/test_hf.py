@@ -88,6 +88,8 @@ def test_hidden_states_are_the_inputs_of_each_block_and_the_head() -> None:
     x, delta = core.blocks[0](core.embed(ids), None, metadata=metadata)
     assert torch.equal(states[1], x + delta)
     assert model(ids).hidden_states is None
+    model.config.output_hidden_states = True
+    assert len(model(ids).hidden_states) == 3
 
 
 def test_hidden_states_with_a_cache_are_those_without_one() -> None:

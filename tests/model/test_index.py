@@ -102,6 +102,7 @@ def test_the_gradient_of_the_index_is_that_of_finite_differences() -> None:
     parameters = dict(layer.index.named_parameters())
     given = torch.autograd.grad(loss(), list(parameters.values()))
     for (name, parameter), gradient in zip(parameters.items(), given, strict=True):
+        assert gradient.any(), name
         step = 1e-5 * gradient / gradient.norm()
         with torch.no_grad():
             parameter += step
