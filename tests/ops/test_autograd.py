@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,11 +12,7 @@ from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
     Inputs,
-    all_branches,
     branches,
-    default,
-    selection,
-    threads,
     with_gradients,
 )
 
@@ -35,32 +29,6 @@ def test_queries_that_see_no_key_get_gradients_of_zero(backend: str) -> None:
     assert torch.equal(dq, torch.zeros_like(dq))
     assert dk.shape == x.k_cmp.shape
     assert dv.shape == x.v_cmp.shape
-
-
-@pytest.fixture
-def nondeterminism_allowed() -> Iterator[None]:
-    """As in training: PyTorch's deterministic algorithms are off."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    yield
-    torch.use_deterministic_algorithms(before, warn_only=True)
-
-
-@pytest.mark.usefixtures("nondeterminism_allowed")
-@pytest.mark.parametrize("dtype", default(1, [torch.float32, torch.bfloat16]), ids=str)
-def test_three_runs_give_the_same_bits(dtype: torch.dtype) -> None:
-    spec = NSASpec(8, 4, 8, 3, 1, 1, 40)
-    case = Case(spec, (5, 250), kv_heads=1, group=6, key_dim=16, value_dim=16)
-    x = Inputs.of(case, dtype)
-
-    def run() -> list[Tensor]:
-        index = selection(x, case, "blockwise")
-        return [index, *all_branches(x, case, index)]
-
-    with threads(2):
-        first = run()
-        for _ in range(2):
-            torch.testing.assert_close(run(), first, rtol=0, atol=0)
 
 
 def test_a_second_derivative_raises() -> None:
