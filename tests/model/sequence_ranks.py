@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,9 +40,13 @@ def labels_of(ids: Tensor, batch: str) -> Tensor:
     return labels
 
 
-def step(model: LanguageModel, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def step(
+    model: LanguageModel, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None, teacher: Tensor
+) -> Tensor:
+    """`teacher`: the input of a teacher's head [B, T, 24], or empty."""
     model.zero_grad()
-    loss = model(ids, labels=labels, cu_seqlens=cu_seqlens)
+    head = (teacher.flatten(0, 1), torch.eye(61, 24).double()) if teacher.numel() else None
+    loss = model(ids, labels=labels, cu_seqlens=cu_seqlens, teacher=head)
     loss.backward()
     return loss.detach()
 
@@ -56,12 +61,14 @@ def compare(
     cu_seqlens = DOCUMENTS[length] if batch == "documents" else None
     ids = tokens(length, batch=2 if batch == "rows" else 1)
     labels = labels_of(ids, batch)
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(1, length * (batch == "teacher"), 24, generator=draw).double()
     single = build(config, std=0.3)
-    expected = step(single, ids, labels, cu_seqlens)
+    expected = step(single, ids, labels, cu_seqlens, states)
     split = LanguageModel(replace(config, activation_checkpointing=mode), sequence).double()
     split.load_state_dict(single.state_dict())
     part = slice(sequence.rank * length // 2, (sequence.rank + 1) * length // 2)
-    loss = step(split, ids[:, part], labels[:, part], cu_seqlens)
+    loss = step(split, ids[:, part], labels[:, part], cu_seqlens, states[:, part])
     errors = {"loss": float((loss - expected).abs())}
     single_parameters = dict(single.named_parameters())
     for name, parameter in split.named_parameters():

@@ -69,7 +69,7 @@ class CountedOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
-        if name.startswith("nsa::blockwise"):
+        if name.startswith("nsa::blockwise") or "scaled_dot_product" in name:
             self.calls[name.removeprefix("nsa::")] += 1
         return func(*args, **(kwargs or {}))
 
@@ -131,13 +131,20 @@ def test_attention_and_selection_are_recomputed_unless_their_outputs_are_saved(
     }
 
 
+@pytest.mark.parametrize(("mode", "forward_calls"), [("selective", 1), ("non_reentrant", 2)])
+def test_selective_checkpointing_saves_dense_attention_too(mode: str, forward_calls: int) -> None:
+    model = build(tiny("dense", value_dim=6, activation_checkpointing=mode), torch.float32)
+    with CountedOps() as counted:
+        model(IDS, labels=IDS).backward()
+    forward = sum(n for name, n in counted.calls.items() if "backward" not in name)
+    assert forward == 2 * forward_calls
+
+
 @attentions
 def test_selective_checkpointing_recomputes_no_matrix_product(attention: str) -> None:
-    """Nor PyTorch's fused dense attention, which takes keys and values of one size."""
     flops = {}
     for mode in ("none", "selective", "non_reentrant"):
-        config = tiny(attention, activation_checkpointing=mode, value_dim=6)
-        model = build(config, torch.float32)
+        model = build(tiny(attention, activation_checkpointing=mode), torch.float32)
         with FlopCounterMode(display=False) as counter:
             step(model)
         flops[mode] = counter.get_total_flops()

@@ -219,11 +219,14 @@ def test_evaluation_and_inference_do_not_compute_the_selector_loss() -> None:
 
 
 def test_a_layer_returns_its_selector_loss_once_per_forward_pass() -> None:
-    layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=0.5)
+    layer, seen = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=0.5), list[Any]()
+    layer.observer = lambda *received: seen.append(received[3])
     layer(torch.randn(2, 128, 32))
     loss = layer.take_selector_loss()
     assert loss is not None
     assert loss.requires_grad
+    assert torch.equal(seen[0], loss)
+    assert not seen[0].requires_grad
     assert 0 < loss.item() < 10
     assert layer.take_selector_loss() is None
 

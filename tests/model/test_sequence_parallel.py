@@ -16,6 +16,7 @@ CASES = [
     ("mean", "none", "rows", 512),
     ("dense", "non_reentrant", "documents", 512),
     ("mean", "none", "all ignored", 512),
+    ("mean", "none", "teacher", 512),
     ("mean, selector loss", "reentrant", "documents", 512),
     ("pool, selector loss", "none", "rows", 512),
     ("mean, selector loss, imported", "reentrant", "documents", 512),
