@@ -90,6 +90,7 @@ def test_a_window_begins_at_its_first_key_wherever_tiles_begin(window: int) -> N
     [
         (CASE, 3, 0),
         (PACKED, 3, None),
+        (replace(CASE, spec=NSASpec(4, 2, 5, 1, 0, 1, 7)), 5, 0),  # lists as long as a part
         *(
             pytest.param(*pair, marks=pytest.mark.full)
             for pair in ((CASE, 3, None), (PACKED, 3, 0), *product([CASE, PACKED], [8], [0, None]))
