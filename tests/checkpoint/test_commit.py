@@ -242,5 +242,12 @@ def test_a_failed_removal_is_a_warning_and_the_others_are_removed(tmp_path: Path
 )
 def test_an_error_of_the_disk_names_file_cause_and_fix(code: int, fix: str) -> None:
     cause = os.strerror(code)
+
+    def fail() -> None:
+        try:
+            raise OSError(code, cause, "file")
+        finally:
+            raise RuntimeError("torch's writer, as it is closed")
+
     with pytest.raises(ValueError, match=f"^file: {cause}{fix}"), write_errors(Path("draft")):
-        raise OSError(code, cause, "file")
+        fail()
