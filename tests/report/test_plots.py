@@ -17,6 +17,17 @@ def test_the_running_mean_does_not_lag() -> None:
     assert running_mean([1.0, 2.0, 6.0], 1) == pytest.approx([1.5, 3.0, 4.0])
 
 
+def test_the_mean_covers_a_fiftieth_of_the_steps_on_each_side(tmp_path: Path) -> None:
+    """So a jump of the loss is steep in a picture of some 450 columns."""
+    jump = [float(step >= 100) for step in range(200)]
+    draw([Panel("loss", {"run": (range(200), jump)})], tmp_path / "jump.png")
+    image = imread(tmp_path / "jump.png")[60:, :, :3] * 255  # below the legend
+    rows, columns = (abs(image - BLUE) <= 2).all(-1).nonzero()
+    low, high = rows.min(), rows.max()
+    rising = columns[(rows > low + (high - low) / 4) & (rows < high - (high - low) / 4)]
+    assert 4 < rising.max() - rising.min() < 20
+
+
 def test_a_spike_of_one_step_in_fifty_thousand_is_visible(tmp_path: Path) -> None:
     steps = range(50_000)
     spiky = [3.0 + 20 * (step == 33_333) for step in steps]
@@ -37,7 +48,12 @@ def test_curves_share_axes_and_panels_are_side_by_side(tmp_path: Path) -> None:
     assert pixels(tmp_path / "one.png", ORANGE) == 0
     assert pixels(tmp_path / "two.png", ORANGE) > 300
     assert height_of(tmp_path / "two.png", ORANGE) > 200
-    assert size(tmp_path / "two.png")[0] == 2 * size(tmp_path / "one.png")[0]
+    width, height = size(tmp_path / "two.png")
+    assert width == 2 * size(tmp_path / "one.png")[0]
+    draw([both] * 3, tmp_path / "three.png")
+    three = size(tmp_path / "three.png")
+    assert three[0] == width
+    assert three[1] > height
 
 
 def test_an_unknown_picture_format_is_refused(tmp_path: Path) -> None:
