@@ -129,14 +129,14 @@ def sent_bytes() -> int:
     return 0
 
 
-def join(rank: int, backend: str, address: tuple[str, int]) -> torch.device:
+def join(rank: int, ranks: int, backend: str, address: tuple[str, int]) -> torch.device:
     """Join the process group; return this rank's device."""
     disable_shared_memory_op()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     host, port = address
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-    if backend == "gloo":
+    if host != "127.0.0.1":
         os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE)
     # DeepSpeed calls two collectives by their deprecated names, which a user cannot fix.
     warnings.filterwarnings("ignore", r".*(all_gather_into|reduce_scatter)_tensor", FutureWarning)
@@ -156,4 +156,4 @@ def join(rank: int, backend: str, address: tuple[str, int]) -> torch.device:
 def start(rank: int, backend: str, address: tuple[str, int]) -> None:
     """Join the process group; requests call methods of `this_rank`."""
     global this_rank
-    this_rank = Rank(join(rank, backend, address))
+    this_rank = Rank(join(rank, RANKS, backend, address))

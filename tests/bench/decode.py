@@ -1,4 +1,4 @@
-"""`python -m tests.bench decode`: a layer's attention for one decoded token, NSA and dense.
+"""`python -m tests.bench decode`: a layer's attention for one decoded token, sparse and dense.
 
 At growing context length, with M7C's heads; on a GPU replayed as a CUDA graph. Caches hold random
 numbers: the time of a token does not depend on them. Dense attention is PyTorch's without a mask,
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.model import ModelConfig
-from nsa.model.config import ATTENTION_KINDS as KINDS
 from nsa.ops.decode import decode_attention
 from tests.bench.harness import (
     Report,
@@ -25,12 +24,12 @@ from tests.bench.harness import (
     Step,
     add_gpu_flags,
     cell,
-    figure,
     lengths,
     print_table,
     ratio,
+    time_step,
 )
-from tests.bench.train import model_config
+from tests.bench.train import KINDS, model_config
 
 FIGURES = {"attention_ms": 1.0, "read_bytes_per_token": 1e-3}  # and their units
 
@@ -53,72 +52,77 @@ def run(report: Report) -> None:
 
 @torch.no_grad()
 def _case(length: int, batch: int, report: Report) -> None:
-    attention = {"nsa": sparse_attention, "dense": dense_attention}
     configs = {kind: model_config(report, kind) for kind in KINDS}
-    draw = partial(_normal, batch, report)
-    calls, results = report.build(
-        {kind: partial(attention[kind], config, length, draw) for kind, config in configs.items()},
-        ("attention_timing",),
-    )
-    report.time(calls, results, "attention_timing", graph=True)
-    for kind, result in results.items():
-        result["attention_ms"] = figure(result, "attention_timing")
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, device=report.device).to(report.dtype)
+
+    def measure(kind: str, call: Step, result: Result) -> None:
         result["read_bytes_per_token"] = read_bytes(configs[kind], length, report.dtype)
-    over = {what: ratio(results["dense"][what], results["nsa"][what]) for what in FIGURES}
-    row = {"length": length, "batch": batch, "layers": report.flags.layers}
-    report.add(row | {"implementations": results, "dense_over_nsa": over})
+        timing = time_step(call, report.device, report.flags.seconds, graph=True)
+        result |= {"attention_timing": timing, "attention_ms": timing["median"]}
 
-
-def _normal(batch: int, report: Report, *shape: int) -> Tensor:
-    return torch.randn(batch, *shape, device=report.device).to(report.dtype)
+    calls = {kind: partial(attention, config, length, draw) for kind, config in configs.items()}
+    results = report.each(calls, FIGURES, measure)
+    row: Result = {"length": length, "batch": batch, "layers": report.flags.layers}
+    for kind in results.keys() - {"dense"}:
+        row[f"dense_over_{kind}"] = {
+            what: ratio(results["dense"][what], results[kind][what]) for what in FIGURES
+        }
+    report.add(row | {"implementations": results})
 
 
 def read_bytes(config: ModelConfig, length: int, dtype: torch.dtype) -> int:
     """Count the bytes that attention reads for the last of `length` tokens, in all layers."""
     spec, last = config.attention.spec, length - 1
-    positions = length
-    if config.attention.kind == "nsa":
-        positions = spec.visible_compressed(last) + spec.visible_window(last)
-        positions += spec.visible_selected(last)
-    sizes = config.head_dim + (config.value_dim or config.head_dim)
-    return positions * config.layers * config.kv_heads * sizes * dtype.itemsize
+    key, value = config.head_dim, config.value_dim or config.head_dim
+    numbers = length * (key + value)
+    if config.attention.has_index:
+        numbers = spec.visible_selected(last) * (key + value) + spec.visible_compressed(last) * key
+    elif config.attention.kind == "nsa":
+        seen = spec.visible_compressed(last) + spec.visible_selected(last)
+        numbers = (seen + spec.visible_window(last)) * (key + value)
+    return numbers * config.layers * config.kv_heads * dtype.itemsize
 
 
-def sparse_attention(config: ModelConfig, length: int, draw: Callable[..., Tensor]) -> Step:
-    """Return a layer's sparse attention for one token of each sequence; `draw` takes shapes."""
-    spec, sizes = config.attention.spec, (config.head_dim, config.value_dim or config.head_dim)
-    q = draw(config.heads, config.head_dim)
-    caches = [
-        draw(entries, config.kv_heads, size)
-        for entries in (spec.compressed_len(length), length, min(spec.window, length))
-        for size in sizes
-    ]
-    gates = q.new_full((*q.shape[:2], 3), 0.5)
+def attention(config: ModelConfig, length: int, draw: Callable[..., Tensor]) -> Step:
+    """Return a layer's attention for one token of each sequence; `draw` takes shapes."""
+    spec, heads = config.attention.spec, config.kv_heads
+    key, value = config.head_dim, config.value_dim or config.head_dim
+    q = draw(config.heads, key)
+    if config.attention.kind == "dense":  # the query heads of a group are rows of one query
+        k, v = (draw(length, heads, size).transpose(1, 2) for size in (key, value))
+        return partial(scaled_dot_product_attention, q.unflatten(1, (heads, -1)), k, v)
     lengths = torch.full((len(q),), length, device=q.device)
-    backend = config.attention.backend
-    return partial(decode_attention, q, *caches, gates, lengths, spec, backend=backend)
-
-
-def dense_attention(config: ModelConfig, length: int, draw: Callable[..., Tensor]) -> Step:
-    """Return dense attention of the same; the query heads of a group are rows of one query."""
-    q = draw(config.heads, config.head_dim).unflatten(1, (config.kv_heads, -1))
-    k, v = (
-        draw(length, config.kv_heads, size).transpose(1, 2)
-        for size in (config.head_dim, config.value_dim or config.head_dim)
-    )
-    return partial(scaled_dot_product_attention, q, k, v)
+    call = partial(decode_attention, q, backend=config.attention.backend)
+    blocks, window = spec.compressed_len(length), min(spec.window, length)
+    if config.attention.has_index:
+        caches = (
+            draw(blocks, heads, key),
+            None,
+            draw(length, heads, key),
+            draw(length, heads, value),
+        )
+        index = draw(heads, key)
+        return partial(
+            call, *caches, None, None, None, lengths, spec, q_cmp=index, branches=("sel",)
+        )
+    caches = [draw(n, heads, size) for n in (blocks, length, window) for size in (key, value)]
+    gates = q.new_full((*q.shape[:2], 3), 0.5)
+    return partial(call, *caches, gates, lengths, spec)
 
 
 def _print(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:
     heads = [f"batch {batch}, context length"]
     for what in ("attention ms", "KB read"):
-        heads += [f"nsa {what}", f"dense {what}", "dense/nsa"]
+        heads += [f"{kind} {what}" for kind in KINDS]
+        heads += [f"dense/{kind}" for kind in KINDS if kind != "dense"]
     lines, errors = [heads], dict[str, Result]()
     for row in rows:
         results, cells = row["implementations"], [f"{row['length']:,}"]
         for what, unit in FIGURES.items():
             cells += [cell(ratio(results[kind][what], 1 / unit)) for kind in KINDS]
-            cells.append(cell(row["dense_over_nsa"][what]))
+            cells += [cell(row[f"dense_over_{kind}"][what]) for kind in KINDS if kind != "dense"]
         lines.append(cells)
         errors |= {f"T={row['length']} {kind}": results[kind] for kind in KINDS}
     print_table(lines, errors)

@@ -119,13 +119,13 @@ def lengths(text: str) -> list[int]:
 
 def add_gpu_flags(
     parser: argparse.ArgumentParser,
-    lengths_default: str,
+    lengths_default: str = "",
     *,
     shapes_default: str = "",
     tokens: int = 65_536,
     tokens_help: str = "tokens per batch, about (%(default)s)",
 ) -> None:
-    """Add a GPU benchmark's flags: head shapes if they have a default, else a model's size."""
+    """Add a GPU benchmark's flags; with lengths also head shapes, or else a model's size."""
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if present")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")
@@ -134,10 +134,12 @@ def add_gpu_flags(
     if shapes_default:
         about = f"{', '.join(SHAPES)}, or heads x KV heads x sizes (%(default)s)"
         add("--shapes", type=shapes, default=shapes_default, help=about)
-    else:
+    elif lengths_default:
         add("--layers", type=int, default=12, help="transformer blocks")
         add("--vocab", type=int, default=50_304, help="rows of the embedding")
-    add("--lengths", type=lengths, default=lengths_default, help="sequence lengths (%(default)s)")
+    if lengths_default:
+        about = "sequence lengths (%(default)s)"
+        add("--lengths", type=lengths, default=lengths_default, help=about)
     add("--tokens", type=int, default=tokens, help=tokens_help)
     about = "NSA's backend; default: triton on a GPU, blockwise on a CPU"
     add("--backend", choices=("auto", "triton", "blockwise", "reference"), help=about)
@@ -228,10 +230,6 @@ class Report:
         """The dtype of the benchmark's tensors."""
         return DTYPES[self.dtype_name]
 
-    def seconds_left(self) -> float:
-        """Return the seconds until --limit is reached."""
-        return self.end - time.monotonic()
-
     def save(self) -> None:
         """Write the results to --out, if given."""
         if self.flags.out is not None:
@@ -244,7 +242,7 @@ class Report:
 
     def attempt(self, case: str, run: Callable[[], None]) -> None:
         """Run one case; list it under `skipped` if it fails or the time limit is over."""
-        if self.seconds_left() <= 0:
+        if time.monotonic() >= self.end:
             reason = f"--limit {self.flags.limit:g} s over"
         else:
             try:
@@ -255,33 +253,24 @@ class Report:
         self.save()
         print(f"{case} NOT MEASURED: {reason}", flush=True)
 
-    def build(
-        self, builders: Mapping[str, Callable[[], T]], figures: Iterable[str]
-    ) -> tuple[dict[str, T], dict[str, Result]]:
-        """Build each implementation of a case; return them, and results with figures still None.
+    def each(
+        self,
+        builders: Mapping[str, Callable[[], T]],
+        figures: Iterable[str],
+        measure: Callable[[str, T, Result], None],
+    ) -> dict[str, Result]:
+        """Build and measure each implementation of a case; return their results.
 
-        The result of an implementation that cannot be built is its error.
+        An error ends the implementation's figures, is listed beside them, and ends no other's.
         """
-        built: dict[str, T] = {}
-        results: dict[str, Result] = {
-            name: {**dict.fromkeys(figures), "errors": {}} for name in builders
-        }
+        results: dict[str, Result] = {}
         for name, build in builders.items():
+            result = results[name] = {**dict.fromkeys(figures), "errors": {}}
             try:
-                built[name] = build()
+                measure(name, build(), result)
             except Exception as error:
-                results[name]["errors"]["all"] = recover(error, self.device)
-        return built, results
-
-    def time(
-        self, steps: Mapping[str, Step], results: dict[str, Result], what: str, graph: bool = False
-    ) -> None:
-        """Time each step; write its timing or error into its result."""
-        for name, step in steps.items():
-            try:
-                results[name][what] = time_step(step, self.device, self.flags.seconds, graph)
-            except Exception as error:
-                results[name]["errors"][what] = recover(error, self.device)
+                result["errors"]["all"] = recover(error, self.device)
+        return results
 
     def finish(self) -> None:
         """Mark the results as complete, unless a case was skipped, and save."""
@@ -306,8 +295,6 @@ def environment(command: str, device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
-        query = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
         hardware |= {
             "name": properties.name,
             "capability": amd_chip(device) or f"sm_{properties.major}{properties.minor}",
@@ -315,7 +302,7 @@ def environment(command: str, device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "rocm": torch.version.hip,
             "cudnn": torch.backends.cudnn.version(),
-            "nvidia_smi": dict(zip(fields.split(","), query.strip().split(", "), strict=False)),
+            "nvidia_smi": nvidia_smi(),
         }
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -326,6 +313,13 @@ def environment(command: str, device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "hardware": hardware,
     }
+
+
+def nvidia_smi() -> dict[str, str]:
+    """Return the first GPU's driver, clocks, power and temperature; {} without nvidia-smi."""
+    fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+    query = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
+    return dict(zip(fields.split(","), query.strip().split(", "), strict=False)) if query else {}
 
 
 def figure(result: Mapping[str, Any], what: str) -> float | None:

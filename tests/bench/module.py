@@ -2,13 +2,14 @@
 
 A case is one head shape at one length; ratios are taken within the case. Kinds of case:
 
-    module         three branches and gates, compressed keys given, against dense attention
+    module         three branches and gates with compressed keys given, and one branch whose blocks
+                   an index selects, against dense attention
     peers          shared keys and values, mean pooling included: other kernels of the same pattern
     same-pattern   the same with l = d = l' = 64, as fla does it
-    parts          each function of nsa.ops, and its fraction of the forward pass
+    parts          each function of nsa.ops
 
 Random queries select different blocks. In nsa-local, neighbouring queries are similar and select
-mostly the same ones.
+mostly the same ones. Each result lists its kernels with their times.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.model.config import INDEXED
 from nsa.ops import (
     NSASpec,
     compress_mean,
@@ -36,15 +37,18 @@ from tests.bench.harness import (
     Report,
     Result,
     Shape,
+    Step,
     add_gpu_flags,
     cell,
     figure,
     peak_bytes,
     print_table,
     ratio,
+    time_step,
     words_of,
 )
 from tests.bench.peers import Implementation
+from tests.bench.profile import summary, trace
 from tests.inputs import Inputs
 
 Builders = dict[str, Callable[[], Implementation]]
@@ -90,7 +94,8 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     batch = max(1, report.flags.tokens // seq_len)
     spec = peers.FLA_SPEC if kind == "same-pattern" else SPEC
     inputs = random_inputs(shape, batch, seq_len, spec, report)
-    results = measure(KINDS[kind](inputs, shape, report), report)
+    builders, outputs = KINDS[kind](inputs, shape, report), dict[str, Tensor]()
+    results = report.each(builders, FIGURES, partial(measure, report, outputs))
     base = "nsa_attention" if kind == "parts" else "nsa"
     ratios = {
         name: {what: ratio(figure(x, what), figure(results[base], what)) for what in FIGURES}
@@ -99,7 +104,38 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     }
     row = {"kind": kind, "shape": shape.name, "heads": shape.sizes, "length": seq_len}
     report.add(row | {"batch": batch, "implementations": results, "ratios": ratios})
-    _print(f"{kind} {shape.name} T={seq_len} batch {batch}", results, ratios)
+    title = f"{kind} {shape.name} T={seq_len} batch {batch}"
+    lines = [[title, "fwd ms", "fwd+bwd ms", "peak GB", "/ base", "/ base", "/ base"]]
+    for name, result in results.items():
+        over = ratios.get(name, {})
+        times = figure(result, "forward"), figure(result, "forward_backward")
+        cells = [*times, ratio(result["peak_bytes"], 1e9), *(over.get(what) for what in FIGURES)]
+        lines.append([name, *map(cell, cells)])
+    print_table(lines, results)
+
+
+def measure(
+    report: Report, outputs: dict[str, Tensor], name: str, x: Implementation, result: Result
+) -> None:
+    """Time forward, and forward and backward; add peak bytes, kernels, and a difference.
+
+    `outputs` are those of the case's REFERENCES.
+    """
+    device, seconds = report.device, report.flags.seconds
+    result["note"] = x.note
+    result["forward"] = time_step(x.forward, device, seconds)
+    if name in REFERENCES.values():
+        outputs[name] = x.forward()
+    reference = REFERENCES.get(name)
+    if reference in outputs:
+        relative = difference(x.forward(), outputs[reference])
+        result["difference"] = {"from": reference, "relative": relative}
+    step: Step = x.forward
+    if x.differentiable:
+        step = x.forward_backward
+        result["forward_backward"] = time_step(step, device, seconds)
+        result["peak_bytes"] = peak_bytes(step, x.held(), device)
+    result["kernels"] = summary(trace(step, 1, device), 1)["kernels"]
 
 
 def random_inputs(shape: Shape, batch: int, seq_len: int, spec: NSASpec, report: Report) -> Inputs:
@@ -125,13 +161,23 @@ def local(inputs: Inputs, spec: NSASpec) -> Inputs:
 
 
 def _module(inputs: Inputs, shape: Shape, report: Report) -> Builders:
-    """Three branches and gates on random and on local queries, against dense attention."""
+    """Three branches and one on random and on local queries, against dense attention."""
     attention = partial(nsa_attention, spec=SPEC, backend=report.backend)
-    variants = {"nsa": inputs, "nsa-local": local(inputs, SPEC)}
-    ours: Builders = {
-        name: partial(Implementation, attention, *x.tensors()) for name, x in variants.items()
-    }
-    return ours | {name: partial(AGAINST[name], inputs, shape) for name in report.flags.against}
+    builders: Builders = {}
+    for suffix, x in (("", inputs), ("-local", local(inputs, SPEC))):
+        builders[f"nsa{suffix}"] = partial(Implementation, attention, *x.tensors())
+        index = x.q[:, :, : shape.kv_heads], compress_mean(x.k_sel, INDEXED)
+        one_branch = partial(_indexed, *index, backend=report.backend)
+        builders[f"index{suffix}"] = partial(Implementation, one_branch, x.q, x.k_sel, x.v_sel)
+    return builders | {name: partial(AGAINST[name], inputs, shape) for name in report.flags.against}
+
+
+def _indexed(
+    q_index: Tensor, k_index: Tensor, q: Tensor, k: Tensor, v: Tensor, backend: str
+) -> Tensor:
+    """Attend to the blocks that an index selects."""
+    selected = select_blocks(q_index, k_index, None, INDEXED, backend=backend)
+    return selected_attention(q, k, v, selected, INDEXED, backend=backend)
 
 
 def _peers(inputs: Inputs, shape: Shape, report: Report) -> Builders:
@@ -200,28 +246,6 @@ def _shared_keys(
     return partial(Implementation, nsa, *tensors, note=peers.SHARED_KV_NOTE)
 
 
-def measure(builders: Builders, report: Report) -> dict[str, Result]:
-    """Measure each forward, and forward and backward; return times, peak bytes, errors."""
-    built, results = report.build(builders, FIGURES)
-    for name, x in built.items():
-        results[name]["note"] = x.note
-    report.time({name: x.forward for name, x in built.items()}, results, "forward")
-    backward = {
-        name: x.forward_backward
-        for name, x in built.items()
-        if x.differentiable and results[name]["forward"]
-    }
-    report.time(backward, results, "forward_backward")
-    for name, step in backward.items():
-        if results[name]["forward_backward"]:
-            results[name]["peak_bytes"] = peak_bytes(step, built[name].held(), report.device)
-    for name, reference in REFERENCES.items():
-        if all(x in built and results[x]["forward"] for x in (name, reference)):
-            relative = difference(built[name].forward(), built[reference].forward())
-            results[name]["difference"] = {"from": reference, "relative": relative}
-    return results
-
-
 def difference(x: Tensor, y: Tensor) -> float:
     """Return ‖x − y‖ / ‖y‖, without float32 copies of the outputs."""
     parts = [
@@ -230,13 +254,3 @@ def difference(x: Tensor, y: Tensor) -> float:
     ]
     error, norm = torch.stack(parts).double().sum(0).sqrt().tolist()
     return error / norm
-
-
-def _print(title: str, results: dict[str, Result], ratios: dict[str, Any]) -> None:
-    lines = [[title, "fwd ms", "fwd+bwd ms", "peak GB", "/ base", "/ base", "/ base"]]
-    for name, result in results.items():
-        over = ratios.get(name, {})
-        times = figure(result, "forward"), figure(result, "forward_backward")
-        cells = [*times, ratio(result["peak_bytes"], 1e9), *(over.get(what) for what in FIGURES)]
-        lines.append([name, *map(cell, cells)])
-    print_table(lines, results)

@@ -1,23 +1,27 @@
-"""`python -m tests.bench profile`: where the time of M7C's training step goes, kernel by kernel.
+"""`python -m tests.bench profile`: the time of a production step of M7C, kernel by kernel.
 
-PyTorch's profiler traces whole steps (forward, backward, optimizer) in a loop: time and launches of
-each kernel, and the fraction of the time in which the device was busy. A second pass writes a trace
-for Perfetto beside --out. On a CPU, operators stand in for kernels.
+The model is the recipe's, changed by --set. PyTorch's profiler traces whole steps of both phases,
+dense and sparse, in a loop: once `plain`, as `train` measures them, and once in DeepSpeed's engine
+with ZeRO-1, as the recipe runs them, with random tokens in place of a loader. A second pass writes
+a trace for Perfetto beside --out. On a CPU, operators stand in for kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
+from nsa.resources import resource_path
 from tests.bench.harness import (
     Report,
     Step,
@@ -27,10 +31,10 @@ from tests.bench.harness import (
     synchronize,
     words_of,
 )
-from tests.bench.train import Stepper, model_config, random_batch
+from tests.bench.train import WARM_UP, Stepper, random_batch
 
-WARM_UP = 3  # steps: the first compiles
-SHOWN = 25  # kernels in the printed table
+PHASES = ("sparse", "dense")
+SHOWN = 25  # kernels in a printed table
 
 
 class Span(NamedTuple):
@@ -42,41 +46,91 @@ class Span(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_gpu_flags(parser, "2k", tokens=16_384)
-    add, kinds = parser.add_argument, ATTENTION_KINDS
-    add("--kinds", type=words_of(*kinds), default="nsa", help="nsa, dense or both (%(default)s)")
-    add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
+    add_gpu_flags(parser)
+    add = parser.add_argument
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting; repeatable")
+    engines, phases = ",".join(ENGINES), ",".join(PHASES)
+    add("--engines", type=words_of(*ENGINES), default=engines, help="(%(default)s)")
+    add("--phases", type=words_of(*PHASES), default=phases, help="(%(default)s)")
     add("--steps", type=int, default=2, help="traced steps (%(default)s)")
 
 
 def run(report: Report) -> None:
-    """Profile each kind at each length; print a table of kernels."""
-    flags = report.flags
-    for seq_len in flags.lengths:
-        for kind in flags.kinds:
-            report.attempt(f"{kind} T={seq_len}", partial(_case, kind, seq_len, report))
+    """Profile each engine in each phase; print a table of kernels."""
+    for engine, phase in product(report.flags.engines, report.flags.phases):
+        report.attempt(f"{engine}, {phase} steps", partial(_case, engine, phase, report))
 
 
-def _case(kind: str, seq_len: int, report: Report) -> None:
-    flags = report.flags
-    stepper = Stepper(model_config(report, kind), report.device, report.dtype)
-    ids, labels = random_batch(flags, seq_len, report.device)
-    step = partial(stepper.step, ids, labels)
+def _case(engine: str, phase: str, report: Report) -> None:
+    flags, config = report.flags, production(report)
+    step = ENGINES[engine](config, phase == "dense", report)
+    seq_len = config.data.seq_len
+    batch = random_batch(config.model.vocab_size, flags.tokens, seq_len, report.device)
+    step = partial(step, *batch)
     for _ in range(WARM_UP):
         step()
-    spans = trace(step, flags.steps, report.device)
-    row = {"kind": kind, "length": seq_len, "batch": len(ids), "layers": flags.layers}
-    row |= {"checkpointing": flags.checkpointing, "steps": flags.steps}
-    row |= summary(spans, flags.steps)
+    row = {"engine": engine, "phase": phase, "length": seq_len, "batch": len(batch[0])}
+    row |= {"steps": flags.steps, **summary(trace(step, flags.steps, report.device), flags.steps)}
     report.add(row)
-    _print(row)
+    print_kernels(f"{engine}, {phase} steps, T={seq_len} batch {len(batch[0])}", row)
     if flags.out is not None:
-        file = flags.out.with_name(f"{flags.out.stem}-{kind}-{seq_len}.trace.json.gz")
+        file = flags.out.with_name(f"{flags.out.stem}-{engine}-{phase}.trace.json.gz")
         trace(step, flags.steps, report.device, file)
 
 
+def production(report: Report) -> Any:
+    """Return the recipe's config, with a micro-batch of --tokens and the report's backend."""
+    import runpy
+
+    from nsa.engine.resolve import resolve_config  # late: imports PyYAML
+
+    recipe = runpy.run_path(str(resource_path("recipes/m7c.py")))["production"]()
+    recipe.model.activation_checkpointing = "none"
+    recipe.model.attention.backend = report.backend
+    config = resolve_config(recipe, assignments=report.flags.set)
+    config.train.micro_batch = max(1, report.flags.tokens // config.data.seq_len)
+    config.train.accumulation = 1
+    return config
+
+
+def plain(config: Any, dense: bool, report: Report) -> Callable[[Tensor, Tensor], object]:
+    """Return `train`'s step."""
+    stepper = Stepper(config.model, report.device, report.dtype)
+    prepare(stepper.model, dense)
+    return stepper.step
+
+
+def zero1(config: Any, dense: bool, report: Report) -> Callable[[Tensor, Tensor], object]:
+    """Return a step of DeepSpeed's engine, of one rank."""
+    from nsa.engine.build import build_engine
+    from nsa.engine.ds_config import resolve_ds_config
+    from nsa.system import free_port
+    from tests.bench.comm_ranks import join
+
+    if not torch.distributed.is_initialized():
+        join(0, 1, "nccl" if report.on_gpu else "gloo", ("127.0.0.1", free_port()))
+    raw = json.loads(resource_path("ds_configs/zero1_pcie.json").read_text())
+    engine = build_engine(config, resolve_ds_config(raw, config, world_size=1), report.device)
+    prepare(engine.module, dense)
+
+    def step(ids: Tensor, labels: Tensor) -> None:
+        engine.backward(engine(ids, labels=labels))
+        engine.step()
+
+    return step
+
+
+def prepare(model: Any, dense: bool) -> None:
+    """Put a model into a phase of its training."""
+    model.train()
+    model.attend_densely(dense)
+
+
+ENGINES = {"plain": plain, "zero1": zero1}
+
+
 def trace(step: Step, steps: int, device: torch.device, file: Path | None = None) -> list[Span]:
-    """Run `steps` steps under the profiler; return the device's spans, or write a full trace.
+    """Run the steps; return the kernels' spans, or write a full trace.
 
     Recording operators slows the host, so spans are taken without them.
     """
@@ -131,13 +185,12 @@ def busy_ms(spans: Iterable[Span]) -> float:
     return total / 1e3
 
 
-def _print(row: dict[str, Any]) -> None:
-    title = f"{row['kind']} T={row['length']} batch {row['batch']} {row['checkpointing']}"
+def print_kernels(title: str, row: dict[str, Any]) -> None:
+    """Print a summary's slowest kernels."""
     lines = [[title, "launches", "ms", "of the step"]]
     for kernel in row["kernels"][:SHOWN]:
-        launches = cell(kernel["launches"], ".0f")
-        fraction = cell(kernel["fraction"], ".1%")
+        launches, fraction = cell(kernel["launches"], ".0f"), cell(kernel["fraction"], ".1%")
         lines.append([kernel["name"][:70], launches, cell(kernel["ms"]), fraction])
     busy = cell(row["busy_fraction"], ".1%")
     lines.append(["all", cell(row["launches"], ".0f"), cell(row["step_ms"]), f"busy {busy}"])
-    print_table(lines, {})
+    print_table(lines)

@@ -21,7 +21,7 @@ from tests.bench.__main__ import main
 from tests.bench.harness import Report, figure, shapes
 from tests.bench.module import difference, local, random_inputs, select
 from tests.ops.cases import one_thread as one_thread
-from tests.ranks import ROOT
+from tests.ranks import ROOT, spawn_ranks
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -59,7 +59,8 @@ def test_ratios_of_attention_are_quotients_of_times_in_the_same_case(
         for name, result in row["implementations"].items():  # a missing library is an error
             assert result["forward"] or "".join(result["errors"].values()), name
     dense, peers, same, parts = (row["implementations"] for row in results["rows"])
-    assert set(dense) == {"nsa", "nsa-local", *module.AGAINST}
+    assert set(dense) == {"nsa", "nsa-local", "index", "index-local", *module.AGAINST}
+    assert dense["index"]["kernels"][0]["ms"] > 0
     allowed = 1e-5 if device == "cpu" else 0.01  # fp32, bf16
     assert dense["flex-causal"]["difference"]["relative"] < allowed
     assert "group of 16" in same["fla"]["errors"]["all"]
@@ -91,18 +92,19 @@ def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_train_measures_nsa_and_dense(bench: Bench, device: str) -> None:
+def test_train_measures_nsa_an_index_and_dense(bench: Bench, device: str) -> None:
     results = bench("train", f"--device={device}", "--lengths=16", "--tokens=32", "--layers=1",
-                    "--vocab=32", "--backend=blockwise")  # fmt: skip
+                    "--vocab=32", "--backend=blockwise", "--kinds=nsa,index,dense")  # fmt: skip
     (row,) = results["rows"]
     assert (row["batch"], row["layers"], row["vocab_size"]) == (2, 1, 32)
     for result in row["implementations"].values():
         assert result["errors"] == {}
         assert result["tokens_per_s"] == pytest.approx(32 / result["loop_ms"] * 1e3)
         assert (result["peak_bytes"] is None) == (device == "cpu")
-    nsa, dense = (row["implementations"][kind] for kind in ("nsa", "dense"))
-    over = row["nsa_over_dense"]["tokens_per_s"]
-    assert over == pytest.approx(nsa["tokens_per_s"] / dense["tokens_per_s"])
+        assert result["steps"] == train.IN_A_ROW
+    index, dense = (row["implementations"][kind] for kind in ("index", "dense"))
+    over = row["index_over_dense"]["tokens_per_s"]
+    assert over == pytest.approx(index["tokens_per_s"] / dense["tokens_per_s"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,28 +129,30 @@ def test_decoding_is_measured_and_the_bytes_it_reads_are_counted(bench: Bench) -
     rows = results["rows"]
     assert [(row["length"], row["batch"]) for row in rows] == [(100, 1), (1100, 1), (100, 2)]
     for row in rows:
-        nsa, dense = (row["implementations"][kind] for kind in ("nsa", "dense"))
-        for result in (nsa, dense):
-            assert result["errors"] == {}
+        *sparse, dense = (row["implementations"][kind] for kind in ("nsa", "index", "dense"))
+        for name, result in zip(("nsa", "index"), sparse, strict=True):
+            assert result["errors"] == dense["errors"] == {}
             assert result["attention_ms"] == result["attention_timing"]["median"]
-        for what, over in row["dense_over_nsa"].items():
-            assert over == pytest.approx(dense[what] / nsa[what])
-    nsa, dense = (rows[1]["implementations"][kind] for kind in ("nsa", "dense"))
+            for what, over in row[f"dense_over_{name}"].items():
+                assert over == pytest.approx(dense[what] / result[what])
+    nsa, index, dense = (rows[1]["implementations"][kind] for kind in ("nsa", "index", "dense"))
     pair = 2 * (64 + 64) * 4  # of one layer of M7C, in float32
     blocks, selected = (1100 - 32) // 16 + 1, 15 * 64 + 1100 - 17 * 64  # the last block is partial
     assert nsa["read_bytes_per_token"] == pair * (blocks + selected + 512)
     assert dense["read_bytes_per_token"] == pair * 1100
+    assert index["read_bytes_per_token"] == pair * 1100 + pair // 2 * 17  # all; 17 index keys
 
 
 def test_dense_attention_alone_equals_softmax_over_the_context() -> None:
-    config = ModelConfig(width=16, heads=4, kv_heads=2, head_dim=4, value_dim=6)
+    config = ModelConfig(width=16, heads=4, kv_heads=2, head_dim=4, value_dim=6,
+                         attention=train.KINDS["dense"])  # fmt: skip
     drawn: list[Tensor] = []
 
     def draw(*shape: int) -> Tensor:
         drawn.append(torch.randn(2, *shape))
         return drawn[-1]
 
-    o = decode.dense_attention(config, 20, draw)()
+    o = decode.attention(config, 20, draw)()
     q, k, v = drawn
     k, v = (x.repeat_interleave(2, 2) for x in (k, v))
     p = (torch.einsum("bhd,bnhd->bhn", q, k) / 2).softmax(-1)
@@ -177,16 +181,22 @@ def test_profiled_times_and_launches_are_per_step_and_overlaps_count_once() -> N
         profile.summary([], steps=2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_is_profiled_and_its_trace_is_kept(
-    bench: Bench, tmp_path: Path, device: str
-) -> None:
-    results = bench("profile", f"--device={device}", "--lengths=64", "--tokens=64", "--layers=1",
-                    "--vocab=64", "--backend=blockwise")  # fmt: skip
-    (row,) = results["rows"]
-    assert row["launches"] > 100
-    assert 0 < row["busy_fraction"] <= 1
-    assert (tmp_path / "profile-nsa-64.trace.json.gz").stat().st_size > 0
+def test_a_production_step_is_profiled_by_engine_and_phase(tmp_path: Path) -> None:
+    """In a process of its own, which joins a process group."""
+    sizes = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 32}
+    settings = [f"--set=model.{name}={size}" for name, size in sizes.items()]
+    settings += ["--set=model.vocab_size=64", "--set=data.seq_len=64"]
+    command = ["profile", "--device=cpu", "--tokens=64", f"--out={tmp_path / 'profile.json'}"]
+    forked = spawn_ranks(ROOT / "tests/bench/__main__.py", *command, *settings, ranks=0).started[0]
+    assert forked.wait(60) == 0, forked.text("err")
+    results = json.loads((tmp_path / "profile.json").read_text())
+    assert [(row["engine"], row["phase"]) for row in results["rows"]] == [
+        *(("plain", "sparse"), ("plain", "dense"), ("zero1", "sparse"), ("zero1", "dense"))
+    ]
+    sparse, dense, zero1, _ = results["rows"]
+    assert sparse["launches"] > dense["launches"] > 100
+    assert 0 < zero1["busy_fraction"] <= 1
+    assert (tmp_path / "profile-zero1-dense.trace.json.gz").stat().st_size > 0
 
 
 PROBE = """

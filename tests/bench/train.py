@@ -1,16 +1,15 @@
-"""`python -m tests.bench train`: a training step of M7C, NSA and dense attention alternating.
+"""`python -m tests.bench train`: a training step of M7C with NSA, an index and dense attention.
 
 Weights and activations are bf16, the optimizer's weights float32: gradients are cast to float32,
 clipped and given to fused AdamW, and the weights are cast back. No DeepSpeed, no data, one device.
-
-`loop_ms` is the wall time of a step in a loop, as in training, where a slow host shows. Tokens/s
-and MFU are those of the loop.
+Times are wall times of a step in a loop of --seconds, as in training, where a slow host shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,14 +18,14 @@ from torch import Tensor
 from nsa.gpus import peak_flops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.model.block import compile_blocks
-from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
+from nsa.model.config import ACTIVATION_CHECKPOINTING, INDEXED
 from tests.bench.harness import (
     Report,
     Result,
     Step,
     add_gpu_flags,
     cell,
-    figure,
+    nvidia_smi,
     peak_bytes,
     print_table,
     ratio,
@@ -34,9 +33,14 @@ from tests.bench.harness import (
     words_of,
 )
 
-TIMES = ("step_ms", "loop_ms")
-FIGURES = (*TIMES, "peak_bytes", "tokens_per_s", "mfu")
-LOOP = 4  # steps in a row, after which the host waits for the device
+KINDS = {
+    "nsa": AttentionConfig(),  # three branches
+    "dense": AttentionConfig(kind="dense"),
+    "index": AttentionConfig(branches="sel", compressor="pool", selector_loss=1.0, spec=INDEXED),
+}
+FIGURES = ("loop_ms", "steps", "peak_bytes", "tokens_per_s", "mfu")
+WARM_UP = 3  # steps: the first compiles
+IN_A_ROW = 4  # steps, after which the host waits for the device
 
 
 class Stepper:
@@ -77,9 +81,9 @@ class Stepper:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser, "2k,8k,32k")
-    about = "attention, in the order of measuring (%(default)s)"
-    add, kinds = parser.add_argument, ATTENTION_KINDS
-    add("--kinds", type=words_of(*kinds), default=",".join(kinds), help=about)
+    about = f"attention, in the order of measuring: {', '.join(KINDS)} (%(default)s)"
+    add = parser.add_argument
+    add("--kinds", type=words_of(*KINDS), default="nsa,dense", help=about)
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
     add("--compile", action="store_true", help="compile blocks, as train.compile does")
 
@@ -97,40 +101,40 @@ def _case(seq_len: int, report: Report) -> None:
     flags, device = report.flags, report.device
     chip = report.data["environment"]["hardware"].get("name", "")
     peak = peak_flops(chip, report.dtype_name)  # None if unknown
-    ids, labels = random_batch(flags, seq_len, device)
-    batch = len(ids)
+    ids, labels = random_batch(flags.vocab, flags.tokens, seq_len, device)
     configs = {kind: model_config(report, kind) for kind in flags.kinds}
-    builders = {
+
+    def measure(kind: str, stepper: Stepper, result: Result) -> None:
+        step = partial(stepper.step, ids, labels)
+        result |= loop(step, device, flags.seconds)
+        result["tokens_per_s"] = ids.numel() / result["loop_ms"] * 1e3
+        flops = flops_per_token(configs[kind], seq_len)
+        result["mfu"] = ratio(result["tokens_per_s"] * flops, peak)
+        result["peak_bytes"] = peak_bytes(step, stepper.held(), device)
+
+    steppers = {
         kind: partial(Stepper, config, device, report.dtype, flags.compile)
         for kind, config in configs.items()
     }
-    steppers, results = report.build(builders, FIGURES)
-    steps = {kind: partial(x.step, ids, labels) for kind, x in steppers.items()}
-    report.time(steps, results, "step_ms")
-    for kind, result in results.items():
-        if result["step_ms"]:
-            result["peak_bytes"] = peak_bytes(steps[kind], steppers[kind].held(), device)
-            result["loop_ms"] = _loop_ms(steps[kind], device)
-            result["tokens_per_s"] = batch * seq_len / result["loop_ms"] * 1e3
-            flops = flops_per_token(configs[kind], seq_len)
-            result["mfu"] = ratio(result["tokens_per_s"] * flops, peak)
-    over = {}
-    if set(ATTENTION_KINDS) <= results.keys():
-        over = {
-            what: ratio(results["nsa"][what], results["dense"][what])
+    results = report.each(steppers, FIGURES, measure)
+    over = {
+        f"{kind}_over_dense": {
+            what: ratio(result[what], results["dense"][what])
             for what in ("tokens_per_s", "peak_bytes")
         }
-    row = {
-        "length": seq_len,
-        "batch": batch,
-        "layers": flags.layers,
-        "vocab_size": flags.vocab,
-        "checkpointing": flags.checkpointing,
-        "implementations": results,
-        "nsa_over_dense": over,
+        for kind, result in results.items()
+        if "dense" in results and kind != "dense"
     }
-    report.add(row)
-    _print(f"T={seq_len} batch {batch}", results, over)
+    row = {"length": seq_len, "batch": len(ids), "layers": flags.layers, "vocab_size": flags.vocab}
+    row["checkpointing"] = flags.checkpointing
+    report.add(row | {"implementations": results} | over)
+    lines = [[f"T={seq_len} batch {len(ids)}", "ms", "tokens/s", "MFU", "peak GB", "over dense"]]
+    for kind, result in results.items():
+        rate, mfu = cell(result["tokens_per_s"], ",.0f"), cell(result["mfu"], ".1%")
+        memory = cell(ratio(result["peak_bytes"], 1e9))
+        gain = over.get(f"{kind}_over_dense", {}).get("tokens_per_s")
+        lines.append([kind, cell(result["loop_ms"]), rate, mfu, memory, cell(gain)])
+    print_table(lines, results)
 
 
 def model_config(report: Report, kind: str) -> ModelConfig:
@@ -139,36 +143,34 @@ def model_config(report: Report, kind: str) -> ModelConfig:
     return ModelConfig(
         layers=flags.layers,
         vocab_size=flags.vocab,
-        attention=AttentionConfig(kind=kind, backend=report.backend),
+        attention=replace(KINDS[kind], backend=report.backend),
         activation_checkpointing=getattr(flags, "checkpointing", "none"),
     )
 
 
 def random_batch(
-    flags: argparse.Namespace, seq_len: int, device: torch.device
+    vocab: int, tokens: int, seq_len: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return random input_ids and labels [B, T] of about --tokens tokens."""
-    batch = max(1, flags.tokens // seq_len)
-    tokens = torch.randint(flags.vocab, (batch, seq_len + 1), device=device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    """Return random input_ids and labels [B, T] of about `tokens` tokens."""
+    batch = max(1, tokens // seq_len)
+    ids = torch.randint(vocab, (batch, seq_len + 1), device=device)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _loop_ms(step: Step, device: torch.device) -> float:
-    """Return a step's wall milliseconds, the mean of LOOP steps in a row."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(LOOP):
+def loop(step: Step, device: torch.device, seconds: float) -> Result:
+    """Return a step's wall milliseconds in a loop of `seconds`, and the clocks during others."""
+    for _ in range(WARM_UP):
         step()
     synchronize(device)
-    return (time.perf_counter() - start) * 1e3 / LOOP
-
-
-def _print(title: str, results: dict[str, Result], over: dict[str, float | None]) -> None:
-    lines = [[title, "step ms", "in a loop", "tokens/s", "MFU", "peak GB"]]
-    for kind, result in results.items():
-        times = (cell(figure(result, what)) for what in TIMES)
-        rate, mfu = cell(result["tokens_per_s"], ",.0f"), cell(result["mfu"], ".1%")
-        lines.append([kind, *times, rate, mfu, cell(ratio(result["peak_bytes"], 1e9))])
-    print_table(lines, results)
-    if over:
-        print("NSA's tokens/s over dense:", cell(over["tokens_per_s"]), "\n", flush=True)
+    steps, start = 0, time.perf_counter()
+    while not steps or time.perf_counter() - start < seconds:
+        for _ in range(IN_A_ROW):
+            step()
+        synchronize(device)
+        steps += IN_A_ROW
+    result: Result = {"loop_ms": (time.perf_counter() - start) * 1e3 / steps, "steps": steps}
+    if device.type == "cuda":
+        for _ in range(IN_A_ROW):  # the host is ahead of the device, which is still busy
+            step()
+        result["nvidia_smi"] = nvidia_smi()
+    return result
