@@ -58,6 +58,7 @@ FIGURES = ("forward", "forward_backward", "peak_bytes")
 REFERENCES = {
     "sdpa-cudnn": "sdpa-flash",
     "flex-causal": "sdpa-flash",
+    "flex-flash": "sdpa-flash",
     "fla": "nsa",
     "scalable-flash-nsa": "nsa",
     "flash-sparse-attention": "nsa",
@@ -66,6 +67,7 @@ AGAINST: dict[str, Callable[[Inputs, Shape], Implementation]] = {
     "sdpa-flash": partial(peers.sdpa, "sdpa-flash"),
     "sdpa-cudnn": partial(peers.sdpa, "sdpa-cudnn"),
     "flex-causal": peers.flex,
+    "flex-flash": partial(peers.flex, BACKEND="FLASH"),  # FlashAttention-4, if installed
 }
 
 
@@ -75,7 +77,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     about = "kinds of case (%(default)s)"
     parser.add_argument("--kinds", type=words_of(*KINDS), default=",".join(KINDS), help=about)
     about = "dense attention of the kind module; FlexAttention compiles for a minute (%(default)s)"
-    parser.add_argument("--against", type=words_of(*AGAINST), default=",".join(AGAINST), help=about)
+    default = "sdpa-flash,sdpa-cudnn,flex-causal"
+    parser.add_argument("--against", type=words_of(*AGAINST), default=default, help=about)
 
 
 def run(report: Report) -> None:

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,11 +110,11 @@ def _sdpa(kernel: str, value_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tens
     return o.transpose(1, 2)[..., :value_size]
 
 
-def flex(inputs: Inputs, shape: Shape) -> Implementation:
+def flex(inputs: Inputs, shape: Shape, **options: str) -> Implementation:
     """Return causal FlexAttention, on a GPU compiled for each length and mode.
 
     One kernel for all lengths would mask every tile. `fullgraph` turns the silent fallback to T x T
-    scores into an error.
+    scores into an error. `options` are FlexAttention's kernel options.
     """
     mask = causal_mask(inputs.q.shape[1], inputs.q.device)
     attend: Callable[..., Tensor] = flex_attention
@@ -123,7 +124,8 @@ def flex(inputs: Inputs, shape: Shape) -> Implementation:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attend(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+        more: Any = {"kernel_options": options} if options else {}
+        return attend(q, k, v, block_mask=mask, enable_gqa=True, **more).transpose(1, 2)
 
     return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel)
 

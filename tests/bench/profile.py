@@ -82,7 +82,7 @@ def production(report: Report) -> Any:
     """Return the recipe's config, with a micro-batch of --tokens and the report's backend."""
     import runpy
 
-    from nsa.engine.resolve import resolve_config  # late: imports PyYAML
+    from nsa.engine.config import resolve_config  # late: imports PyYAML
 
     recipe = runpy.run_path(str(resource_path("recipes/m7c.py")))["production"]()
     recipe.model.activation_checkpointing = "none"

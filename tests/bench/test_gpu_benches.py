@@ -59,7 +59,9 @@ def test_ratios_of_attention_are_quotients_of_times_in_the_same_case(
         for name, result in row["implementations"].items():  # a missing library is an error
             assert result["forward"] or "".join(result["errors"].values()), name
     dense, peers, same, parts = (row["implementations"] for row in results["rows"])
-    assert set(dense) == {"nsa", "nsa-local", "index", "index-local", *module.AGAINST}
+    assert set(dense) == {"nsa", "nsa-local", "index", "index-local", *module.AGAINST} - {
+        "flex-flash"
+    }
     assert dense["index"]["kernels"][0]["ms"] > 0
     allowed = 1e-5 if device == "cpu" else 0.01  # fp32, bf16
     assert dense["flex-causal"]["difference"]["relative"] < allowed

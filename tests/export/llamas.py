@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,8 @@ def add_chat_tokenizer(folder: Path) -> None:
         chat_template=CHAT,
     )
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":  # a rehearsal of launch/gpu.sh
+    llama(Path(sys.argv[1]))
+    add_chat_tokenizer(Path(sys.argv[1]))
