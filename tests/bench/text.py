@@ -11,17 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import runpy
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +27,10 @@ from nsa.engine.config import RunConfig, resolve_config
 from nsa.engine.load_run import load_run
 from nsa.model import parameter_count
 from nsa.model.loss import token_losses
-from nsa.monitor.artifacts import read_metrics
 from nsa.resources import resource_path
 from nsa.text import markdown_table
-from tests.bench.harness import Report, margin, mean_and_range, whole_number_list, words_of
+from tests.bench.harness import Report, add_seeds, margin, mean_and_range, mean_losses, words_of
+from tests.bench.runs import Training
 
 RECIPE = resource_path("recipes/m7c.py")
 LENGTH = 2_048
@@ -87,73 +80,13 @@ SETTINGS = (  # of the recipe's demo
 DOCUMENTS = 128  # evaluated at most
 RARE = 0.25  # the rarest ids that together are this share of the tokens evaluated
 PLACES = (0, 512, 1_024, 1_536, LENGTH)
-MIN_SECONDS_LEFT = 60  # of --limit, to start a run
-LOG_TAIL = 2_000  # characters of a failed run's log to print
-
-
-@dataclass(frozen=True)
-class Training:
-    """One run of the recipe's demo: a model with a seed."""
-
-    model: str
-    seed: int
-    steps: int
-    settings: tuple[str, ...]
-    folder: Path
-
-    def finished(self) -> bool:
-        """Return whether the last step is logged, with its evaluation."""
-        file = self.folder / "metrics.csv"
-        rows = read_metrics(file) if file.exists() else []
-        return bool(rows) and rows[-1]["step"] == self.steps and rows[-1]["val_loss"] is not None
-
-    def check(self) -> None:
-        """Raise if the folder has a run with other settings."""
-        file, config = self.folder / "config.yaml", demo_config(self.settings)
-        if file.exists() and resolve_config(config, file) != config:
-            raise ValueError(
-                f"--runs {self.folder.parent}: {file} has different settings from this command; "
-                "choose another folder, or the --steps of that run"
-            )
-
-    def train(self, end: float = math.inf) -> str | None:
-        """Start or resume the run, until time.monotonic() is `end`; return its failure or None."""
-        name, left = f"{self.model}, seed {self.seed}", end - time.monotonic()
-        if self.finished():
-            return None
-        if left < MIN_SECONDS_LEFT:
-            return f"{name} was not started: --limit reached; the same command continues"
-        command = [sys.executable, str(RECIPE), "--profile", "demo"]
-        command += ["--resume"] if (self.folder / "config.yaml").exists() else []
-        if left < math.inf:
-            command += ["--time-limit", str(int(left))]  # saves a checkpoint
-        command += ["--run-dir", str(self.folder), *(f"--set={x}" for x in self.settings)]
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        log = self.folder.with_name(f"{self.folder.name}.log")
-        with log.open("ab") as output:
-            done = subprocess.run(
-                command,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads wait for a shared CPU
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        if self.finished():
-            print(f"{name}: trained", flush=True)
-            return None
-        if done.returncode == 0:
-            return f"{name} was stopped and saved; the same command resumes it"
-        failure = f"{name} ended with exit code {done.returncode}"
-        print(f"{log.read_text(errors='replace')[-LOG_TAIL:]}\n{failure}", flush=True)
-        return failure
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--runs", type=Path, default="runs/text", help="folder of the runs (%(default)s)")
     add("--steps", type=int, default=2_000, help="per run (%(default)s)")
-    about = "of weights and data, with spaces or commas (1 2 3)"
-    add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
+    add_seeds(parser)
     about = "a setting of every run; repeatable"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     add("--jobs", type=int, default=1, help="concurrent runs, one thread each (%(default)s)")
@@ -181,25 +114,25 @@ def run(report: Report) -> dict[str, Any]:
         name: (*MODELS[HALVES[name]], half) if name in HALVES else MODELS[name]
         for name in flags.models
     }
-    trainings = [
-        Training(
-            name,
-            seed,
+    trainings = {
+        (name, seed): Training(
+            RECIPE,
+            "demo",
+            flags.runs / f"{name}-seed{seed}",
             flags.steps,
             (*common, f"train.seed={seed}", *changes),
-            flags.runs / f"{name}-seed{seed}",
+            one_thread=True,
         )
-        for group in flags.seeds
-        for seed in group
+        for seed in flags.seeds
         for name, changes in models.items()
-    ]
-    for training in trainings:
-        training.check()
+    }
+    for training in trainings.values():
+        check(training)
     # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
     with ThreadPoolExecutor(flags.jobs) as pool:
-        ended = [*pool.map(partial(Training.train, end=report.end), trainings)]
-    finished = [training for training in trainings if training.finished()]
-    documents = evaluated_documents(finished[0]) if finished else torch.empty(0)
+        failures = [x for x in pool.map(partial(train, report.end), trainings.items()) if x]
+    finished = {key: training for key, training in trainings.items() if training.finished()}
+    documents = evaluated_documents(next(iter(finished.values()))) if finished else torch.empty(0)
     result: dict[str, Any] = {
         "documents": len(documents),
         "parameters": {
@@ -207,13 +140,34 @@ def run(report: Report) -> dict[str, Any]:
             for name, changes in models.items()
         },
         "losses": {
-            name: {str(x.seed): losses(x, documents) for x in finished if x.model == name}
+            name: {str(y): losses(run, documents) for (x, y), run in finished.items() if x == name}
             for name in models
         },
-        "failures": [failure for failure in ended if failure],
+        "failures": failures,
     }
-    print("\n".join([*lines(result), *result["failures"]]))
+    print("\n".join([*lines(result), *failures]))
     return result
+
+
+def check(training: Training) -> None:
+    """Raise if the folder has a run with other settings."""
+    file, config = training.folder / "config.yaml", demo_config(training.settings)
+    if file.exists() and resolve_config(config, file) != config:
+        raise ValueError(
+            f"--runs {training.folder.parent}: {file} has different settings from this command; "
+            "choose another folder, or the --steps of that run"
+        )
+
+
+def train(end: float, run: tuple[tuple[str, int], Training]) -> str | None:
+    """Train one run; return its failure or None."""
+    (name, seed), training = run
+    try:
+        training.train(end)
+    except RuntimeError as error:
+        return f"{name}, seed {seed} {error}"
+    print(f"{name}, seed {seed}: trained", flush=True)
+    return None
 
 
 def demo_config(settings: Sequence[str]) -> RunConfig:
@@ -243,21 +197,17 @@ def losses(training: Training, documents: Tensor) -> dict[str, float]:
         run = load_run(training.folder, device="cpu", dtype=torch.float32)
         model, window = run.model, run.config.model.attention.spec.window
         with torch.no_grad():
-            loss = torch.stack([_document_losses(model, row) for row in documents])
-        kept.write_text(json.dumps(_means(loss, documents, window)))
+            loss = torch.stack(
+                [
+                    token_losses(model.hidden(row[None, :-1])[0], model.head_weight, row[1:])
+                    for row in documents
+                ]
+            )
+        far = far_repeats(documents, window)
+        means = mean_losses(loss, PLACES)
+        means |= {"far repeats": loss[far].mean().item(), "repeats": far.sum().item()}
+        kept.write_text(json.dumps(means))
     return dict(json.loads(kept.read_text()))
-
-
-def _document_losses(model: Any, row: Tensor) -> Tensor:
-    return token_losses(model.hidden(row[None, :-1])[0], model.head_weight, row[1:])
-
-
-def _means(loss: Tensor, documents: Tensor, window: int) -> dict[str, float]:
-    means = {"all": loss.mean().item()}
-    for first, end in pairwise(PLACES):
-        means[f"{first:,} to {end:,}"] = loss[:, first:end].mean().item()
-    far = far_repeats(documents, window)
-    return means | {"far repeats": loss[far].mean().item(), "repeats": far.sum().item()}
 
 
 def far_repeats(documents: Tensor, window: int) -> Tensor:

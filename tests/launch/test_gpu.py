@@ -19,11 +19,18 @@ from tests.bench.__main__ import parser
 from tests.launch.clone import write_wheel
 from tests.ranks import ROOT
 
-SANITIZER = "tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing"
+RUNS = {
+    "A": ["card", "train", "profile", "module", "decode", "tune"],
+    "B": ["doctor", "bits", "peers", "recipe-zero1", "ncu", "real"],
+}
+NAMED = [
+    *("aot", "aot-tune", "tests", "tests-bench", "sanitizer", "kernels", "flex", "train-compiled"),
+    *("step-nsa", "step-nsa-reentrant", "step-dense", "step-dense-reentrant", "recipe-zero2"),
+]
 
 
 def gpu_sh(
-    *arguments: str, timeout: float = 60, **variables: str
+    *arguments: str | Path, timeout: float = 60, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", ROOT / "launch/gpu.sh", *arguments],
@@ -34,69 +41,52 @@ def gpu_sh(
     )
 
 
-def stand_in(folder: Path, code: str) -> str:
-    """Write a Python interpreter that is a shell script; return its path."""
+def stand_in(folder: Path, script: str) -> str:
+    """A Python that runs these lines of bash."""
     python = folder / "python"
-    python.write_text(f"#!/usr/bin/env bash\n{code}\n")
+    python.write_text(f"#!/usr/bin/env bash\n{script}")
     python.chmod(0o755)
     return str(python)
-
-
-GROUPS = {
-    "1": ["aot", "module", "decode", "module", "train", "module"],
-    "2": ["nsa.model.kernel_check", "pytest", "pytest", "aot", "nsa.ops.tune"],
-    "3": ["aot", "run_recipe", "train", "module", "run_recipe", "train"],
-}
-STEPS = [f"step-{kind}{mode}" for kind in ("nsa", "dense") for mode in ("", "-reentrant")]
-
-LIMIT = r"(?<!limits)\[([a-z0-9-]+)\]=(\d+)"  # not the limits[...] of a rehearsal
 
 
 def commands(*arguments: str) -> list[list[str]]:
     done = gpu_sh("--dry-run", *arguments, PYTHON="python")
     assert done.returncode == 0, done.stderr
-    return [line.split()[2:] for line in done.stdout.splitlines()]
+    return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_the_script_only_runs_benchmarks_and_flags_that_exist(tmp_path: Path) -> None:
-    for flags in ([], ["--rehearse"]):
-        started = []
-        for words in commands("--out", str(tmp_path / "x"), *flags):
-            if words[0] == "tests.bench":
-                parser(words[1:]).parse_args(words[1:])
-                words = words[1:]
-            started.append(words[0])
-        expected = [name for group in GROUPS.values() for name in group]
-        if flags:  # tuning needs a GPU: its tests run instead
-            expected[expected.index("nsa.ops.tune")] = "pytest"
-        assert started == expected
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_group_takes_at_most_ten_minutes_and_has_what_a_cold_cache_needs() -> None:
-    """Nine and a half for its stages; with five seconds to end each, ten to start and archive.
-
-    As measured on an H100: the kernel check takes 80 s, the killed and resumed recipe 145 s.
-    """
-    script = (ROOT / "launch/gpu.sh").read_text()
-    limits = {name: int(value) for name, value in re.findall(LIMIT, script)}
-    stages = {group: names.split() for group, names in re.findall(r'\[([123])\]="([^"]+)"', script)}
-    for group, names in stages.items():
-        assert len(names) == len(commands("--group", group)) == len(GROUPS[group])
-        assert sum(limits[stage] for stage in names) <= 570
-        assert sum(limits[stage] + 5 for stage in names) <= 590
-    assert limits["doctor"] >= 100
-    assert limits["recipe-zero1"] >= 150
-    assert stages["1"][0] == stages["3"][0] == "aot", "compiles for all that follow"
-    assert stages["2"][-2:] == ["aot-tune", "tune"]
-
-
-def test_each_training_step_is_measured_in_its_own_process() -> None:
-    steps = commands(*(word for name in STEPS for word in ("--stage", name)))
-    assert all("train" in words for words in steps)
+@pytest.mark.parametrize("flags", [[], ["--rehearse"]], ids=str)
+def test_every_stage_runs_a_benchmark_and_flags_that_exist(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    named = [word for name in NAMED for word in ("--stage", name)]
+    out = str(tmp_path / "x")
+    runs, alone = commands(*flags, "--out", out), commands(*flags, "--out", out, *named)
+    assert len(runs) == len(RUNS["A"]) + len(RUNS["B"])
+    assert len(alone) == len(NAMED)
+    for words in (*runs, *alone):
+        if words[2] == "tests.bench":
+            parser(words[3:]).parse_args(words[3:])
+    steps = [words for words in alone if words[3] == "train" and "--kinds" in words]
     assert {(words[words.index("--kinds") + 1], "reentrant" in words) for words in steps} == {
         (kind, recompute) for kind in ("nsa", "dense") for recompute in (False, True)
     }
+    assert not Path(out).exists()
+
+
+def test_a_run_takes_at_most_330_seconds_and_its_last_stage_what_is_left(tmp_path: Path) -> None:
+    """Here the others take no time."""
+    python = stand_in(tmp_path, 'case "$*" in *chip_of*) echo sm_90 ;; esac\n')
+    done = gpu_sh("--run", "A", "--out", tmp_path / "out", PYTHON=python)
+    assert done.returncode == 0, done.stderr
+    limits = [int(x) for x in re.findall(r"^gpu: [\w-]+, (\d+) s at most", done.stdout, re.M)]
+    script = (ROOT / "launch/gpu.sh").read_text()
+    assert "\nrun_seconds=330\n" in script
+    assert limits[:-1] == [10, 80, 130, 60, 10]
+    assert 300 < limits[-1] <= 330
+    others = [int(x) for x in re.findall(r"^ +(?:stage|bench) B [\w-]+ (\d+) ", script, re.M)]
+    assert sum(others) < 330
+    assert list(tmp_path.glob("out/*")) == [tmp_path / "out/run-A.tar.gz"]
 
 
 COLLECT_WITHOUT_TRAINING_PACKAGES = """
@@ -110,10 +100,10 @@ sys.exit(pytest.main(["--collect-only", *sys.argv[1:]]))
 
 
 def test_its_tests_are_all_gpu_tests_and_import_without_training_packages() -> None:
-    named = [word for stage in ("tests", "tests-bench") for word in ("--stage", stage)]
-    *tests, sanitizer = commands(*named, "--stage", "sanitizer")
-    words = [*tests[0], *tests[1][1:]]
-    words = [word for word in words if word not in ("-n", "3", "--dist", "loadfile")]
+    stages = [word for name in ("tests", "tests-bench", "sanitizer") for word in ("--stage", name)]
+    ops, bench, sanitizer = (words[3:] for words in commands(*stages))
+    (bits,) = (words for words in commands() if "same_to_the_bit" in words)
+    words = [*ops, *bench]
     marked = {
         path
         for package in ("ops", "model", "bench")
@@ -122,51 +112,40 @@ def test_its_tests_are_all_gpu_tests_and_import_without_training_packages() -> N
     }
     roots = [ROOT / word for word in words if word.startswith("tests/")]
     assert all(any(path.is_relative_to(root) for root in roots) for path in marked)
-    done = subprocess.run([sys.executable, "-c", COLLECT_WITHOUT_TRAINING_PACKAGES, *words[1:]],
+    done = subprocess.run([sys.executable, "-c", COLLECT_WITHOUT_TRAINING_PACKAGES, *words],
                           capture_output=True, text=True, cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "test_the_loss_of_precision" in done.stdout
+    assert bits[-1] in done.stdout
     assert "compute_sanitizer" not in done.stdout
-    assert sanitizer[-1] == SANITIZER
+    assert sanitizer[-1].partition("::")[2] in (ROOT / sanitizer[-1].partition("::")[0]).read_text()
 
 
 def test_a_missing_package_is_reported_before_anything_runs(tmp_path: Path) -> None:
-    bare = stand_in(tmp_path, f'exec {sys.executable} -S "$@"')
-    missing = (f"{tmp_path}/none", "not found; set PYTHON to a Python interpreter")
-    for path, message in ((bare, "lacks torch: install it"), missing):
-        done = gpu_sh("--rehearse", "--out", str(tmp_path / "out"), PYTHON=path)
+    bare = stand_in(tmp_path, f'exec {sys.executable} -S "$@"\n')
+    for path, message in (
+        (bare, "lacks torch: install it"),
+        (str(tmp_path / "none"), "not found; set PYTHON to a Python interpreter"),
+    ):
+        done = gpu_sh("--rehearse", "--out", tmp_path / "out", PYTHON=path)
         assert done.returncode == 2
         assert f"{path} {message}" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_stage_saves_its_results(tmp_path: Path) -> None:
-    done = gpu_sh("--rehearse", "--stage", "kernels", "--out", str(tmp_path / "out"),
-                  PYTHON=sys.executable)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "out/kernels.json").read_text())
-    assert results["finished"]
-    assert "compressed_attention" in (tmp_path / "out/gpu.log").read_text()
-    assert "kernels" in done.stdout.splitlines()[-1]
-    assert not (tmp_path / "out/group-0.tar.gz").exists()
-
-
-AN_SM_87 = """case "$*" in
-*tests.bench*) echo "$@" ;;
-*chip_of*) exec {python} -c "import torch
-torch.cuda.get_device_capability = lambda *_: (8, 7)
-$2" ;;
-esac"""
-
-
 def test_a_gpu_between_two_chips_compiles_for_the_older_one(tmp_path: Path) -> None:
-    python = stand_in(tmp_path, AN_SM_87.format(python=sys.executable))
-    done = gpu_sh("--stage", "aot", "--out", str(tmp_path / "out"), PYTHON=python)
+    python = stand_in(
+        tmp_path,
+        'case "$*" in\n*tests.bench*) echo "$@" ;;\n'
+        f'*chip_of*) exec {sys.executable} -c "import torch\n'
+        'torch.cuda.get_device_capability = lambda *_: (8, 7)\n$2" ;;\nesac\n',
+    )
+    done = gpu_sh("--stage", "aot", "--out", tmp_path / "out", PYTHON=python)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tests.bench aot --arch sm_86 " in done.stdout
+    assert "tests.bench aot --benchmarks --arch sm_86 " in done.stdout
 
 
-WRITES_RESULTS = """[ "$2" = -c ] || [ "$1" = -c ] && exit 0
+RESULTS = r"""
+[ "$2" = -c ] || [ "$1" = -c ] && exit 0
 while [ $# -gt 0 ]; do
     case $1 in
     --out) echo "{}" > "$2" ;;
@@ -181,26 +160,30 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-mkdir -p "$XDG_CACHE_HOME/nsa-m7c" && touch "$XDG_CACHE_HOME/nsa-m7c/tiles.json"
 """
 
 
-def test_a_group_ends_with_one_archive_of_its_results(tmp_path: Path) -> None:
-    python, out = stand_in(tmp_path, WRITES_RESULTS), tmp_path / "out"
-    done = gpu_sh("--rehearse", "--group", "3", "--out", str(out), PYTHON=python)
+def test_a_run_leaves_one_archive_of_its_results(tmp_path: Path) -> None:
+    cache = tmp_path / "cache/nsa-m7c"
+    cache.mkdir(parents=True)
+    (cache / "tiles.json").touch()
+    out = tmp_path / "out"
+    done = gpu_sh("--rehearse", "--run", "B", "--out", out, "--cache", cache.parent,
+                  PYTHON=stand_in(tmp_path, RESULTS))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    with tarfile.open(out / "group-3.tar.gz") as archive:
-        names = {name.removeprefix("./") for name in archive.getnames()}
-    assert {"train.json", "gpu.log", "summary-3.txt", "cache/nsa-m7c/tiles.json"} <= names
-    assert sum(name.endswith("tensorboard/x") for name in names) == 2
-    text = "1 steps ran twice; their losses differ by at most 1\n"
-    assert text in (out / "gpu.log").read_text(), "of ZeRO-1, whose rank is killed after step 5"
+    assert [path.name for path in out.iterdir()] == ["run-B.tar.gz"]
+    with tarfile.open(out / "run-B.tar.gz") as archive:
+        archive.extractall(tmp_path / "results", filter="data")
+    results = tmp_path / "results"
+    names = {str(path.relative_to(results)) for path in results.rglob("*")}
+    assert {"peers.json", "real.json", "cache/nsa-m7c/tiles.json"} <= names
+    assert "runs/zero1/tensorboard/x" in names
     assert not any("checkpoints" in name for name in names)
-    lines = (out / "summary-3.txt").read_text().splitlines()
-    assert [line.split()[1] for line in lines] == [
-        *("aot", "recipe-zero1", "train-compiled", "flex", "recipe-zero2", "train")
-    ]
-    assert all(line.endswith("done") for line in lines)
+    text = "1 steps ran twice; their losses differ by at most 1\n"
+    assert text in (results / "gpu.log").read_text(), "of ZeRO-1, whose rank is killed after step 5"
+    lines = (results / "summary.txt").read_text().splitlines()
+    assert [line.split()[1] for line in lines] == RUNS["B"]
+    assert all(line.endswith("done, 0 kernels compiled") for line in lines)
 
 
 def test_wheels_peers_and_nsa_are_importable_in_stages_and_not_installed(tmp_path: Path) -> None:
@@ -214,41 +197,42 @@ def test_wheels_peers_and_nsa_are_importable_in_stages_and_not_installed(tmp_pat
         f'case "$*" in *tests.bench*) cd / && exec {sys.executable} -S -c '
         '"import carried, a_peer, importlib.util as u; '
         "print(carried.__file__, a_peer.__file__, u.find_spec('nsa').origin)\" ;; "
-        f'*) exec {sys.executable} "$@" ;; esac',
+        f'*) exec {sys.executable} "$@" ;; esac\n',
     )
-    done = gpu_sh("--rehearse", "--stage", "train", "--out", str(tmp_path / "out"),
-                  "--wheels", str(wheels), "--peers", str(peers), PYTHON=python)  # fmt: skip
+    done = gpu_sh("--rehearse", "--stage", "train", "--out", tmp_path / "out",
+                  "--wheels", wheels, "--peers", peers, PYTHON=python)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if "carried.py" in line)
     assert str(peers) in line
     assert str(ROOT / "nsa" / "__init__.py") in line
     assert not Path(line.split()[0]).exists()  # removed with the call
-    refused = gpu_sh("--stage", "train", "--wheels", str(tmp_path / "none"))
+    refused = gpu_sh("--stage", "train", "--wheels", tmp_path / "none")
     assert refused.returncode == 2
     assert "no such folder" in refused.stderr
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_group_runs_at_tiny_sizes_on_a_cpu(tmp_path: Path, group: str) -> None:
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_runs_at_tiny_sizes_on_a_cpu(tmp_path: Path, run: str) -> None:
     """In a Python that has the packages but not `nsa`, as on a machine that only got a clone."""
     venv.create(tmp_path / "venv", symlinks=True)
     (bare,) = tmp_path.glob("venv/lib/python3*/site-packages")
     (bare / "packages.pth").write_text(sysconfig.get_path("purelib"))  # not its own .pth files
-    out = tmp_path / "out"
-    done = gpu_sh("--rehearse", "--group", group, "--out", str(out), timeout=1_800,
+    done = gpu_sh("--rehearse", "--run", run, "--out", tmp_path, timeout=1_800,
                   PYTHON=str(tmp_path / "venv/bin/python"))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for file in out.glob("*.json"):
+    with tarfile.open(tmp_path / f"run-{run}.tar.gz") as archive:
+        archive.extractall(tmp_path / "results", filter="data")
+    for file in tmp_path.glob("results/*.json"):
         results = json.loads(file.read_text())
         assert results.get("finished", True), file
         for row in results.get("rows", []):
             for name, figures in row.get("implementations", {}).items():
-                if name == "dense" or name.startswith("nsa"):  # others may lack a package or a GPU
+                if name.startswith(("nsa", "index", "dense")):  # others may lack a package or a GPU
                     assert not figures["errors"], (file, figures["errors"])
-    if group == "3":
+    if run == "B":
         text = r"\n[1-9]\d* steps ran twice; their losses differ by at most 0\n"
-        assert re.search(text, (out / "gpu.log").read_text())
+        assert re.search(text, (tmp_path / "results/gpu.log").read_text())
 
 
 def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -259,7 +243,7 @@ def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) ->
         "*bench\\ decode*) setsid sleep 25 & sleep 60 ;;\n"
         "*kinds\\ parts*) exit 3 ;;\n"
         "*) echo reached ;;\n"
-        "esac",
+        "esac\n",
     )
     start = time.monotonic()
     with (tmp_path / "log").open("w") as log:
@@ -276,4 +260,4 @@ def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) ->
     assert "ENDED by its limit" in decode
     assert "FAILED with exit code 3" in kernels
     assert last.startswith("gpu: train")
-    assert last.endswith("done")
+    assert "done" in last
