@@ -342,11 +342,15 @@ def table(results: Sequence[KernelResult]) -> list[str]:
     return rows
 
 
-def check_m7c() -> list[KernelResult]:
-    """Check the kernels of M7C with each φ of its recipes, in bf16; nothing without a GPU."""
-    if not torch.cuda.is_available():
-        return []
-    device = torch.device("cuda", torch.cuda.current_device())
+def check_m7c(device: torch.device | None = None) -> list[KernelResult]:
+    """Check the kernels of M7C with each φ of its recipes, in bf16, on a device or this GPU.
+
+    Return nothing without either.
+    """
+    if device is None:
+        if not torch.cuda.is_available():
+            return []
+        device = torch.device("cuda", torch.cuda.current_device())
     pool = ModelConfig(attention=AttentionConfig(compressor="pool", selector_loss=1.0))
     mean = ModelConfig(attention=AttentionConfig())
     indexed = replace(pool, attention=replace(pool.attention, branches="sel", spec=INDEXED))

@@ -165,12 +165,12 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
         "monitor.log_every=5", "checkpoint.every=20", "checkpoint.keep=1",
     )  # fmt: skip
 
-    def train(name: str, start: Stage, steps: int, **settings: float) -> Stage:
+    def train(name: str, start: Stage, until: int, **settings: float) -> Stage:
         folder = flags.folder / name.replace(", rate ", "-")
         own = [f"train.start_from={start.folder.absolute()}"]
         own += [f"train.{key}={value}" for key, value in settings.items()]
-        Training(RECIPE, "production", folder, steps, [*common, *own, *flags.set]).train()
-        return Stage(name, folder, start.tokens + steps * flags.seq_len * flags.sequences)
+        Training(RECIPE, "production", folder, until, [*common, *own, *flags.set]).train()
+        return Stage(name, folder, start.tokens + until * flags.seq_len * flags.sequences)
 
     steps, trained = flags.selector_steps, list[Stage]()
     for rate in flags.selector_rates:

@@ -14,7 +14,13 @@ from typing import Any
 from nsa.dtypes import DTYPES
 from nsa.ops.triton.configs import AMD, CHIPS
 from tests.bench.harness import Report, row_json, words_of
-from tests.compile.launches import MAX_CANDIDATES, OPERATIONS, cases, record_launches
+from tests.compile.launches import (
+    MAX_CANDIDATES,
+    OPERATIONS,
+    benchmark_launches,
+    cases,
+    record_launches,
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +53,16 @@ def run(report: Report) -> dict[str, Any]:
     from tests.compile import check
 
     candidates = MAX_CANDIDATES if flags.kind in ("full", "tune") else 1
-    launches = (
+    launches = [
         (case, launch, chip)
         for case in cases(flags.kind, flags.operation)
         if case.dtype in flags.dtype
         for chip in flags.arch or CHIPS
         for launch in record_launches(case, candidates, chip)
-    )
+    ]
+    if flags.kind == "benchmarks" and flags.operation == [*OPERATIONS]:
+        for chip in flags.arch or CHIPS:
+            launches += [(*recorded, chip) for recorded in benchmark_launches(chip)]
     spilled = check.MAX_SPILLED_FIRST if flags.kind == "first" else check.MAX_SPILLED
     with redirect_stdout(sys.stderr) if flags.json else nullcontext():
         rows, failures = check.check(launches, flags.jobs, spilled)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import ops
 from nsa.dtypes import DTYPES
+from nsa.model import AttentionConfig, ModelConfig, kernel_check
+from nsa.model.config import INDEXED
 from nsa.ops import decode, pooling
 from nsa.ops.custom_op import IMPLEMENTATIONS
 from nsa.ops.per_token import cross_entropy_
@@ -24,6 +27,8 @@ from nsa.ops.triton.configs import MAX_CANDIDATES, choosing_for, override_choice
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.bench.harness import SHAPES
+from tests.bench.train import KINDS
+from tests.operations import record_operations
 
 PAPER, DOCUMENTS = NSASpec(), 5
 
@@ -251,7 +256,7 @@ BENCHMARKS = [
     ((*SHAPES[name].sizes, length), spec)
     for name in ("m7c", "64x4x128")
     for length in (SHORT, 8192)
-    for spec in (PAPER, DISJOINT)
+    for spec in (PAPER, DISJOINT, INDEXED)
 ]
 TUNED = ("compressed_attention", "select_blocks", "selected_attention", "window_attention",
          "nsa_attention", "decode_attention")  # fmt: skip
@@ -290,3 +295,28 @@ def record_launches(
             OPERATIONS[case.operation](case)
         launches += recorded
     return launches
+
+
+def benchmark_launches(chip: str) -> list[tuple[Case, Launch]]:
+    """Return the launches of the models' training steps and of the kernel check on a chip."""
+    recorded = list[tuple[Case, Launch]]()
+    for attention in (*KINDS.values(), AttentionConfig(compressor="pool", selector_loss=1.0)):
+        for length in (SHORT, 8_192, 32_768):
+            config = ModelConfig(layers=1, attention=attention)
+            case = Case("training step", 12, 2, 64, 64, length, "bf16", False, attention.spec)
+            with choosing_for(chip):
+                operations = record_operations(config, LONG // length, length)
+            recorded += [(case, x.launch) for y in operations for x in y.launches if x.launch]
+    case = Case("kernel check", 12, 2, 64, 64, SHORT, "bf16", False)
+
+    def only_launch(operation: kernel_check.Operation, dtype: torch.dtype) -> None:
+        kernel_check._outputs(operation, dtype, "triton")
+
+    with (
+        mock.patch.object(kernel_check, "_check", only_launch),
+        mock.patch.object(ops.triton, "interpreted", return_value=True),  # allows CPU tensors
+        choosing_for(chip),
+        recording() as launches,  # nothing runs: what they return is garbage
+    ):
+        kernel_check.check_m7c(torch.device("cpu"))
+    return recorded + [(case, launch) for launch in launches]

@@ -144,7 +144,7 @@ def gpu(arguments: list[str]) -> None:
     done = subprocess.run(script, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr)
-    if arguments[0] in ("--build-wheels", "--build-cache"):
+    if arguments[:1] in (["--build-wheels"], ["--build-cache"]):
         assert not Path(arguments[1]).exists(), "a dry run built something"
         Path(arguments[1]).mkdir(parents=True)  # the next command names it
     for line in done.stdout.splitlines():
