@@ -16,7 +16,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from nsa.atomic_io import atomic_write_text
 from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
 from nsa.ops.triton.configs import amd_chip
+from nsa.ops.tune import Heads, parse_heads
 from nsa.system import output_of, package_version
 
 Step = Callable[[], object]
@@ -37,35 +37,7 @@ MIN_ROUNDS = 3  # on a CPU
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Query heads, key/value heads, key size, value size."""
-
-    name: str
-    heads: int
-    kv_heads: int
-    key: int
-    value: int
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return astuple(self)[1:]
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("m7c", 12, 2, 64, 64),
-        Shape("16x4x64", 16, 4, 64, 64),
-        Shape("64x4x128", 64, 4, 128, 128),
-        Shape("paper", 64, 4, 192, 128),
-    )
-}
+SHAPES = {"m7c": Heads(12, 2, 64, 64), "64x4x128": Heads(64, 4, 128, 128)}
 
 
 def whole_number_list(text: str) -> list[int]:
@@ -106,22 +78,12 @@ def words_of(*known: str) -> Callable[[str], list[str]]:
     return parse
 
 
-def shapes(text: str) -> list[Shape]:
+def shapes(text: str) -> dict[str, Heads]:
     """Parse "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
-    parsed = []
-    for name in words(text):
-        shape = SHAPES.get(name)
-        if shape is None and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", name):
-            heads, kv_heads, key, *value = map(int, name.split("x"))
-            if heads % kv_heads == 0:
-                shape = Shape(name, heads, kv_heads, key, *(value or [key]))
-        if shape is None:
-            raise argparse.ArgumentTypeError(
-                f"{name!r} is not a shape; use one of {', '.join(SHAPES)}, or heads x KV heads x "
-                "key size [x value size], for example 12x2x64, heads a multiple of KV heads"
-            )
-        parsed.append(shape)
-    return parsed
+    try:
+        return {name: SHAPES.get(name) or parse_heads(name) for name in words(text)}
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--tune ")) from error
 
 
 def lengths(text: str) -> list[int]:
@@ -147,7 +109,7 @@ def add_gpu_flags(
     add("--seconds", type=float, default=0.5, help="of each timing, about (%(default)s)")
     add("--limit", type=float, help="start no new case after this many seconds")
     if shapes_default:
-        about = f"{', '.join(SHAPES)}, or heads x KV heads x sizes (%(default)s)"
+        about = "m7c, or heads x KV heads x key size [x value size] (%(default)s)"
         add("--shapes", type=shapes, default=shapes_default, help=about)
     elif lengths_default:
         add("--layers", type=int, default=12, help="transformer blocks")

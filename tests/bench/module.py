@@ -32,11 +32,11 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
+from nsa.ops.tune import Heads
 from tests.bench import peers
 from tests.bench.harness import (
     Report,
     Result,
-    Shape,
     Step,
     add_gpu_flags,
     cell,
@@ -63,7 +63,7 @@ REFERENCES = {
     "scalable-flash-nsa": "nsa",
     "flash-sparse-attention": "nsa",
 }
-AGAINST: dict[str, Callable[[Inputs, Shape], Implementation]] = {
+AGAINST: dict[str, Callable[[Inputs], Implementation]] = {
     "sdpa-flash": partial(peers.sdpa, "sdpa-flash"),
     "sdpa-cudnn": partial(peers.sdpa, "sdpa-cudnn"),
     "flex-causal": peers.flex,
@@ -73,7 +73,7 @@ AGAINST: dict[str, Callable[[Inputs, Shape], Implementation]] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     lengths = "1k,2k,4k,6k,8k,16k,32k,64k,128k"
-    add_gpu_flags(parser, lengths, shapes_default="m7c,16x4x64,64x4x128,paper")
+    add_gpu_flags(parser, lengths, shapes_default="m7c,64x4x128")
     about = "kinds of case (%(default)s)"
     parser.add_argument("--kinds", type=words_of(*KINDS), default=",".join(KINDS), help=about)
     about = "dense attention of the kind module; FlexAttention compiles for a minute (%(default)s)"
@@ -84,36 +84,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(report: Report) -> None:
     """Measure every case within the time limit; print a table per case."""
     report.data["libraries"] = peers.versions()
-    for shape in report.flags.shapes:
+    for name, heads in report.flags.shapes.items():
         if report.on_gpu:
             torch.compiler.reset()  # lengths of one shape share FlexAttention's compiled code
         for seq_len in report.flags.lengths:
             for kind in report.flags.kinds:
-                case = partial(_case, kind, shape, seq_len, report)
-                report.attempt(f"{kind} {shape.name} T={seq_len}", case)
+                case = partial(_case, kind, name, heads, seq_len, report)
+                report.attempt(f"{kind} {name} T={seq_len}", case)
 
 
-def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
+def _case(kind: str, name: str, heads: Heads, seq_len: int, report: Report) -> None:
     batch = max(1, report.flags.tokens // seq_len)
     spec = peers.FLA_SPEC if kind == "same-pattern" else SPEC
-    inputs = random_inputs(shape, batch, seq_len, spec, report)
-    builders, outputs = KINDS[kind](inputs, shape, report), dict[str, Tensor]()
+    inputs = random_inputs(heads, batch, seq_len, spec, report)
+    builders, outputs = KINDS[kind](inputs, report), dict[str, Tensor]()
     results = report.each(builders, FIGURES, partial(measure, report, outputs))
     base = "nsa_attention" if kind == "parts" else "nsa"
     ratios = {
-        name: {what: ratio(figure(x, what), figure(results[base], what)) for what in FIGURES}
-        for name, x in results.items()
-        if name != base
+        other: {what: ratio(figure(x, what), figure(results[base], what)) for what in FIGURES}
+        for other, x in results.items()
+        if other != base
     }
-    row = {"kind": kind, "shape": shape.name, "heads": shape.sizes, "length": seq_len}
+    row = {"kind": kind, "shape": name, "heads": heads, "length": seq_len}
     report.add(row | {"batch": batch, "implementations": results, "ratios": ratios})
-    title = f"{kind} {shape.name} T={seq_len} batch {batch}"
+    title = f"{kind} {name} T={seq_len} batch {batch}"
     lines = [[title, "fwd ms", "fwd+bwd ms", "peak GB", "/ base", "/ base", "/ base"]]
-    for name, result in results.items():
-        over = ratios.get(name, {})
+    for other, result in results.items():
+        over = ratios.get(other, {})
         times = figure(result, "forward"), figure(result, "forward_backward")
         cells = [*times, ratio(result["peak_bytes"], 1e9), *(over.get(what) for what in FIGURES)]
-        lines.append([name, *map(cell, cells)])
+        lines.append([other, *map(cell, cells)])
     print_table(lines, results)
 
 
@@ -141,17 +141,17 @@ def measure(
     result["kernels"] = summary(trace(step, 1, device), 1)["kernels"]
 
 
-def random_inputs(shape: Shape, batch: int, seq_len: int, spec: NSASpec, report: Report) -> Inputs:
+def random_inputs(heads: Heads, batch: int, seq_len: int, spec: NSASpec, report: Report) -> Inputs:
     """Return normal numbers; compressed keys and values are the selected branch's means."""
 
-    def random(make: Callable[..., Tensor], heads: int, size: int) -> Tensor:
-        return make(batch, seq_len, heads, size, device=report.device, dtype=report.dtype)
+    def random(make: Callable[..., Tensor], *sizes: int) -> Tensor:
+        return make(batch, seq_len, *sizes, device=report.device, dtype=report.dtype)
 
-    q = random(torch.randn, shape.heads, shape.key)
-    k_sel, k_win = (random(torch.randn, shape.kv_heads, shape.key) for _ in range(2))
-    v_sel, v_win = (random(torch.randn, shape.kv_heads, shape.value) for _ in range(2))
+    q = random(torch.randn, heads.heads, heads.key)
+    k_sel, k_win = (random(torch.randn, heads.kv_heads, heads.key) for _ in range(2))
+    v_sel, v_win = (random(torch.randn, heads.kv_heads, heads.value) for _ in range(2))
     pooled = compress_mean(k_sel, spec), compress_mean(v_sel, spec)
-    gates = random(torch.rand, shape.heads, 3)
+    gates = random(torch.rand, heads.heads, 3)
     return Inputs(q, *pooled, k_sel, v_sel, k_win, v_win, gates)
 
 
@@ -163,16 +163,16 @@ def local(inputs: Inputs, spec: NSASpec) -> Inputs:
     return replace(inputs, q=q + 0.1 * torch.randn_like(inputs.q))
 
 
-def _module(inputs: Inputs, shape: Shape, report: Report) -> Builders:
+def _module(inputs: Inputs, report: Report) -> Builders:
     """Three branches and one on random and on local queries, against dense attention."""
     attention = partial(nsa_attention, spec=SPEC, backend=report.backend)
     builders: Builders = {}
     for suffix, x in (("", inputs), ("-local", local(inputs, SPEC))):
         builders[f"nsa{suffix}"] = partial(Implementation, attention, *x.tensors())
-        index = x.q[:, :, : shape.kv_heads], compress_mean(x.k_sel, INDEXED)
+        index = x.q[:, :, : x.k_sel.shape[2]], compress_mean(x.k_sel, INDEXED)
         one_branch = partial(_indexed, *index, backend=report.backend)
         builders[f"index{suffix}"] = partial(Implementation, one_branch, x.q, x.k_sel, x.v_sel)
-    return builders | {name: partial(AGAINST[name], inputs, shape) for name in report.flags.against}
+    return builders | {name: partial(AGAINST[name], inputs) for name in report.flags.against}
 
 
 def _indexed(
@@ -183,22 +183,22 @@ def _indexed(
     return selected_attention(q, k, v, selected, INDEXED, backend=backend)
 
 
-def _peers(inputs: Inputs, shape: Shape, report: Report) -> Builders:
+def _peers(inputs: Inputs, report: Report) -> Builders:
     """All three branches with one set of keys and values."""
     return {
         "nsa": _shared_keys(inputs, SPEC, report.backend, window=True),
-        "scalable-flash-nsa": partial(peers.scalable_flash_nsa, inputs, shape, SPEC),
-        "flash-sparse-attention": partial(peers.flash_sparse_attention, inputs, shape, SPEC),
+        "scalable-flash-nsa": partial(peers.scalable_flash_nsa, inputs, SPEC),
+        "flash-sparse-attention": partial(peers.flash_sparse_attention, inputs, SPEC),
     }
 
 
-def _same_pattern(inputs: Inputs, shape: Shape, report: Report) -> Builders:
+def _same_pattern(inputs: Inputs, report: Report) -> Builders:
     """Compression and selection, which fla's own kernels cover."""
     ours = _shared_keys(inputs, peers.FLA_SPEC, report.backend, window=False)
-    return {"nsa": ours, "fla": partial(peers.fla, inputs, shape)}
+    return {"nsa": ours, "fla": partial(peers.fla, inputs)}
 
 
-def _parts(x: Inputs, shape: Shape, report: Report) -> Builders:
+def _parts(x: Inputs, report: Report) -> Builders:
     """Each function of nsa.ops, on the outputs of the previous function."""
     backend = report.backend
     lse, index = select(x, SPEC, backend)

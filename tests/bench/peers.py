@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa.ops import NSASpec, window_attention
 from nsa.system import package_version
-from tests.bench.harness import Shape
 from tests.inputs import Inputs
 
 KERNELS = {
@@ -75,42 +73,19 @@ class Implementation:
         return self.inputs if self._grad_output is None else [*self.inputs, self._grad_output]
 
 
-def sdpa(kernel: str, inputs: Inputs, shape: Shape) -> Implementation:
-    """Return causal scaled_dot_product_attention, forced to one kernel.
+def sdpa(kernel: str, inputs: Inputs) -> Implementation:
+    """Return causal scaled_dot_product_attention, forced to one kernel."""
 
-    If the kernel rejects grouped heads or values narrower than keys, keys are repeated for every
-    head or values padded before timing starts, as a user would have to.
-    """
-    q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
-    padded = F.pad(v, (0, shape.key - shape.value)) if shape.key > shape.value else v
-    errors = []
-    for pad in dict.fromkeys((False, shape.key != shape.value)):
-        for repeat in (False, True):
-            keys, values = k, padded if pad else v
-            if repeat:
-                keys, values = (x.repeat_interleave(shape.group, 2) for x in (k, values))
-            function = partial(_sdpa, kernel, shape.value)
-            probe = Implementation(function, *(x[:1, :128] for x in (q, keys, values)))
-            try:
-                probe.forward_backward()
-            except RuntimeError as error:
-                errors.append(" ".join(str(error).split()))
-                continue
-            notes = ["values padded to the keys' size"] * pad
-            notes += ["keys and values repeated"] * repeat
-            return Implementation(function, q, keys, values, note="; ".join(notes))
-    raise RuntimeError(f"{kernel} supports none of these layouts: {errors[0]}")
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(KERNELS[kernel]):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return o.transpose(1, 2)
+
+    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel)
 
 
-def _sdpa(kernel: str, value_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    with sdpa_kernel(KERNELS[kernel]):
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return o.transpose(1, 2)[..., :value_size]
-
-
-def flex(inputs: Inputs, shape: Shape, **options: str) -> Implementation:
+def flex(inputs: Inputs, **options: str) -> Implementation:
     """Return causal FlexAttention, on a GPU compiled for each length and mode.
 
     One kernel for all lengths would mask every tile. `fullgraph` turns the silent fallback to T x T
@@ -161,10 +136,16 @@ def load(name: str) -> ModuleType:
         raise ImportError(f"{distribution} cannot be imported: {reason}") from error
 
 
-def fla(inputs: Inputs, shape: Shape) -> Implementation:
+def group_of(inputs: Inputs) -> int:
+    """Return the query heads per key/value head."""
+    return inputs.q.shape[2] // inputs.k_sel.shape[2]
+
+
+def fla(inputs: Inputs) -> Implementation:
     """Return fla's compressed and selected attention with mean pooling."""
-    if shape.group < 16 or shape.group & (shape.group - 1):
-        raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {shape.group}")
+    group = group_of(inputs)
+    if group < 16 or group & (group - 1):
+        raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {group}")
     parallel_nsa = load("fla").parallel_nsa
 
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -188,14 +169,14 @@ def _packed(inputs: Inputs, spec: NSASpec) -> tuple[list[Tensor], Tensor, Callab
     return [x.flatten(0, 1) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], offsets, window
 
 
-def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
+def scalable_flash_nsa(inputs: Inputs, spec: NSASpec) -> Implementation:
     """Return the parts of Scalable-Flash-Native-Sparse-Attention's module; φ is a mean."""
     library = load("scalable-flash-nsa")
     config = library.NSAConfig(
-        qk_head_dim=shape.key,
-        v_head_dim=shape.value,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
+        qk_head_dim=inputs.q.shape[-1],
+        v_head_dim=inputs.v_sel.shape[-1],
+        num_heads=inputs.q.shape[2],
+        num_kv_heads=inputs.k_sel.shape[2],
         kernel_size=spec.block_len,
         stride=spec.block_stride,
         block_size=spec.select_len,
@@ -223,16 +204,16 @@ def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implement
     return Implementation(run, *qkv, logits, note=note)
 
 
-def flash_sparse_attention(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
+def flash_sparse_attention(inputs: Inputs, spec: NSASpec) -> Implementation:
     """Return Flash-Sparse-Attention's kernels in the order of its module, φ a mean.
 
     Like the module, it runs its own selected kernel for groups of up to 8 query heads.
     """
-    if shape.key != shape.value:
+    if inputs.q.shape[-1] != inputs.v_sel.shape[-1]:
         raise ValueError("its keys and values have one size")
     own = load("flash-sparse-attention").FSA_topk_sparse_attention
     library = importlib.import_module("nsa_ref.ops")
-    selected = own if shape.group <= 8 else library.topk_sparse_attention
+    selected = own if group_of(inputs) <= 8 else library.topk_sparse_attention
     qkv, offsets, window = _packed(inputs, spec)
     seq_len, count = inputs.q.shape[1], spec.compressed_len(inputs.q.shape[1])
     pooled_offsets = offsets // seq_len * count

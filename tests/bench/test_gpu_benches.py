@@ -16,9 +16,10 @@ from torch import Tensor
 
 from nsa.model import ModelConfig
 from nsa.ops import NSASpec
+from nsa.ops.tune import parse_heads
 from tests.bench import decode, module, peers, profile, train
 from tests.bench.__main__ import main
-from tests.bench.harness import Report, figure, shapes
+from tests.bench.harness import Report, figure
 from tests.bench.module import difference, local, random_inputs, select
 from tests.ops.cases import one_thread as one_thread
 from tests.ranks import ROOT, spawn_ranks
@@ -75,9 +76,9 @@ def test_ratios_of_attention_are_quotients_of_times_in_the_same_case(
 @pytest.mark.gpu
 def test_fla_computes_the_same_as_nsa_with_its_pattern() -> None:
     pytest.importorskip("fla", reason="fla-core is not installed")
-    shape, report = shapes("32x2x64")[0], Report(Namespace(device="cuda", out=None))
-    inputs = random_inputs(shape, 1, 2048, peers.FLA_SPEC, report)
-    built = module.KINDS["same-pattern"](inputs, shape, report)
+    heads, report = parse_heads("32x2x64"), Report(Namespace(device="cuda", out=None))
+    inputs = random_inputs(heads, 1, 2048, peers.FLA_SPEC, report)
+    built = module.KINDS["same-pattern"](inputs, report)
     ours, theirs = (built[name]().forward() for name in ("nsa", "fla"))
     assert difference(theirs, ours) < 0.02  # bf16, and near-ties selected differently
 
@@ -85,7 +86,7 @@ def test_fla_computes_the_same_as_nsa_with_its_pattern() -> None:
 def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
     spec = NSASpec(select_top=4, local_blocks=1)
     report = Report(Namespace(device="cpu", out=None))
-    inputs = random_inputs(shapes("2x1x16")[0], 1, 1024, spec, report)
+    inputs = random_inputs(parse_heads("2x1x16"), 1, 1024, spec, report)
     for x, low, high in ((inputs, 0, 0.75), (local(inputs, spec), 0.85, 1)):
         index = select(x, spec, "blockwise")[1]
         selected = index[:, 1:] >= 0

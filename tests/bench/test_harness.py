@@ -99,7 +99,7 @@ def test_cases_beyond_the_time_limit_are_listed(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["nothing"], "choose from"),
-        (["module", "--shapes", "12x5x64"], "heads a multiple of KV heads"),
+        (["module", "--shapes", "12x5x64"], "12x5x64: not the heads of a model"),
         (["train", "--lengths", "8m"], "8k for 8,192"),
         (["module", "--kinds", "modules"], "same-pattern"),
         (["aot", "--arch", "sm_85"], "--arch: 'sm_85': choose from sm_80, sm_86, sm_89, sm_90"),

@@ -253,7 +253,7 @@ SPECIAL = [
 ]
 # The GPU benchmarks; beyond 8k tokens nothing more is compiled.
 BENCHMARKS = [
-    ((*SHAPES[name].sizes, length), spec)
+    ((*SHAPES[name], length), spec)
     for name in ("m7c", "64x4x128")
     for length in (SHORT, 8192)
     for spec in (PAPER, DISJOINT, INDEXED)
