@@ -184,22 +184,30 @@ def test_profiled_times_and_launches_are_per_step_and_overlaps_count_once() -> N
         profile.summary([], steps=2)
 
 
-def test_a_production_step_is_profiled_by_engine_and_phase(tmp_path: Path) -> None:
-    """In a process of its own, which joins a process group."""
-    sizes = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 32}
-    settings = [f"--set=model.{name}={size}" for name, size in sizes.items()]
-    settings += ["--set=model.vocab_size=64", "--set=data.seq_len=64"]
-    command = ["profile", "--device=cpu", "--tokens=64", f"--out={tmp_path / 'profile.json'}"]
-    forked = spawn_ranks(ROOT / "tests/bench/__main__.py", *command, *settings, ranks=0).started[0]
-    assert forked.wait(60) == 0, forked.text("err")
-    results = json.loads((tmp_path / "profile.json").read_text())
-    assert [(row["engine"], row["phase"]) for row in results["rows"]] == [
-        *(("plain", "sparse"), ("plain", "dense"), ("zero1", "sparse"), ("zero1", "dense"))
-    ]
-    sparse, dense, zero1, _ = results["rows"]
+SMALL = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 32}
+PROFILE = [
+    *("profile", "--device=cpu", "--tokens=64", "--steps=1", "--set=data.seq_len=64"),
+    *(f"--set=model.{name}={size}" for name, size in {**SMALL, "vocab_size": 64}.items()),
+]
+
+
+def test_a_production_step_is_profiled_in_both_phases(bench: Bench, tmp_path: Path) -> None:
+    sparse, dense = bench(*PROFILE, "--engines=plain")["rows"]
+    assert (sparse["phase"], dense["phase"], dense["batch"]) == ("sparse", "dense", 1)
     assert sparse["launches"] > dense["launches"] > 100
-    assert 0 < zero1["busy_fraction"] <= 1
-    assert (tmp_path / "profile-zero1-dense.trace.json.gz").stat().st_size > 0
+    assert 0 < sparse["busy_fraction"] <= 1
+    assert (tmp_path / "profile-plain-dense.trace.json.gz").stat().st_size > 0
+
+
+def test_a_step_of_deepspeeds_engine_is_profiled(tmp_path: Path) -> None:
+    """In a process of its own, which joins a process group."""
+    out = tmp_path / "profile.json"
+    command = [*PROFILE, "--engines=zero1", "--phases=dense", f"--out={out}"]
+    (rank,) = spawn_ranks(ROOT / "tests/bench/__main__.py", *command, ranks=0).started
+    assert rank.wait(120) == 0, rank.text("err")
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["engine"], row["phase"]) == ("zero1", "dense")
+    assert any("allreduce" in kernel["name"] for kernel in row["kernels"])
 
 
 PROBE = """
