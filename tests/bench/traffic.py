@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from nsa.model import AttentionConfig, ModelConfig
-from nsa.model.config import ACTIVATION_CHECKPOINTING, COMPRESSORS, INDEXED
+from nsa.model import ModelConfig
+from nsa.model.config import ACTIVATION_CHECKPOINTING, COMPRESSORS
 from tests.bench.harness import Report, print_table
+from tests.bench.train import KINDS
 from tests.operations import PARTS, Operation, record_operations
 
 
@@ -49,12 +51,12 @@ def run(report: Report) -> dict[str, Any]:
     flags, result = report.flags, dict[str, Any]()
     print(f"{flags.micro_batch} x {flags.seq_len:,} tokens, checkpointing {flags.checkpointing}")
     weight = float(flags.selector_loss)
-    indexed = AttentionConfig(branches="sel", compressor="pool", selector_loss=weight, spec=INDEXED)
+    indexed = replace(KINDS["index"], selector_loss=weight)
     models = {
-        "nsa": AttentionConfig(compressor=flags.compressor, selector_loss=weight),
+        "nsa": replace(KINDS["nsa"], compressor=flags.compressor, selector_loss=weight),
         "index": indexed,
         "index, dense steps": indexed,
-        "dense": AttentionConfig(kind="dense"),
+        "dense": KINDS["dense"],
     }
     for kind, attention in models.items():
         config = ModelConfig(
