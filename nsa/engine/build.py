@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_set_full_fp32_param
 
 from nsa.checkpoint.weights import read_weights, set_weights
 from nsa.engine.checks import check_gradients
@@ -111,7 +112,20 @@ def build_engine(
     check_gradients(model, tokens)
     if config.train.compile:
         compile_blocks(model)
-    return initialise(model, config, ds_config)
+    engine = initialise(model, config, ds_config)
+    if weights is not None:
+        _start_master_weights(engine.module, read_weights(weights))
+    return engine
+
+
+def _start_master_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copy weights into the optimizer, whose master weights start as rounded ones.
+
+    What does not learn in the selector's steps then keeps each bit of a start in fp32.
+    """
+    for name, parameter in model.named_parameters():
+        if weights[name].dtype != parameter.dtype:
+            safe_set_full_fp32_param(parameter, weights[name].to(parameter.device).float())
 
 
 def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, Any]) -> Any:

@@ -72,7 +72,10 @@ def _train_steps(run: Run) -> str | None:
         waited = run.data.loader.first_seconds or 0.0
         if run.state.step == first_step and waited >= 0.1:  # streamed or downloaded
             run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
-        if logs and run.state.step >= max(config.train.switch_step, config.train.selector_steps):
+        # In the selector's steps an index ranks blocks; three branches select all of them.
+        indexed = config.model.attention.has_index
+        dense_steps = max(config.train.switch_step, 0 if indexed else config.train.selector_steps)
+        if logs and run.state.step >= dense_steps:
             run.health.arm()
         loss = train_step(run, batches, labels)
         run.loader_state = run.data.loader.state()

@@ -222,8 +222,8 @@ class NSAttention(Attention):
     the projections are included.
 
     `observer`, if set, receives gates [B, T, Hq, 3] if there are any, selected blocks [B, T, Hkv,
-    n], cu_seqlens and the selector loss of every forward pass, including recomputed ones. It must
-    not modify them.
+    n], cu_seqlens and the selector loss of every forward pass, including recomputed ones, and those
+    in which an index learns beside dense attention. It must not modify them.
 
     With `selector_loss`, outside of `LanguageModel`: after each forward pass in training add
     `selector_loss * layer.take_selector_loss()` to your loss, or it trains nothing.
@@ -385,12 +385,14 @@ class NSAttention(Attention):
         if self.dense:
             o = causal_attention(q, *kv["sel"], metadata.cu_seqlens)
             if self.index is not None:
+                if not self.compiled and self.observer is not None and "index" in kv:
+                    self._observe(None, self._select(kv, metadata), metadata.cu_seqlens)
                 return o
             # Gates are ½ until they learn. The others get a gradient of 0, as ZeRO expects.
             return o / 2 + sum((0.0 * x).sum() for x in kv["cmp"])
         if self.index is not None:  # one softmax over the keys of the blocks that it selects
             common: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
-            block_index = select_blocks(*kv["index"], None, self.spec, **common)
+            block_index = self._select(kv, metadata)
             o = selected_attention(q, *kv["sel"], block_index, self.spec, **common)
             self._observe(None, block_index, metadata.cu_seqlens)
             return o
@@ -402,6 +404,11 @@ class NSAttention(Attention):
         o, block_index = nsa_attention_and_blocks(GatedInputs(q, *pairs, *rest), self.backend)
         self._observe(gates, block_index, metadata.cu_seqlens)
         return o
+
+    def _select(self, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
+        """Return the blocks that the index selects, [B, T, Hkv, n]."""
+        common: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
+        return select_blocks(*kv["index"], None, self.spec, **common)
 
     def _observe(
         self, gates: Tensor | None, block_index: Tensor, cu_seqlens: Tensor | None

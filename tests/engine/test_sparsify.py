@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
 from nsa.engine.config import TrainConfig, learning_rate
 from nsa.engine.plan_command import load_profile
+from nsa.monitor.artifacts import read_table
 from tests.engine.runs import TINY, ds_config, losses, on_one_rank, on_two_ranks, succeed, weights
 from tests.model.models import build, tiny, tokens
 from tests.ranks import ROOT
@@ -24,12 +26,14 @@ STEPS += ["--set=train.eval_samples=8"]
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense run of a few steps, converted."""
+    """A dense run of a few steps, converted; in float32, to numbers that bfloat16 would round."""
     folder = tmp_path_factory.mktemp("sparsify")
     command = [*TINY, *LONG, "--profile=demo", "--steps=4", "--run-dir=dense"]
     succeed(on_one_rank("m7c_dense.py", *command, folder=folder))
     to = folder / "start"
     assert main(["import", str(folder / "dense"), "--to", str(to), "--attention=nsa"]) == 0
+    rounded = read_weights(to, torch.float32)
+    save_file({name: x * (1 + 2**-12) for name, x in rounded.items()}, to / "model.safetensors")
     return to
 
 
@@ -65,6 +69,12 @@ def test_the_index_learns_first_and_then_all_weights(
     for name, weight in first.items():
         assert torch.equal(selected[name], weight) != (".index." in name), name
         assert not torch.equal(last[name], selected[name]), name
+    rows = read_table(tmp_path / "run/selection.csv").rows
+    assert [row["step"] for row in rows] == [step for step in range(1, 7) for _ in range(2)]
+    for row in rows:
+        assert 0 < row["recall_random"] < 1
+        assert 0 < row["recall"] <= 1
+        assert row["choosing"] > 0
     for flags in (["--until=2"], ["--resume", "--until=4"], ["--resume"]):
         resumed = sparsify(start, tmp_path, "cut", zero, *flags)
     assert resumed == expected
