@@ -1,6 +1,6 @@
 """NCCL settings for GPUs on PCIe, for launch/m7c_pcie.sh: python -m nsa.doctor.pcie
 
-Prints NAME=value for each variable that this machine needs (usually none); reasons go to stderr.
+Prints NCCL_P2P_DISABLE=1 if this machine needs it (usually not), and the reason on stderr.
 """
 
 from __future__ import annotations
@@ -24,23 +24,14 @@ def iommu_redirects(groups: Path, kernel: str) -> bool:
     return groups.is_dir() and any(groups.iterdir()) and "iommu=pt" not in kernel.split()
 
 
-def settings(
-    links: Iterable[str], redirects: bool, variables: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
-    """Return name, value and reason of the variables that GPUs with these links need.
-
-    Those that the user has set take precedence.
-    """
+def may_hang(links: Iterable[str], redirects: bool, variables: Mapping[str, str]) -> bool:
+    """Return whether peer transfers over these links may hang, and the user has not decided."""
     by_user = {"NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"} & set(variables)
-    if not redirects or by_user or all(link.startswith("NV") for link in links):
-        return {}
-    why = "the IOMMU redirects peer transfers, which may hang: safe, but slower; add iommu=pt to "
-    why += "the kernel's command line instead"
-    return {"NCCL_P2P_DISABLE": ("1", why)}
+    return redirects and not by_user and not all(link.startswith("NV") for link in links)
 
 
 def main() -> None:
-    """Print the settings, and their reasons on stderr."""
+    """Print the setting, and its reason on stderr."""
     links = parse_topology(output_of("nvidia-smi", "topo", "-m"))
     if not links:
         import torch  # late: slow
@@ -48,11 +39,12 @@ def main() -> None:
         if torch.version.hip:
             sys.exit("pcie: needs nvidia-smi, and this torch is a ROCm build; use launch/m7c.sh")
     redirects = iommu_redirects(IOMMU_GROUPS, text_or_empty("/proc/cmdline"))
-    needed = settings(links.values(), redirects, os.environ)
-    for name, (value, why) in needed.items():
-        print(f"pcie: set  {name}={value}: {why}", file=sys.stderr)
-        print(f"{name}={value}")
-    if not needed:
+    if may_hang(links.values(), redirects, os.environ):
+        why = "the IOMMU redirects peer transfers, which may hang: safe, but slower; add iommu=pt "
+        why += "to the kernel's command line instead"
+        print(f"pcie: set  NCCL_P2P_DISABLE=1: {why}", file=sys.stderr)
+        print("NCCL_P2P_DISABLE=1")
+    else:
         print("pcie: set  nothing: NCCL needs no setting here", file=sys.stderr)
 
 

@@ -20,12 +20,12 @@ from nsa.data.tokenizer import ORIGIN
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import read_config
 from nsa.export.hf_tokenizer import TOKENIZER_FILES
-from nsa.export.origin import HUB_NAME
 from nsa.model.config import ROPE_TYPES, AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
 from nsa.untrusted import check_links, read_object, short_repr
 
 CONFIG = "config.json"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # each is enough for a tokenizer
 LLAMA_NAMES = {
     "self_attn.q_proj": "attention.q",
@@ -76,16 +76,12 @@ class SourceModel:
 def read_model(folder: Path) -> SourceModel:
     """Read a transformers folder of nsa or one of LLAMAS, or what `load_run` accepts."""
     path = folder / CONFIG
-    if not folder.exists() and HUB_NAME.fullmatch(str(folder)):
-        raise ValueError(
-            f"{folder}: no such folder; to import a model of the Hub, download it first: "
-            f"hf download {folder} --local-dir models/{folder.name}"
-        )
     if not folder.exists():
-        raise ValueError(
-            f"'{folder}': there is no such folder; name one of transformers' save_pretrained, or a "
-            "run, a checkpoint or an export"
-        )
+        fix = "name one of transformers' save_pretrained, or a run, a checkpoint or an export"
+        if HUB_NAME.fullmatch(str(folder)):
+            fix = "to import a model of the Hub, download it first: "
+            fix += f"hf download {folder} --local-dir models/{folder.name}"
+        raise ValueError(f"'{folder}': there is no such folder; {fix}")
     if not path.is_file():
         weights = find_weights(folder)
         config = read_config(weights)

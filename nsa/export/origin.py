@@ -1,20 +1,41 @@
-"""Origin of an imported model: its name, license and config.json, which its exports keep."""
+"""Origin of an imported model: its name, license and config.json, which its exports keep.
+
+Fields of config.json that training did not change are the source's: servers and converters read
+them, for example how many positions a model has.
+"""
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from transformers import PretrainedConfig
 
 from nsa.data.tokenizer import ORIGIN
+from nsa.export.from_hf import HUB_NAME, rope_settings
+from nsa.model.hf_config import SHAPE, NSAConfig
 from nsa.text import printable
-from nsa.untrusted import matches, read_object, read_text
+from nsa.untrusted import matches, read_object, read_text, short_repr
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OWN = {NSAConfig.attribute_map.get(name, name) for name in SHAPE} | {
+    *("model_type", "architectures", "dtype", "transformers_version", "max_position_embeddings"),
+    *TOKEN_IDS,
+}
+# Of the source's files, its machine, or code that an export does not have.
+DROPPED = {
+    *("_name_or_path", "auto_map", "configuration_files", "torch_dtype", "attn_implementation"),
+    *("_attn_implementation", "experts_implementation", "_experts_implementation"),
+}
+ROPE = {"rope_parameters", "rope_scaling", "rope_theta"}
+OF_MODEL_TYPE = {  # they mean nothing, or something else, for another architecture
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("no_rope_layers", "no_rope_layer_interval", "rope_scaling"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,3 +78,37 @@ def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
             if matches(saved, shape):
                 return Origin(printable(saved["name"]), saved["license"], saved["config"])
     return None
+
+
+def merge(
+    config: PretrainedConfig, source: dict[str, Any], original: PretrainedConfig
+) -> dict[str, Any]:
+    """Return config.json: the model's shape from `config`, and every other field of the source.
+
+    `original` is the source as transformers reads it.
+    """
+    dropped = set(DROPPED)
+    if config.model_type != source["model_type"]:
+        dropped |= OF_MODEL_TYPE
+    if _rope(config) != rope_settings(original):
+        dropped |= ROPE
+    kept = {name: value for name, value in source.items() if name not in dropped}
+    own = config.to_dict()
+    return config.to_diff_dict() | kept | {name: own[name] for name in OWN & own.keys()}
+
+
+def _rope(config: PretrainedConfig) -> dict[str, Any]:
+    if isinstance(config, NSAConfig):
+        model = config.model_config()
+        return {
+            name: getattr(model, name) for name in ("rope_theta", "rope_type", "rope_extension")
+        }
+    return rope_settings(config)
+
+
+def changes(tree: dict[str, Any], source: dict[str, Any] | None) -> Iterator[str]:
+    """Yield a line for each field of the source that differs in an export's config.json."""
+    for name, old in sorted((source or {}).items()):
+        new = tree.get("dtype" if name == "torch_dtype" else name)
+        if new != old and name not in ("transformers_version", "_name_or_path"):
+            yield f"{printable(name)} = {short_repr(new)}, was {short_repr(old)}"

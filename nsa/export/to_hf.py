@@ -1,6 +1,7 @@
 """Hugging Face export: a run as a folder that transformers loads, with or without this package.
 
-`output_folder` and `write_weights` write the folder of an import too.
+Or as a plain dense model, a Llama, Qwen2, Qwen3 or SmolLM3: the inverse of what from_hf.py reads,
+without an index. `output_folder` and `write_weights` write the folder of an import too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nsa.atomic_io import check_new_folder, draft_folder
 from nsa.checkpoint.weights import SAFETENSORS
@@ -23,15 +27,18 @@ from nsa.data.tokenizer import ORIGIN, stop_ids
 from nsa.dtypes import DTYPES
 from nsa.engine.config import to_yaml
 from nsa.engine.load_run import StoredRun, find_run, load_run
-from nsa.export.from_hf import parse_config
+from nsa.export.from_hf import LLAMA_NAMES, parse_config
 from nsa.export.hf_tokenizer import imported_files, write_tokenizer
 from nsa.export.model_card import model_card
-from nsa.export.origin import find_origin
+from nsa.export.origin import TOKEN_IDS, changes, find_origin, merge
 from nsa.export.remote_code import AUTO_MAP, remote_code
-from nsa.export.source_config import TOKEN_IDS, changes, merge
-from nsa.export.to_dense import dense_config, dense_family, dense_name
-from nsa.model.hf_config import NSAConfig
+from nsa.model.config import ModelConfig
+from nsa.model.hf_config import SHAPE, NSAConfig
 from nsa.model.index import without_index
+
+BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
+MODULES = {ours: theirs for theirs, ours in LLAMA_NAMES.items()}
+OTHERS = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
 
 
 def export(path: Path, to: Path, dtype: str | None = None, dense: bool = False) -> Path:
@@ -106,6 +113,59 @@ def _name(name: str) -> str:
 
 def _json(tree: dict[str, Any]) -> str:
     return json.dumps(tree, indent=2, sort_keys=True) + "\n"
+
+
+def dense_family(model: ModelConfig) -> str:
+    """Return the model_type that has this model's options; raise a ValueError if none has."""
+    attention = model.attention
+    if attention.kind != "dense" and not attention.has_index:
+        raise ValueError(
+            f"--attention dense: model.attention.branches = {attention.branches!r}: a dense model "
+            "has one set of keys and values; omit the flag"
+        )
+    options = {
+        "qkv_bias": ("qwen2", model.qkv_bias),
+        "qk_norm": ("qwen3", model.qk_norm),
+        "no_rope_every": ("smollm3", bool(model.no_rope_every)),
+    }
+    families = {name: family for name, (family, used) in options.items() if used}
+    if len(families) > 1:
+        raise ValueError(
+            f"--attention dense: no dense family has {' and '.join(families)}; omit the flag"
+        )
+    if (model.value_dim or model.head_dim) != model.head_dim:
+        raise ValueError(
+            f"--attention dense: model.value_dim = {model.value_dim}: dense families have values "
+            f"of head_dim = {model.head_dim}; omit the flag"
+        )
+    return next(iter(families.values()), "mistral" if model.width % model.heads else "llama")
+
+
+def dense_config(model: ModelConfig, **more: Any) -> PretrainedConfig:
+    """Return transformers' config of a model that has a `dense_family`."""
+    family = dense_family(model)
+    rope: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rope_theta}
+    rope |= model.rope_extension or {}
+    if "original_max_position_embeddings" in rope:
+        rope["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
+    same = {name: name for name in ("vocab_size", "head_dim")}
+    names = {name: theirs for name, theirs in NSAConfig.attribute_map.items() if name in SHAPE}
+    sizes = {theirs: getattr(model, ours) for ours, theirs in (names | same).items()}
+    if every := model.no_rope_every:
+        sizes["no_rope_layers"] = [int(n % every != 0) for n in range(1, model.layers + 1)]
+    if family == "mistral":
+        sizes["sliding_window"] = None
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    sizes |= {"architectures": [architecture], "rope_parameters": rope}
+    return CONFIG_MAPPING[family](**sizes, **more)
+
+
+def dense_name(name: str) -> str:
+    """Return a weight's name in these families."""
+    block = BLOCK.fullmatch(name)
+    if block is None:
+        return OTHERS.get(name, f"model.{name}")
+    return f"model.layers.{block[1]}.{MODULES[block[2]]}.{block[3]}"
 
 
 @contextlib.contextmanager

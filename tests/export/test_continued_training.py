@@ -1,11 +1,14 @@
-"""The schedule that `nsa import` writes: the weights are trained already."""
+"""Training goes on with an import, by a schedule for trained weights, and with an export."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from nsa.cli import main
 from nsa.engine.config import TrainConfig
@@ -55,3 +58,20 @@ def test_an_impossible_number_of_tokens_is_refused(
     tokens: str, llama_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "--tokens" in refused(capsys, llama_folder, f"--tokens={tokens}")
+
+
+def test_transformers_trainer_trains_an_export(sparse: Path, tmp_path: Path) -> None:
+    ids = torch.randint(4, 270, (16, 96), generator=torch.Generator().manual_seed(0)).tolist()
+    dataset = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    model = AutoModelForCausalLM.from_pretrained(sparse, dtype=torch.float32)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    settings = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    settings |= {"logging_steps": 1, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    arguments = TrainingArguments(str(tmp_path), disable_tqdm=True, **settings)
+    trainer = Trainer(model, arguments, train_dataset=dataset)
+    trainer.train()
+    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    still = [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
+    assert still == []  # φ and its keys too: the model adds the selector loss

@@ -37,7 +37,6 @@ from tests.export.llamas import (
     SHAPE,
     SMALL,
     imported,
-    llama,
     logits,
     refused,
     tokens,
@@ -233,22 +232,7 @@ def test_a_converted_model_has_22_blocks_of_64_or_the_sizes_of_its_run(
     assert spec == replace(sizes, window=NSASpec.window) != INDEXED
 
 
-def test_an_untied_head_is_imported_exported_and_read_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original = llama(tmp_path / "llama", tie_word_embeddings=False)
-    run = imported(tmp_path / "llama", tmp_path / "run")
-    assert torch.equal(run.model.head.weight, original.lm_head.weight)
-    export(tmp_path / "run", tmp_path / "exported")
-    again = imported(tmp_path / "exported", tmp_path / "again")
-    assert torch.equal(logits(again.model, tokens(100)), logits(run.model, tokens(100)))
-    config = tmp_path / "llama/config.json"
-    config.write_text(config.read_text().replace('embeddings": false', 'embeddings": true'))
-    capsys.readouterr()
-    assert "lm_head.weight differs from the embedding" in refused(capsys, tmp_path / "llama")
-
-
-def test_a_tied_matrix_is_read_by_either_of_its_names(
+def test_a_tied_matrix_is_read_by_either_of_its_names_and_must_be_one(
     llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """safetensors' save_model keeps only the head's name."""
@@ -258,7 +242,11 @@ def test_a_tied_matrix_is_read_by_either_of_its_names(
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
     save_file(weights, other / "model.safetensors")
     model = imported(other, tmp_path / "run", "--attention=dense").model
-    assert torch.equal(model.embed.weight, weights.pop("lm_head.weight"))
+    head = weights.pop("lm_head.weight")
+    assert torch.equal(model.embed.weight, head)
+    both = {"lm_head.weight": head, "model.embed_tokens.weight": 2 * head}
+    save_file(weights | both, other / "model.safetensors")
+    assert "lm_head.weight differs from the embedding" in refused(capsys, other)
     save_file(weights, other / "model.safetensors")
     assert "has no weight model.embed_tokens.weight" in refused(capsys, other)
 
