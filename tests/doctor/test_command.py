@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from nsa.cli import main
+from nsa.doctor.command import add_parser
 from nsa.doctor.node import (
     FAIL,
     OK,
@@ -59,6 +61,35 @@ def test_this_machine_passes_for_a_small_run_and_nothing_is_written(
     statuses = {check.name: check.status for check in checks}
     assert statuses["torch"] == statuses["deepspeed"] == statuses["disk"] == OK
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "problems", "line"),
+    [
+        ([], [], "skip kernels    no GPU here"),
+        (["heading", "one", "two"], [], "ok   kernels    2 cases equal PyTorch's"),
+        (
+            ["heading", "one"],
+            ["select: wrong", "pool: slow"],
+            "warn kernels    select: wrong; pool",
+        ),
+    ],
+)
+def test_kernels_are_counted_or_their_problems_named(
+    table: list[str],
+    problems: list[str],
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers(), lambda: (table, problems), lambda _: [])
+    flags = ["doctor", "--kernels", "--run-dir", str(tmp_path), "--parameters", "1000"]
+    args = parser.parse_args(flags)
+    assert args.run(args) == 0
+    output = capsys.readouterr().out
+    assert any(shown.startswith(line) for shown in output.splitlines()), output
+    assert not table or output.endswith("\n".join(table) + "\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
