@@ -1,7 +1,8 @@
 """`launch/slurm.sbatch`: a launcher on each node, and a job that saves before its time limit.
 
-Stand-ins replace Slurm: `srun` and `scontrol` log their arguments. `nsa` is one too: it ends once a
-file exists. test_multinode.py has real ranks.
+Stand-ins replace Slurm: `srun` and `scontrol` log their arguments. `nsa` is one too: on each node
+it ends with the exit code in the file `ends`, which a signal to one node creates from `at_signal`:
+ranks end together. test_multinode.py has real ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ echo "scontrol $*" >>slurm.log
 """
 NSA = """\
 #!/usr/bin/env bash
-trap '[ ! -e fails ] || exit 1; touch saved' TERM
+trap 'ln at_signal ends' TERM
 echo "$*" >>calls.log
 for ((k = 0; k < 1200; k++)); do
     [ ! -e ends ] || exit "$(cat ends)"
-    [ ! -e saved ] || exit 0
     sleep 0.05
 done
 """
@@ -45,6 +45,7 @@ done
 def repository(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     (tmp_path / "launch/setup.sh").write_text("")
+    (tmp_path / "at_signal").write_text("0")
     tools = tmp_path / ".venv/bin"
     tools.mkdir(parents=True)
     (tools / "python").symlink_to(sys.executable)
@@ -122,7 +123,7 @@ def test_a_job_that_ends_is_not_requeued_and_returns_its_exit_code(
 
 
 def test_a_job_whose_ranks_cannot_save_is_not_requeued(repository: Path) -> None:
-    (repository / "fails").touch()
+    (repository / "at_signal").write_text("1")
     process = start(repository)
     calls(repository)
     os.kill(process.pid, signal.SIGTERM)
