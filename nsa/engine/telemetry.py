@@ -128,9 +128,7 @@ def build_observers(
         tracker = TrackerObserver(engine.monitor, hparams, request.config_files())
         observers.append((tracker, writer))
         engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
-    tables: list[Observer] = [FallbacksCsv(fallback_counts)]
-    if monitor.csv:
-        tables.append(metrics_csv())
+    tables: list[Observer] = [FallbacksCsv(fallback_counts), metrics_csv()]
     if monitor.health:
         tables.append(selection_csv(request.config.model.attention.selector_loss > 0))
     if request.config.train.teacher is not None:

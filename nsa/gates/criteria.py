@@ -106,7 +106,7 @@ def _steps_recorded(inputs: GateInputs) -> Criterion:
     """Require each step up to the gate, and every rank's last one, in a row or a heartbeat.
 
     A row covers the `log_every` steps up to its own; heartbeats of rank 0 fill the gaps between
-    rows. Without any row (monitor.csv=false) only the ranks' last steps count.
+    rows. Without any row (a full disk) only the ranks' last steps count.
     """
     spans = [(int(row["step"]) - inputs.log_every, int(row["step"])) for row in inputs.rows]
     gaps = list(_gaps([*spans, *inputs.histories[0].spans], inputs.step)) if spans else []

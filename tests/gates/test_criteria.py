@@ -385,7 +385,7 @@ def test_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
 
 
 def test_a_run_without_metrics_is_judged_by_its_heartbeats(tmp_path: Path) -> None:
-    write_beats(tmp_path, beats(300, start=200))  # monitor.csv=false; older lines are gone
+    write_beats(tmp_path, beats(300, start=200))  # older lines are gone
     result = judge_files(tmp_path, SMOKE, CONFIG)
     assert result.go, result.summary
     assert {criterion.name for criterion in result.unmeasured} >= {"median tokens/s"}
