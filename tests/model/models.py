@@ -94,6 +94,17 @@ def build(
     return model.to(dtype)
 
 
+def step(
+    model: LanguageModel, ids: Tensor, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the next tokens, and all gradients."""
+    model.zero_grad()
+    loss = model(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
 def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(61, (batch, length), generator=draw)

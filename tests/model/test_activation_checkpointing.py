@@ -11,27 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from nsa.model import LanguageModel, ModelConfig
+from nsa.model import ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.model.language_model import checkpoint_function
 from nsa.ops import blockwise
-from tests.model.models import ATTENTIONS, IMPORTED, build, packed, tiny, tokens
+from tests.model.models import ATTENTIONS, IMPORTED, build, packed, step, tiny, tokens
+from tests.ops.cases import Calls
 
 RECOMPUTING = tuple(mode for mode in ACTIVATION_CHECKPOINTING if mode != "none")
 modes = pytest.mark.parametrize("mode", RECOMPUTING)
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
 IDS, DOCUMENTS = tokens(70), packed(3, 41, 0, 26)
-
-
-def step(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and all gradients of a batch of packed documents."""
-    loss = model(IDS, labels=IDS.roll(-1, 1), cu_seqlens=DOCUMENTS)
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), gradients
 
 
 @pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant", "selective"])
@@ -55,23 +47,18 @@ def config_of(attention: str) -> ModelConfig:
 @cache
 def without_checkpointing(attention: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     model = build(config_of(attention), dtype)
-    loss, gradients = step(model)
+    loss, gradients = step(model, IDS, DOCUMENTS)
     assert len(gradients) == len(list(model.parameters()))
     return loss, gradients
 
 
-class CountedOps(TorchDispatchMode):
-    """Counts executed attention and selection ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if name.startswith("nsa::blockwise") or "scaled_dot_product" in name:
-            self.calls[name.removeprefix("nsa::")] += 1
-        return func(*args, **(kwargs or {}))
+def attention_calls(recorded: Calls) -> Counter[str]:
+    """How often attention and selection ops ran."""
+    return Counter(
+        name.removeprefix("nsa::")
+        for name in recorded.names
+        if name.startswith("nsa::blockwise") or "scaled_dot_product" in name
+    )
 
 
 SINGLE = pytest.param(torch.float32, marks=pytest.mark.full)
@@ -86,7 +73,7 @@ def test_loss_and_gradients_are_those_without_checkpointing(
     """Bit for bit: recomputation runs the same ops on the same numbers."""
     loss, gradients = without_checkpointing(attention, dtype)
     config = replace(config_of(attention), activation_checkpointing=mode)
-    again, recomputed = step(build(config, dtype))
+    again, recomputed = step(build(config, dtype), IDS, DOCUMENTS)
     assert torch.equal(again, loss)
     assert recomputed.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -106,7 +93,7 @@ def test_recomputation_selects_the_same_blocks(mode: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(blockwise, "select_blocks", recording)
     model = build(tiny("mlp", layers=3, activation_checkpointing=mode), torch.bfloat16)
-    step(model)
+    step(model, IDS, DOCUMENTS)
     forward, recomputed = selected[:3], selected[3:]
     assert len(recomputed) == 3
     for a, b in zip(forward, reversed(recomputed), strict=True):  # backward starts at the end
@@ -122,9 +109,9 @@ def test_attention_and_selection_are_recomputed_unless_their_outputs_are_saved(
     mode: str, forward_calls: int
 ) -> None:
     model = build(tiny("mean", activation_checkpointing=mode), torch.float32)
-    with CountedOps() as counted:
-        step(model)
-    assert counted.calls == {
+    with Calls() as recorded:
+        step(model, IDS, DOCUMENTS)
+    assert attention_calls(recorded) == {
         "blockwise_attention": 2 * 3 * forward_calls,
         "blockwise_select_blocks": 2 * forward_calls,
         "blockwise_attention_backward": 2 * 3,
@@ -134,9 +121,10 @@ def test_attention_and_selection_are_recomputed_unless_their_outputs_are_saved(
 @pytest.mark.parametrize(("mode", "forward_calls"), [("selective", 1), ("non_reentrant", 2)])
 def test_selective_checkpointing_saves_dense_attention_too(mode: str, forward_calls: int) -> None:
     model = build(tiny("dense", value_dim=6, activation_checkpointing=mode), torch.float32)
-    with CountedOps() as counted:
-        model(IDS, labels=IDS).backward()
-    forward = sum(n for name, n in counted.calls.items() if "backward" not in name)
+    with Calls() as recorded:
+        step(model, IDS)
+    calls = attention_calls(recorded)
+    forward = sum(n for name, n in calls.items() if "backward" not in name)
     assert forward == 2 * forward_calls
 
 
@@ -146,7 +134,7 @@ def test_selective_checkpointing_recomputes_no_matrix_product(attention: str) ->
     for mode in ("none", "selective", "non_reentrant"):
         model = build(tiny(attention, activation_checkpointing=mode), torch.float32)
         with FlopCounterMode(display=False) as counter:
-            step(model)
+            step(model, IDS, DOCUMENTS)
         flops[mode] = counter.get_total_flops()
     assert flops["selective"] <= 1.02 * flops["none"]
     assert flops["non_reentrant"] > 1.1 * flops["none"]
@@ -170,10 +158,11 @@ def test_the_forward_pass_keeps_no_state(attention: str) -> None:
 @modes
 def test_evaluation_recomputes_nothing(mode: str) -> None:
     model = build(tiny("mean", activation_checkpointing=mode), torch.float32)
-    with torch.no_grad(), CountedOps() as counted:
+    with torch.no_grad(), Calls() as recorded:
         loss = model(IDS, labels=IDS)
     assert not loss.requires_grad
-    assert counted.calls == {"blockwise_attention": 6, "blockwise_select_blocks": 2}
+    calls = attention_calls(recorded)
+    assert calls == {"blockwise_attention": 6, "blockwise_select_blocks": 2}
 
 
 def test_training_with_auto_unresolved_is_refused() -> None:

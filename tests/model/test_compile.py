@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nsa.model import LanguageModel
 from nsa.model.block import compile_blocks
 from nsa.monitor.environment import DtypeReport
+from tests.model import models
 from tests.model.models import build, packed, tiny, tokens
 
 LENGTH = 40
@@ -40,12 +41,8 @@ def twins(
 
 def step(model: LanguageModel, seed: int, cu_seqlens: Tensor | None = None) -> list[Tensor]:
     """The loss and all gradients."""
-    model.zero_grad()
-    ids = tokens(LENGTH, seed=seed)
-    loss = model(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens)
-    loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+    loss, gradients = models.step(model, tokens(LENGTH, seed=seed), cu_seqlens)
+    return [loss, *gradients.values()]
 
 
 @pytest.mark.parametrize(("attention", "mode", "layers"), CASES)

@@ -143,26 +143,21 @@ def test_the_cache_of_m7c_in_bytes_per_token() -> None:
     assert size(window, 16_384) == 512 * token
 
 
+@pytest.mark.parametrize(
+    ("reserve", "expected"),
+    [({}, [10, 20, 40, 80]), ({"reserve": 55}, [60])],
+    ids=["by doubling", "never, if reserved"],
+)
 @torch.no_grad()
-def test_a_cache_grows_by_doubling() -> None:
+def test_a_cache_grows(reserve: dict[str, int], expected: list[int]) -> None:
     model, ids = model_of(tiny()), tokens(60)
-    logits, cache = prefill(model, ids[:, :5])
+    logits, cache = prefill(model, ids[:, :5], **reserve)
     capacities = []
     for at in range(5, 60):
         logits = step(model, ids[:, at], cache)
         capacities.append(cache.capacity)
-    assert sorted(set(capacities)) == [10, 20, 40, 80]
+    assert sorted(set(capacities)) == expected
     torch.testing.assert_close(logits, model(ids)[:, -1])
-
-
-@torch.no_grad()
-def test_a_reserved_cache_does_not_grow_before_it_is_full() -> None:
-    model, ids = model_of(tiny()), tokens(60)
-    logits, cache = prefill(model, [ids[0, :30]], reserve=25)
-    for at in range(30, 55):
-        logits = step(model, ids[:, at], cache)
-    assert cache.capacity == 55
-    torch.testing.assert_close(logits, model(ids)[:, 54])
 
 
 def test_a_ring_keeps_the_newest_entries_and_writes_each_index_once() -> None:

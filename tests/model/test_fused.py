@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.model.fused import add_norm, are_adjacent, parallel_linear
+from tests.ops.cases import Calls
 
 WIDTHS = (12, 5, 4)  # their sum, 21, is padded to 24
 
@@ -26,30 +25,17 @@ def rows(count: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(2, count, 10, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
-PRODUCTS = torch.ops.aten.mm, torch.ops.aten.linear
-
-
-@contextmanager
-def products(kinds: Sequence[Any] = PRODUCTS) -> Iterator[list[tuple[int, ...]]]:
-    """The output shapes of matrix products, or of other operations."""
-    shapes: list[tuple[int, ...]] = []
-
-    class Recorded(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            result = func(*args, **(kwargs or {}))
-            if func.overloadpacket in kinds:
-                shapes.append(tuple(result.shape))
-            return result
-
-    with Recorded():
-        yield shapes
+def product_widths(recorded: Calls) -> list[int]:
+    """The widths of the outputs of matrix products."""
+    products = torch.ops.aten.mm, torch.ops.aten.linear
+    return [x.shape[-1] for op, _, x in recorded.calls if op.overloadpacket in products]
 
 
 def test_outputs_and_gradients_are_those_of_separate_calls_with_one_product() -> None:
     modules, x = linears(), rows().requires_grad_()
-    with products() as shapes:
+    with Calls() as recorded:
         fused = parallel_linear(x, modules)
-    assert [shape[-1] for shape in shapes] == [24]
+    assert product_widths(recorded) == [24]
     assert fused.shape == (2, 6, 24)
     *outputs, pad = fused.split([*WIDTHS, 3], -1)
     assert not pad.any()
@@ -78,14 +64,14 @@ def test_adjacent_weights_are_not_copied_and_give_the_same_bits() -> None:
     results = []
     for modules in (linears(), adjacent(linears())):
         x = rows().requires_grad_()
-        with products([torch.ops.aten.cat]) as copied:
+        with Calls() as recorded:
             fused = parallel_linear(x, modules)
         output = fused[..., :21]
         results.append([output, *torch.autograd.grad(
             output.square().sum(), [x, *(module.weight for module in modules)]
         )])  # fmt: skip
         assert fused.shape == (2, 6, 24)
-        assert len(copied) == 2 - len(results)
+        assert recorded.names.count("cat") == 2 - len(results)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
@@ -146,9 +132,9 @@ def test_detached_linears_train_their_weights_and_not_the_input(
 def test_few_rows_copy_no_weights() -> None:
     """Decoding reads every weight once per token; a copy would read and write it again."""
     modules = linears()
-    with products() as shapes:
+    with Calls() as recorded:
         output = parallel_linear(rows()[:1, :1], modules)
-    assert [shape[-1] for shape in shapes] == [*WIDTHS]
+    assert product_widths(recorded) == [*WIDTHS]
     assert output.shape == (1, 1, 24)
 
 
@@ -237,25 +223,14 @@ def test_a_hook_on_all_modules_is_called_for_each() -> None:
     assert called == modules
 
 
-def norm_inputs() -> tuple[Tensor, Tensor, nn.RMSNorm]:
-    x, delta = rows().unbind(0)
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_add_norm_is_the_sum_and_its_norm(delta: bool, hooked: bool) -> None:
+    x, added = rows().unbind(0)
     norm = nn.RMSNorm(10, eps=1e-3, dtype=torch.float64)
     nn.init.normal_(norm.weight)
-    return x, delta, norm
-
-
-def test_add_norm_is_the_sum_and_its_norm() -> None:
-    x, delta, norm = norm_inputs()
-    for a, b in zip(add_norm(x, delta, norm), (x + delta, norm(x + delta)), strict=True):
-        torch.testing.assert_close(a, b)
-    for a, b in zip(add_norm(x, None, norm), (x, norm(x)), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("delta", [True, False])
-def test_a_norm_that_is_not_plain_is_called(delta: bool) -> None:
-    x, added, norm = norm_inputs()
-    norm.register_forward_hook(lambda _, given, output: 2 * output)
+    if hooked:
+        norm.register_forward_hook(lambda _, given, output: 2 * output)
     total = x + added if delta else x
     actual = add_norm(x, added if delta else None, norm)
     for a, b in zip(actual, (total, norm(total)), strict=True):

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from nsa import NSAttention, ops
 from nsa.model import AttentionConfig, LanguageModel
-from nsa.model.attention import Attention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.spec import NSASpec
-from tests.model.models import IMPORTED, ONE_KEY, SPEC, build, packed, tiny, tokens
+from tests.model.models import IMPORTED, ONE_KEY, SPEC, build, packed, step, tiny, tokens
 
 LENGTH = 37
 INDEXED = ("index", "index, mean")
@@ -23,13 +22,6 @@ DOCUMENTS = {"one document": None, "packed": packed(16, 0, 1, 20)}
 
 def layers_of(model: LanguageModel) -> list[NSAttention]:
     return list(model.sparse_layers().values())
-
-
-def gradients(model: LanguageModel, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
-    model.zero_grad()
-    ids = tokens(LENGTH)
-    model(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens).backward()
-    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
 def dense_twin(model: LanguageModel) -> LanguageModel:
@@ -70,7 +62,7 @@ def test_only_its_own_loss_trains_the_index_and_nothing_else(
         config.attention.selector_loss = weight
         model = build(config)
         model.attend_densely(dense)
-        return gradients(model)
+        return step(model, tokens(LENGTH))[1]
 
     without, one, two = trained(0.0), trained(1.0), trained(2.0)
     untrained = {name for name in one if name not in without or not without[name].any()}
@@ -103,13 +95,13 @@ def test_the_gradient_of_the_index_is_that_of_finite_differences() -> None:
     given = torch.autograd.grad(loss(), list(parameters.values()))
     for (name, parameter), gradient in zip(parameters.items(), given, strict=True):
         assert gradient.any(), name
-        step = 1e-5 * gradient / gradient.norm()
+        change = 1e-5 * gradient / gradient.norm()
         with torch.no_grad():
-            parameter += step
+            parameter += change
             above = loss()
-            parameter -= 2 * step
+            parameter -= 2 * change
             below = loss()
-            parameter += step
+            parameter += change
         difference = (above - below) / 2e-5
         torch.testing.assert_close(difference, gradient.norm(), rtol=1e-4, atol=1e-9, msg=name)
 
@@ -118,7 +110,7 @@ def test_the_target_is_the_attention_of_the_layers_own_queries_and_keys() -> Non
     model = build(tiny("index", layers=1))
     layer = layers_of(model)[0]
     model.train()
-    gradients(model)
+    step(model, tokens(LENGTH))
     assert layer.selector_target is not None
     queries, target = layer.selector_target
     assert target.shape == (1, 2, len(queries), -(-LENGTH // ONE_KEY.select_len))
@@ -126,11 +118,11 @@ def test_the_target_is_the_attention_of_the_layers_own_queries_and_keys() -> Non
     before = target.clone()
     with torch.no_grad():
         layer.index.q.weight.mul_(3)
-    gradients(model)
+    step(model, tokens(LENGTH))
     torch.testing.assert_close(layer.selector_target[1], before)
     with torch.no_grad():
         layer.q.weight.mul_(3)
-    gradients(model)
+    step(model, tokens(LENGTH))
     assert not torch.allclose(layer.selector_target[1], before)
 
 
@@ -150,26 +142,6 @@ def test_a_new_index_starts_as_the_attention_that_it_predicts(imported: dict[str
         assert torch.equal(phi.scale, torch.ones_like(phi.scale))
 
 
-def test_a_standalone_layer_trains_its_index_by_the_loss_that_it_returns() -> None:
-    layer = NSAttention(24, 4, 2, ONE_KEY, branches="sel", compressor="pool", selector_loss=1.0)
-    x = torch.randn(1, LENGTH, 24, requires_grad=True)
-    own = [x, *(weight for name, weight in layer.named_parameters() if "index." not in name)]
-    index = [*layer.index.parameters()]
-    by_output = torch.autograd.grad(
-        layer(x).sum(), own + index, retain_graph=True, allow_unused=True
-    )
-    by_loss = torch.autograd.grad(layer.take_selector_loss(), own + index, allow_unused=True)
-    trained = [[g is not None and bool(g.any()) for g in grads] for grads in (by_output, by_loss)]
-    assert trained == [
-        [True] * len(own) + [False] * len(index),
-        [False] * len(own) + [True] * len(index),
-    ]
-    assert not hasattr(layer, "gates")
-    layer.eval()
-    layer(x)
-    assert layer.take_selector_loss() is None
-
-
 @pytest.mark.parametrize("imported", [{}, IMPORTED], ids=["plain", "imported"])
 def test_a_new_model_starts_as_the_dense_one_of_its_seed(imported: dict[str, object]) -> None:
     """So both can be compared seed by seed."""
@@ -180,23 +152,6 @@ def test_a_new_model_starts_as_the_dense_one_of_its_seed(imported: dict[str, obj
     indexed, dense = (model.state_dict() for model in models)
     for name, weight in dense.items():
         assert torch.equal(indexed[name], weight), name
-
-
-def test_parameters_are_those_of_a_dense_layer_and_the_index() -> None:
-    """Keys and values once, no gates."""
-    indexed, dense = build(tiny("index")), build(tiny("dense"))
-    names = {name for name, _ in indexed.named_parameters() if ".index." not in name}
-    assert names == {name for name, _ in dense.named_parameters()}
-    assert isinstance(dense.blocks[0].attention, Attention)
-    index = indexed.blocks[0].attention.index
-    sizes = {name: tuple(x.shape) for name, x in index.named_parameters()}
-    assert sizes == {
-        "q.weight": (12, 24),
-        "k.weight": (12, 24),
-        "pool.weight": (2, 6, 6),
-        "pool.position": (2, 4, 6),
-        "pool.scale": (12,),
-    }
 
 
 def test_the_blocks_are_those_of_select_blocks() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.model import LanguageModel
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import Health
 from tests.model.models import SPEC, build, packed, tiny, tokens
+from tests.ops.cases import Calls
 
 modes = pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 IDS, DOCUMENTS = tokens(70), packed(3, 41, 0, 26)
@@ -76,21 +74,13 @@ def test_observing_never_changes_loss_or_gradients(mode: str, when: str) -> None
         assert torch.equal(a, b)
 
 
-class CountOperations(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_between_logged_steps_nothing_is_computed_or_kept() -> None:
     model = build(tiny("mean"), torch.float32)
 
     def operations() -> int:
-        with CountOperations() as counted:
+        with Calls() as recorded:
             forward(model)
-        return counted.count
+        return len(recorded.calls)
 
     bare = operations()
     recorder = recorder_of(model)

@@ -22,7 +22,7 @@ from nsa.model.compressor import Compressor, cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.spec import NSASpec
 from tests.model import models
-from tests.model.models import packed, tiny, tokens
+from tests.model.models import packed, step, tiny, tokens
 
 SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
 ATTENTION = AttentionConfig(spec=SPEC, selector_loss=1.0)
@@ -34,12 +34,6 @@ IDS = tokens(128)
 def build(weight: float, checkpointing: str = "none") -> LanguageModel:
     config = tiny(replace(ATTENTION, selector_loss=weight), activation_checkpointing=checkpointing)
     return models.build(config, torch.float32, std=0.3)
-
-
-def gradients(model: LanguageModel, ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(ids, labels=ids, cu_seqlens=cu_seqlens).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("seq_len", [1, 31, 63, 64, 1_000])
@@ -59,25 +53,24 @@ def test_the_selector_loss_changes_gradients_and_not_the_training_losss_value(na
     cu_seqlens, with_loss, without = DOCUMENTS[name], build(1.0), build(0.0)
     args = {"labels": IDS, "cu_seqlens": cu_seqlens}
     assert torch.equal(with_loss(IDS, **args), without(IDS, **args))
-    mine, plain = (gradients(model, IDS, cu_seqlens) for model in (with_loss, without))
+    mine, plain = (step(model, IDS, cu_seqlens)[1] for model in (with_loss, without))
     trained = [name for name in plain if name.endswith("attention.k.weight")]
     for name in plain:
         rows = ROWS if name in trained else 0  # of compressed keys
         assert torch.equal(mine[name][rows:], plain[name][rows:]), name
         assert not rows or not torch.allclose(mine[name][:rows], plain[name][:rows], atol=1e-5)
     name = trained[-1]
-    doubled = gradients(build(2.0), IDS, cu_seqlens)[name] - plain[name]
+    doubled = step(build(2.0), IDS, cu_seqlens)[1][name] - plain[name]
     assert torch.allclose(doubled, 2 * (mine[name] - plain[name]), atol=1e-5)
 
 
 def test_the_weight_of_a_micro_batch_does_not_apply_to_the_selector_loss() -> None:
     name = "blocks.1.attention.k.weight"
-    with_loss, without = (
-        gradients(build(selector_weight), IDS, None)[name] for selector_weight in (1.0, 0.0)
-    )
+    with_loss, without = (step(build(weight), IDS)[1][name] for weight in (1.0, 0.0))
     weighted = []
     for model in (build(1.0), build(0.0)):
-        loss, mean = model(IDS, labels=IDS, loss_weight=0.25), model(IDS, labels=IDS)
+        labels = IDS.roll(-1, 1)
+        loss, mean = model(IDS, labels, loss_weight=0.25), model(IDS, labels)
         assert loss == 0.25 * mean
         loss.backward()
         weighted.append(model.get_parameter(name).grad)
@@ -182,7 +175,7 @@ def test_autocast_trains_the_same_keys() -> None:
     name = "blocks.0.attention.k.weight"
 
     def of_the_loss() -> Tensor:
-        with_loss, without = (gradients(build(weight), IDS, None)[name] for weight in (1.0, 0.0))
+        with_loss, without = (step(build(weight), IDS)[1][name] for weight in (1.0, 0.0))
         assert with_loss.dtype == torch.float32
         return with_loss - without
 
@@ -197,7 +190,7 @@ def test_autocast_trains_the_same_keys() -> None:
 @pytest.mark.parametrize("frozen", ["nothing", "the embedding", "all but keys"])
 def test_checkpointing_and_frozen_weights_change_no_gradient(frozen: str, mode: str) -> None:
     ids = tokens(128, batch=2)
-    expected, model = gradients(build(1.0), ids, None), build(1.0, mode)
+    expected, model = step(build(1.0), ids)[1], build(1.0, mode)
     if frozen == "the embedding":
         model.embed.weight.requires_grad_(False)
         del expected["embed.weight"]
@@ -205,7 +198,7 @@ def test_checkpointing_and_frozen_weights_change_no_gradient(frozen: str, mode: 
         for name, weight in model.named_parameters():
             weight.requires_grad_(name.endswith("attention.k.weight"))
         expected = {name: x for name, x in expected.items() if name.endswith("attention.k.weight")}
-    mine = gradients(model, ids, None)
+    mine = step(model, ids)[1]
     assert mine.keys() == expected.keys()
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
