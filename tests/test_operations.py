@@ -141,7 +141,6 @@ def test_recomputation_counts() -> None:
 def test_a_micro_batch_of_m7c_stays_fused() -> None:
     """The page's totals, and a little more: 311 operations of 34.3 GB."""
     total = totals(record_operations(ModelConfig(), 8, 2_048))[-1]
-    assert total["operations"] <= 320
-    assert total["bytes"] <= 34.4e9
-    assert total["launches"] <= 540
-    assert total["launch_bytes"] <= 48.0e9
+    most = {"operations": 320, "bytes": 34.4e9, "launches": 540, "launch_bytes": 48.0e9}
+    for figure, limit in most.items():
+        assert 0.94 * limit <= total[figure] <= limit, figure

@@ -40,23 +40,10 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 SHAPES = {"m7c": Heads(12, 2, 64, 64), "64x4x128": Heads(64, 4, 128, 128)}
 
 
-def whole_number_list(text: str) -> list[int]:
-    """Parse whole numbers separated by commas."""
-    return [int(word) for word in text.split(",")]
-
-
-class _Chain(argparse.Action):
-    """Makes one list of a flag's lists."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        setattr(namespace, self.dest, list(itertools.chain.from_iterable(values)))
-
-
 def add_seeds(parser: argparse.ArgumentParser) -> None:
-    """Add --seeds of an experiment: whole numbers with spaces or commas."""
-    about = "of weights and data, with spaces or commas (1 2 3)"
-    kind = {"type": whole_number_list, "nargs": "+", "action": _Chain, "default": [1, 2, 3]}
-    parser.add_argument("--seeds", help=about, **kind)
+    """Add --seeds of an experiment."""
+    about = "of weights and data (1 2 3)"
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help=about)
 
 
 def words(text: str) -> list[str]:

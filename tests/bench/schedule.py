@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.harness import Report, Result, cell, print_table, row_json
+from tests.bench.harness import Report, Result, cell, print_table
 from tests.ops.triton.program_costs import (
     SELECTIONS,
     flash_costs,
@@ -31,16 +31,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
     about = "blocks that queries select: at random, the last, the first (%(default)s)"
     add("--selection", choices=SELECTIONS, default=SELECTIONS[0], help=about)
-    add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(report: Report) -> dict[str, Any]:
     """Count the attention kernels of M7C's and of its dense twin's micro-batch."""
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
     result = {kind: count(kind, report.flags) for kind in ("nsa", "dense")}
-    if report.flags.json:
-        print(row_json(result))
-        return result
     for kind, kernels in result.items():
         columns = list(kernels[0])[1:]
         lines = [[x["kernel"], *(cell(x[y], ",.4g") for y in columns)] for x in kernels]
@@ -49,7 +45,7 @@ def run(report: Report) -> dict[str, Any]:
 
 
 def count(kind: str, flags: argparse.Namespace) -> list[Result]:
-    """Return a row per attention kernel: of each, the first launch."""
+    """Return a row per attention kernel of a layer, which launches each once."""
     from nsa.model import AttentionConfig, ModelConfig
     from nsa.ops.triton.configs import choosing_for
     from tests.compile.check import Variant, compile_variant
@@ -61,10 +57,8 @@ def count(kind: str, flags: argparse.Namespace) -> list[Result]:
     with choosing_for(chip):
         operations = record_operations(config, batch, flags.seq_len)
     masks = selections(flags.selection, offsets, config.attention.spec, batch * config.kv_heads)
-    rows: dict[str, Result] = {}
+    rows: list[Result] = []
     for x in (launch for operation in operations for launch in operation.launches):
-        if x.name in rows:
-            continue
         if x.launch is None:
             costs = flash_costs(x.name, batch * config.heads, flags.seq_len, config.head_dim)
             blocks = 1
@@ -74,12 +68,14 @@ def count(kind: str, flags: argparse.Namespace) -> list[Result]:
                 blocks = compile_variant(Variant.of(x.launch, chip)).blocks_per_sm
         if costs is not None:
             balanced = costs.sum() / multiprocessors
-            rows[x.name] = {
-                "kernel": x.name,
-                "programs": len(costs),
-                "blocks per SM": blocks,
-                "longest/balanced": costs.max() / balanced,
-                "schedule/balanced": simulated(costs, multiprocessors, blocks) / balanced,
-                "TFLOP": 2e-12 * costs.sum(),
-            }
-    return list(rows.values())
+            rows.append(
+                {
+                    "kernel": x.name,
+                    "programs": len(costs),
+                    "blocks per SM": blocks,
+                    "longest/balanced": costs.max() / balanced,
+                    "schedule/balanced": simulated(costs, multiprocessors, blocks) / balanced,
+                    "TFLOP": 2e-12 * costs.sum(),
+                }
+            )
+    return rows

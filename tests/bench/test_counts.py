@@ -34,11 +34,10 @@ def test_schedule_counts_the_programs_of_both_models(tmp_path: Path) -> None:
     out = tmp_path / "schedule.json"
     command = [sys.executable, "-m", "tests.bench", "schedule", "--micro-batch=1", "--seq-len=256"]
     cache = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([*command, f"--out={out}", "--json"], cwd=ROOT, capture_output=True,
-                          text=True, env={**os.environ, **cache})  # fmt: skip
+    done = subprocess.run([*command, f"--out={out}"], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, **cache})  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    assert json.loads(done.stdout) == {kind: result[kind] for kind in ("nsa", "dense")}
     for kind, kernels in (("nsa", 6), ("dense", 2)):
         assert len(result[kind]) == kernels
         for row in result[kind]:

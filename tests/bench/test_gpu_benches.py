@@ -110,6 +110,12 @@ def test_train_measures_nsa_an_index_and_dense(bench: Bench, device: str) -> Non
     assert over == pytest.approx(index["tokens_per_s"] / dense["tokens_per_s"])
 
 
+def test_labels_are_the_next_tokens() -> None:
+    ids, labels = train.random_batch(500, 64, 16, CPU)
+    assert ids.shape == labels.shape == (4, 16)
+    assert torch.equal(labels[:, :-1], ids[:, 1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_measured_step_trains(dtype: torch.dtype) -> None:
     config = ModelConfig(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, mlp_width=32,

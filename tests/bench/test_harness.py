@@ -19,7 +19,6 @@ from tests.bench.harness import (
     peak_bytes,
     row_json,
     time_step,
-    whole_number_list,
     words,
     words_of,
 )
@@ -122,7 +121,6 @@ def test_a_missing_gpu_is_refused() -> None:
 
 
 def test_lists_are_separated_by_commas_without_duplicates() -> None:
-    assert whole_number_list("128,512") == [128, 512]
     assert words("b,a,,b") == ["b", "a"]
     assert words_of("a", "b")("b,b,a") == ["b", "a"]
     with pytest.raises(argparse.ArgumentTypeError, match=r"'c': choose from a, b, separated by"):

@@ -163,6 +163,30 @@ def test_a_sparsified_model_is_evaluated_after_each_stage(
     assert indexed == [dense + 2 * (2 * 64 * 64 + 2 * (32 * 32 + 4 * 32 + 32))] * 3
 
 
+def test_dense_steps_are_those_of_a_dense_model_and_the_selectors_train_its_index_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "BATCH", 128)
+    monkeypatch.setattr(bench, "SPARSIFY_STEPS", (0.5, 0.5))
+    dense, half = (
+        bench.train(name, TASK, 4, 1, lambda *_: None) for name in ("dense", "half dense index")
+    )
+    assert half.losses[:2] == dense.losses[:2]
+    assert half.losses[2] != dense.losses[2]
+    given = dense.model.state_dict()
+    weights = [
+        {name: weight.clone() for name, weight in trained.model.state_dict().items()}
+        for _, trained in bench.sparsify(dense, TASK, 4, 1, lambda *_: None)
+    ]
+    for name in weights[0]:
+        converted, selector, both = (stage[name] for stage in weights)
+        assert not torch.equal(both, selector), name
+        if ".index." in name:
+            assert not torch.equal(selector, converted), name
+        else:
+            assert torch.equal(selector, given[name]), name
+
+
 def test_random_selection_is_how_often_random_blocks_include_the_fact() -> None:
     task, generator = Task(2_048, pattern="recipe"), rng(bench.SEED)
     batch = recall(generator, bench.SEQUENCES, 2_048, 16)

@@ -62,15 +62,18 @@ def test_each_model_is_trained_evaluated_and_compared_with_the_first(
     assert message in capsys.readouterr().out
 
 
-def test_a_far_repeat_is_a_rare_token_whose_last_place_is_before_the_window() -> None:
+def test_a_far_repeat_is_a_rare_token_whose_last_place_is_before_the_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ids from 10 on are rare. Places are of labels: label t is token t + 1."""
-    monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(text, "PLACES", (0, 10, 20, 30, 40))
+    monkeypatch.setattr(text, "RARE", 0.3)
     row = [number % 3 for number in range(41)]
     row[5], row[36] = 11, 11  # far
     row[28], row[33] = 12, 12  # near
+    row[24], row[32] = 15, 15  # the first of the window's eight
+    row[26], row[35] = 16, 16  # one before them
     row[39] = 13  # new
     row[2], row[29] = 14, 14  # far, but not in the last quarter
     far = text.far_repeats(torch.tensor([row]), window=8)
-    monkeypatch.undo()
-    assert far.nonzero().tolist() == [[0, 35]]
+    assert far.nonzero().tolist() == [[0, 34], [0, 35]]

@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 from nsa.dtypes import DTYPES
 from nsa.ops.triton.configs import AMD, CHIPS
-from tests.bench.harness import Report, row_json, words_of
+from tests.bench.harness import Report, words_of
 from tests.compile.launches import (
     MAX_CANDIDATES,
     OPERATIONS,
@@ -40,7 +39,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     # Each imports PyTorch, and a container may report more CPU cores than it may use.
     jobs = min(os.cpu_count() or 1, 16)
     parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(report: Report) -> dict[str, Any]:
@@ -64,9 +62,5 @@ def run(report: Report) -> dict[str, Any]:
         for chip in flags.arch or CHIPS:
             launches += [(*recorded, chip) for recorded in benchmark_launches(chip)]
     spilled = check.MAX_SPILLED_FIRST if flags.kind == "first" else check.MAX_SPILLED
-    with redirect_stdout(sys.stderr) if flags.json else nullcontext():
-        rows, failures = check.check(launches, flags.jobs, spilled)
-    result = {"triton": triton.__version__, "failures": failures, "rows": rows}
-    if flags.json:
-        print(row_json(result))
-    return result
+    rows, failures = check.check(launches, flags.jobs, spilled)
+    return {"triton": triton.__version__, "failures": failures, "rows": rows}

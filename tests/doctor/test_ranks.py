@@ -34,17 +34,16 @@ def results() -> Results:
     }
 
 
-def test_healthy_ranks_pass_and_the_link_has_a_speed(results: Results) -> None:
+def test_healthy_ranks_pass_with_one_nodes_warning_and_the_speed_of_the_link(
+    results: Results,
+) -> None:
     healthy = results["healthy"]
     assert {name for name, check in healthy.items() if check.status != OK} == {"disk"}
+    assert healthy["disk"] == Check("disk", WARN, "nearly full", "free some")
     words = healthy["all-reduce"].detail.split()
     assert words[:5] == ["4", "MB", "over", "2", "ranks"]
     assert float(words[-2]) > 0
     assert words[-1] == "GB/s"
-
-
-def test_node_checks_of_one_rank_reach_all_ranks(results: Results) -> None:
-    assert results["healthy"]["disk"] == Check("disk", WARN, "nearly full", "free some")
 
 
 def test_a_rank_with_other_code_or_config_is_named_with_the_difference(results: Results) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -212,23 +211,6 @@ def test_a_second_configuration_file_is_neither_read_nor_run(
     (folder / "config.json").write_text(json.dumps(first | {"model_type": "granite"}))
     assert "granite': has multipliers of embeddings" in refused(capsys, folder)
     assert not (tmp_path / "ran").exists()
-
-
-def test_weights_in_fp8_are_refused(
-    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "model"
-    shutil.copytree(original, folder)
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
-    error = refused(capsys, folder)
-    assert "blocks.1.mlp.up.weight is torch.float8_e4m3fn; save the model in bfloat16" in error
-    quantized = settings(folder) | {"quantization_config": {"quant_method": "fp8"}}
-    (folder / "config.json").write_text(json.dumps(quantized))
-    assert "quantization_config = {'quant_method': 'fp8'}" in refused(capsys, folder)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", '{"eos_token_id": ' * 200])

@@ -1,4 +1,4 @@
-"""Custom ops of attention: declarations match, and calls compile as one graph."""
+"""Custom ops of attention: declarations match, calls compile as one graph, one derivative."""
 
 from __future__ import annotations
 
@@ -91,6 +91,15 @@ def test_each_function_compiles_as_one_graph() -> None:
     given = (x.q, x.k_sel, x.v_sel)
     actual, expected = (with_gradients(f, given) for f in (compiled, all_parts))
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_a_second_derivative_raises() -> None:
+    x = Inputs.of(BATCH)
+    q, k, v = (y.detach().requires_grad_() for y in (x.q, x.k_win, x.v_win))
+    o = window_attention(q, k, v, 5, backend="blockwise")
+    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="blockwise_attention_backward has no gradient"):
+        torch.autograd.grad(dq.sum(), k)
 
 
 def test_private_names_are_those_of_the_versions_of_torch_that_the_project_allows() -> None:

@@ -14,7 +14,6 @@ from nsa.ops import (
     compressed_attention,
     compressed_cu_seqlens,
     nsa_attention,
-    reference,
     select_blocks,
     selected_attention,
     window_attention,
@@ -116,12 +115,6 @@ def test_the_three_branches_are_mixed_by_their_gates(case: Case) -> None:
         naive.window_attention(q, k_win, v_win, spec.window, *rest),
     ]
     close(o, sum(gates[..., [c]] * part for c, part in enumerate(parts)))
-
-
-def test_overlap_weights_of_the_papers_pattern_are_one_two_two_two_one() -> None:
-    weight = reference.overlap(512, NSASpec(32, 16, 64))
-    assert weight[3:8, 1].tolist() == [1, 2, 2, 2, 1]
-    assert weight[:, 1].sum() == 8
 
 
 @pytest.mark.parametrize("lengths", [(40, 3, 0, 7, 6), (7,), (1, 1)], ids=str)

@@ -152,7 +152,7 @@ def test_a_micro_batch_of_few_tokens_takes_as_long_as_the_host_starts_its_kernel
     _, output, _ = plan(*flags, "--json")
     assert json.loads(output)["plans"][0]["tokens_per_second"] == pytest.approx(measured, rel=0.05)
     assert "TFLOP/s, limited by the host that starts kernels" in plan(*flags)[1]
-    assert "limited by the host" not in plan(*flags, "--mfu=0.3")[1]
+    assert "limited by the host" not in plan(*flags, "--mfu=0.2")[1]
 
 
 def test_the_days_of_a_run_count_its_dense_steps() -> None:

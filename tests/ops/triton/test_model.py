@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.ops.triton import band, common, select, selected
+from nsa.ops.triton.launch import recording
 from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
 from tests.ops.cases import default
 from tests.ops.triton.parity import DEVICE, assert_exact_enough
@@ -44,22 +40,6 @@ def without_checkpointing(attention: str) -> list[Tensor]:
     return step(attention, "triton", "none", torch.float32)
 
 
-@contextmanager
-def counted_launches() -> Iterator[Counter[str]]:
-    """The kernels that are started, by name."""
-    counts: Counter[str] = Counter()
-    launch = band.launch
-
-    def counting(kernel: Any, *args: Any, **arguments: Any) -> None:
-        counts[kernel.fn.__name__] += 1
-        launch(kernel, *args, **arguments)
-
-    with ExitStack() as stack:
-        for module in (band, common, select, selected):
-            stack.enter_context(mock.patch.object(module, "launch", counting))
-        yield counts
-
-
 @pytest.mark.parametrize("attention", default(4, ["mean", "mlp", "pool", "index", "index, mean"]))
 def test_loss_and_gradients_are_those_of_the_other_backends(attention: str) -> None:
     usual, exact = (
@@ -72,8 +52,9 @@ def test_loss_and_gradients_are_those_of_the_other_backends(attention: str) -> N
     "mode", default(1, sorted({*ACTIVATION_CHECKPOINTING} - {"none"}, reverse=True))
 )
 def test_recomputation_changes_no_bit_and_selective_runs_no_kernel_twice(mode: str) -> None:
-    with counted_launches() as counts:
+    with recording(dry=False) as launches:
         results = step("mlp", "triton", mode, torch.float32)
+    counts = Counter(launch.kernel.fn.__name__ for launch in launches)
     torch.testing.assert_close(results, without_checkpointing("mlp"), rtol=0, atol=0)
     times = LAYERS * (1 if mode == "selective" else 2)
     assert {name: counts[name] for name in FORWARD} == {k: n * times for k, n in FORWARD.items()}
