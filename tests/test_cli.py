@@ -81,7 +81,10 @@ def test_neither_the_package_nor_a_verb_imports_what_is_slow(
     assert result.stderr.splitlines()[-1:] == ["set()"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["info", "--seq-length", "8"], ["check"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["info", "--seq-length", "8"], ["check"], ["import", "model"], ["export", "run"]],
+)
 def test_a_wrong_call_exits_with_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def test_an_export_of_an_import_keeps_the_sources_fields(
     assert [line.split()[1] for line in lines] == lost
     assert {name for name in before if config.get(name) != before[name]} == {*lost, "torch_dtype"}
     assert config["dtype"] == "float32"
+    assert ModelCard.load(to / "README.md").data.get("base_model") is None  # not one of the Hub
     assert settings(to, "generation_config.json") == GENERATION
     tokenizer = settings(to, "tokenizer_config.json")
     assert tokenizer["model_max_length"] == 8_192

@@ -196,7 +196,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     (WIN, {"k": three_heads(X.k_win)}, r"^k has 3 heads"),
     (WIN, {"v": X.v_win[0]}, r"^v has shape"),
-    (WIN, {"scale": 0.0}, r"^scale = 0.0: must be from 1e-30 to 1e30"),
+    *(
+        (WIN, {"scale": scale}, rf"^scale = {scale}: must be from 1e-30 to 1e30")
+        for scale in (0.0, 1e-31)
+    ),
     (ALL, {"scale": -0.5}, r"^scale = -0.5"),
     (WIN, {"window": 0}, r"^window = 0: .* make it 1 or more"),
     (ALL, {"gates": X.gates[..., :2]}, r"^gates has shape \(1, 20, 4, 2\)"),

@@ -6,7 +6,6 @@ A check takes a backend's name and raises if the backend has the error.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.spec import NSASpec
-from tests.ops import cases, naive
+from tests.ops import cases, test_reference
 from tests.ops.cases import Case, Inputs, branches, selection, with_gradients
 from tests.ops.planted_errors import Check, Into, in_source, wrong
 
@@ -32,58 +31,10 @@ ONE = Case(SPEC, (50,), kv_heads=1, group=2)
 PACKED = Case(SPEC, (13, 2, 0, 21, 14), group=3, key_dim=4, value_dim=5)
 
 
-def identity(x: Tensor) -> Tensor:
-    """Values that turn an attention's output into its probabilities: key n's value is e_n."""
-    length, heads = x.shape[1:3]
-    return torch.eye(length, dtype=x.dtype)[None, :, None].expand(1, -1, heads, -1)
-
-
-def assert_sees_exactly(probability: Tensor, seen: list[list[int]]) -> None:
-    """Every head of query t gives weight to the keys seen[t], and to no other."""
-    for t, keys in enumerate(seen):
-        expected = torch.zeros(probability.shape[-1], dtype=torch.bool)
-        expected[keys] = True
-        assert bool(((probability[0, t] > 0) == expected).all()), f"query {t}"
-
-
-def compressed_blocks_are_seen_once_they_have_ended(backend: str) -> None:
+def outputs_are_those_of_the_definition(backend: str) -> None:
+    """What each query sees: blocks once they have ended, w positions, its own document and head."""
     for case in (ONE, PACKED):
-        x, cu, length = Inputs.of(case), case.cu_seqlens, case.seq_len
-        p, _ = compressed_attention(
-            x.q, x.k_cmp, identity(x.k_cmp), SPEC, cu_seqlens=cu, backend=backend
-        )
-        seen = [naive.compressed_seen(t, length, SPEC, case.offsets) for t in range(length)]
-        assert_sees_exactly(p, seen)
-
-
-def the_window_holds_exactly_w_positions(backend: str) -> None:
-    for case in (ONE, PACKED):
-        x, cu, length = Inputs.of(case), case.cu_seqlens, case.seq_len
-        p = window_attention(x.q, x.k_win, identity(x.k_win), 7, cu_seqlens=cu, backend=backend)
-        seen = [naive.window_seen(t, length, 7, case.offsets) for t in range(length)]
-        assert_sees_exactly(p, seen)
-
-
-def documents_do_not_see_each_other(backend: str) -> None:
-    """Packed, every output and every index is what the document gives alone."""
-    x, offsets, blocks = Inputs.of(PACKED), PACKED.offsets, 0
-    index = selection(x, PACKED, backend)
-    packed = {n: with_gradients(*b) for n, b in branches(x, PACKED, index, backend).items()}
-    assert offsets is not None
-    for start, length in zip(offsets, PACKED.lengths, strict=False):
-        if length == 0:
-            continue
-        token = slice(start, start + length)
-        block = slice(blocks, blocks := blocks + SPEC.compressed_len(length))
-        alone = replace(PACKED, lengths=(length,))
-        part = Inputs(
-            *(y[:, block if y is x.k_cmp or y is x.v_cmp else token] for y in x.tensors())
-        )
-        assert torch.equal(selection(part, alone, backend), index[:, token])
-        for name, (function, given) in branches(part, alone, index[:, token], backend).items():
-            output = function(*given)
-            o = output[0] if isinstance(output, tuple) else output
-            torch.testing.assert_close(packed[name][0][:, token], o, rtol=1e-9, atol=1e-9)
+        test_reference.test_the_three_branches_are_mixed_by_their_gates(case, backend)
 
 
 def the_first_and_last_blocks_are_always_selected(backend: str) -> None:
@@ -173,27 +124,6 @@ def block_and_row_do_not_overflow_32_bits(backend: str) -> None:
     assert int((o != 0).sum()) == 3
 
 
-def every_query_head_reads_its_groups_head(backend: str) -> None:
-    """Also packed and backward: each KV head written out once per query head gives the same."""
-    for group in (1, 3, 6):
-        case = replace(PACKED, group=group)
-        x = Inputs.of(case)
-        index = selection(x, case, backend)
-        grouped = branches(x, case, index, backend)
-        written_out = branches(x, case, index.repeat_interleave(group, 2), backend)
-        for name, (function, given) in grouped.items():
-            alone = written_out[name][0]
-            expected = with_gradients(
-                lambda q, k, v, alone=alone, g=group: alone(
-                    q, k.repeat_interleave(g, 2), v.repeat_interleave(g, 2)
-                ),
-                given,
-            )
-            torch.testing.assert_close(
-                with_gradients(function, given), expected, rtol=1e-9, atol=1e-9
-            )
-
-
 def gradients_are_right_to_nine_digits(backend: str) -> None:
     """No absolute tolerance that a wrong gradient would fit into."""
     x = Inputs.of(ONE)
@@ -226,16 +156,13 @@ def positions_inside_a_block_matter_to_the_compressor(backend: str) -> None:
 
 ANY, EVERY = ("any",), ("blockwise", "reference")
 CHECKS: dict[Check, tuple[str, ...]] = {
-    compressed_blocks_are_seen_once_they_have_ended: EVERY,
-    the_window_holds_exactly_w_positions: EVERY,
-    documents_do_not_see_each_other: EVERY,
+    outputs_are_those_of_the_definition: EVERY,
     the_first_and_last_blocks_are_always_selected: (*EVERY, "triton"),
     large_logits_neither_overflow_nor_underflow: (*EVERY, "triton"),
     small_importances_are_still_ranked: (*EVERY, "triton"),
     key_and_value_gradients_are_rounded_to_bf16_once: EVERY,
     five_runs_are_the_same_to_the_bit: EVERY,
     block_and_row_do_not_overflow_32_bits: ("blockwise",),  # T² is too much for a mask
-    every_query_head_reads_its_groups_head: EVERY,
     gradients_are_right_to_nine_digits: ("blockwise",),
     near_ties_are_judged_by_score: ANY,
     positions_inside_a_block_matter_to_the_compressor: ANY,
@@ -244,17 +171,28 @@ OF_BLOCK_128 = "(block > own - spec.local_blocks) & (own < 128)"
 
 # By check and backend.
 PLANTED: dict[tuple[Check, str], dict[str, Into]] = {
-    (compressed_blocks_are_seen_once_they_have_ended, "blockwise"): {
+    (outputs_are_those_of_the_definition, "blockwise"): {
         "compressed causality inverted": wrong(blockwise, "_bias", mask=torch.logical_not),
+        "window of w + 1": wrong(blockwise, "window_tiles", window=lambda w: w + 1),
+        "query heads interleaved":
+            in_source(blockwise, "by_group", "(groups or x_BTHD.shape[2], -1))",
+                      "(-1, groups or x_BTHD.shape[2])).transpose(2, 3)"),
+        "only powers of two as group":
+            in_source(inputs, "check_heads", "q.shape[2] % x.shape[2]",
+                      "bin(q.shape[2] // x.shape[2]).count('1') > 1"),
+        "groups of 16 and more only":
+            in_source(inputs, "check_heads", "q.shape[2] % x.shape[2]",
+                      "q.shape[2] // x.shape[2] not in (1, *range(16, 99))"),
+        "documents leak through the window and the selected blocks":
+            in_source(blockwise, "_tiles", "document_slices(seq_len, x.cu_seqlens)",
+                      "document_slices(seq_len, x.cu_seqlens if x.branch[0] == 'c' else None)"),
+        "documents leak through the compressed keys":
+            wrong(inputs, "compressed_slices",
+                  result=lambda y, _: [slice(0, part.stop - part.start) for part in y]),
     },
-    (compressed_blocks_are_seen_once_they_have_ended, "reference"): {
+    (outputs_are_those_of_the_definition, "reference"): {
         "compressed block seen from its start":
             in_source(reference, "visible_blocks", "start + spec.block_len - 1 <=", "start <="),
-    },
-    (the_window_holds_exactly_w_positions, "blockwise"): {
-        "window of w + 1": wrong(blockwise, "window_tiles", window=lambda w: w + 1),
-    },
-    (the_window_holds_exactly_w_positions, "reference"): {
         "window of w + 1 in the reference":
             in_source(reference, "_visible", "distance < x.spec", "distance <= x.spec"),
     },
@@ -292,28 +230,9 @@ PLANTED: dict[tuple[Check, str], dict[str, Into]] = {
         "32-bit keys":
             in_source(blockwise, "_gathered_tiles", "[switch:].long()", "[switch:]"),
     },
-    (every_query_head_reads_its_groups_head, "blockwise"): {
-        "query heads interleaved":
-            in_source(blockwise, "by_group", "(groups or x_BTHD.shape[2], -1))",
-                      "(-1, groups or x_BTHD.shape[2])).transpose(2, 3)"),
+    (gradients_are_right_to_nine_digits, "blockwise"): {
         "query heads interleaved backward only":
             in_source(blockwise, "attend_backward", "+= dq_tile", "+= dq_tile.flip(2)"),
-        "only powers of two as group":
-            in_source(inputs, "check_heads", "q.shape[2] % x.shape[2]",
-                      "bin(q.shape[2] // x.shape[2]).count('1') > 1"),
-        "groups of 16 and more only":
-            in_source(inputs, "check_heads", "q.shape[2] % x.shape[2]",
-                      "q.shape[2] // x.shape[2] not in (1, *range(16, 99))"),
-    },
-    (documents_do_not_see_each_other, "blockwise"): {
-        "documents leak through the window and the selected blocks":
-            in_source(blockwise, "_tiles", "document_slices(seq_len, x.cu_seqlens)",
-                      "document_slices(seq_len, x.cu_seqlens if x.branch[0] == 'c' else None)"),
-        "documents leak through the compressed keys":
-            wrong(inputs, "compressed_slices",
-                  result=lambda y, _: [slice(0, part.stop - part.start) for part in y]),
-    },
-    (gradients_are_right_to_nine_digits, "blockwise"): {
         "gradient one in a million off":
             in_source(blockwise, "attend_backward", "(ds.mT, q", "(ds.mT * 1.000001, q"),
     },

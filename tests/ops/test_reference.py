@@ -59,8 +59,8 @@ def close(actual: Tensor, expected: np.ndarray) -> None:
     torch.testing.assert_close(actual, torch.from_numpy(expected), rtol=1e-10, atol=1e-10)
 
 
-def options(case: Case) -> dict[str, Any]:
-    return {"cu_seqlens": case.cu_seqlens, "backend": "reference"}
+def options(case: Case, backend: str = "reference") -> dict[str, Any]:
+    return {"cu_seqlens": case.cu_seqlens, "backend": backend}
 
 
 def defined(case: Case) -> tuple[Any, Any]:
@@ -104,8 +104,9 @@ def test_selected_attention_is_the_definition_for_any_blocks(case: Case) -> None
     close(o, naive.selected_attention(q, k, v, index.numpy(), case.spec, *rest))
 
 
-def test_the_three_branches_are_mixed_by_their_gates(case: Case) -> None:
-    o = nsa_attention(*Inputs.of(case).tensors(), case.spec, **options(case))
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_the_three_branches_are_mixed_by_their_gates(case: Case, backend: str) -> None:
+    o = nsa_attention(*Inputs.of(case).tensors(), case.spec, **options(case, backend))
     (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), rest = defined(case)
     spec = case.spec
     index = naive.select_blocks(naive.importance(q, k_cmp, spec, *rest), spec, case.offsets)

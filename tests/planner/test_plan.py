@@ -27,10 +27,13 @@ from nsa.planner.forecast import (
     Hardware,
     Traffic,
     communication_seconds,
+    compare,
     forecast,
+    required,
     traffic,
 )
 from nsa.planner.inputs import BatchShape, Model, Zero
+from nsa.planner.memory import memory
 from tests.ranks import ROOT
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/comm.json").read_text())
@@ -361,6 +364,13 @@ def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
     modes = {line.split()[0]: line.split()[3] for line in output.splitlines()[1:-2]}
     assert len(modes) == len(SHIPPED)
     assert set(modes.values()) == {"reentrant"}
+
+
+def test_the_modes_of_a_table_fit_with_the_state_of_all_ranks() -> None:
+    model, zero, batch = m7c("zero1_pcie", checkpointing="auto")
+    need = required(memory(model, zero, replace(batch, checkpointing="none"), 8))
+    (row,) = compare(model, {"zero1": zero}, batch, replace(A100, memory=need), 8)
+    assert row.batch.checkpointing == "none"
 
 
 def test_a_config_that_the_precision_excludes_is_left_out_of_a_table() -> None:
