@@ -1,4 +1,7 @@
-"""Real file systems for tests, which may be shrunk, remounted or frozen; mounting needs root."""
+"""Real file systems for tests, which may be shrunk, remounted or frozen; damaged files.
+
+Mounting needs root.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +60,15 @@ def frozen(disk: Path) -> Iterator[None]:
             fcntl.ioctl(descriptor, FITHAW, 0)
     finally:
         os.close(descriptor)
+
+
+def truncate(path: Path) -> None:
+    """Cut off the second half of a file."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import json
 import os
 import random
 import signal
@@ -47,7 +48,7 @@ def alive(pid: int) -> bool:
     """Return whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -151,6 +152,12 @@ def run_forked(command: list[str], **options: Any) -> subprocess.CompletedProces
 
 
 FORKING = SimpleNamespace(run=run_forked, DEVNULL=None, STDOUT=None)  # for the module subprocess
+
+
+def launch_rows(program: Path, *arguments: str, timeout: float = 300) -> list[list[dict[str, Any]]]:
+    """Run a program on two ranks and return the JSON objects that each one prints, one a line."""
+    texts = launch(program, *arguments, timeout=timeout)
+    return [[json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in texts]
 
 
 def launch(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.fork_server import ROOT, Server
+from tests.ranks import alive
 
 KILLED_TESTS = """
 import os, sys, time
@@ -60,11 +60,3 @@ def test_nothing_outlives_killed_tests(tmp_path: Path) -> None:
     while any(map(alive, pids)):
         assert time.monotonic() < deadline, pids
         time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs; zombies do not."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        return state != "Z"
-    return False

@@ -1,4 +1,4 @@
-"""Calls with a time limit, programs' output, files that may be missing; text of tables."""
+"""Calls with a time limit, programs' output, files that may be missing or installed; tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from nsa.atomic_io import append_all_or_nothing, atomic_write, check_new_folder
+from nsa.resources import existing_or_resource
 from nsa.system import (
     free_port,
     in_background,
@@ -22,6 +23,7 @@ from nsa.system import (
     with_timeout,
 )
 from nsa.text import align, first_line
+from tests.ranks import ROOT
 
 
 def test_a_programs_output_is_empty_if_it_fails_or_is_missing() -> None:
@@ -88,3 +90,15 @@ def test_bytes_are_appended_and_chunks_written_in_order(tmp_path: Path) -> None:
     with path.open("r+b", buffering=0) as file:
         append_all_or_nothing(file, b"cd")
     assert path.read_bytes() == b"abcd"
+
+
+def test_a_flag_names_the_installed_file_unless_there_is_one_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "ds_configs/zero1_pcie.json"
+    assert existing_or_resource(name) == ROOT / name
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / name).write_text("{}")
+    assert existing_or_resource(name) == Path(name)
+    assert existing_or_resource("none.json") == Path("none.json")

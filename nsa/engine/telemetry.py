@@ -119,7 +119,7 @@ def build_observers(
     if csv_files is None:
         return Observers([])
     monitor = request.config.monitor
-    observers: list[tuple[Observer, BackgroundWriter | None]] = []
+    observers: list[tuple[Observer, BackgroundWriter]] = []
     if engine.monitor.enabled:
         config = asdict(request.config)
         hparams = {name: config[name] for name in ("model", "data", "train")}

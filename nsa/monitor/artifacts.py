@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from nsa import untrusted
-from nsa.monitor.observer import METRICS_COLUMNS
 from nsa.untrusted import open_limited, parse_json
 
 PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle")  # of heartbeats
@@ -171,12 +170,6 @@ def finite_number(value: object) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
         return None
-
-
-def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """Return the rows of a `metrics.csv`, oldest first; an empty cell is None."""
-    rows = read_table(path).rows
-    return [{column: row.get(column) for column in METRICS_COLUMNS} for row in rows]
 
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from functools import partial
@@ -111,13 +111,13 @@ class DtypeReport:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._gradients: dict[str, set[str]] = defaultdict(set)
+        self._gradients: dict[str, set[str]] = defaultdict(set)  # by module
         self._hooks: list[Any] = []
-        for name, part in module.named_modules():
-            record = partial(_record, self._gradients[name])
-            for parameter in part.parameters(recurse=False):
-                if parameter.requires_grad:
-                    self._hooks.append(parameter.register_hook(record))
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names = self._gradients[name.rpartition(".")[0]]
+            if parameter.requires_grad:
+                hook = parameter.register_hook(lambda x, names=names: names.add(_name(x.dtype)))
+                self._hooks.append(hook)
 
     def write(self, path: Path, optimizer: Any) -> None:
         """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
@@ -132,20 +132,14 @@ class DtypeReport:
         """Return a table with a row per module; equal rows of all layers are merged."""
         names_of: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for name, part in self._module.named_modules():
-            parameters = list(part.parameters(recurse=False))
-            if not parameters:
-                continue
-            row = (
-                re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name),
-                type(part).__name__,
-                _join(_dtypes(parameters)),
-                _join(self._gradients[name]),
-            )
-            names_of[row].append(name)
-        patterns = [row[0] for row in names_of]
+            if dtypes := _dtypes(part.parameters(recurse=False)):
+                pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+                row = (pattern, type(part).__name__, _join(dtypes), _join(self._gradients[name]))
+                names_of[row].append(name)
+        patterns = Counter(row[0] for row in names_of)
         rows: list[tuple[str, ...]] = [_HEADER]
         for (pattern, *cells), names in names_of.items():
-            if len(names) > 1 and patterns.count(pattern) == 1:
+            if len(names) > 1 and patterns[pattern] == 1:
                 names = [f"{pattern} ({len(names)})"]
             rows += [(name, *cells) for name in names]
         return "\n".join(align(rows)) + "\n"
@@ -168,10 +162,6 @@ def _optimizer_states(optimizer: Any) -> str:
     rows: list[tuple[str, ...]] = [("optimizer state", "dtype")]
     rows += [(name, _join(names)) for name, names in dtypes.items() if names]
     return f"optimizer: {' > '.join(wrappers)}\n" + "\n".join(align(rows)) + "\n"
-
-
-def _record(seen: set[str], gradient: torch.Tensor) -> None:
-    seen.add(_name(gradient.dtype))
 
 
 def _dtypes(values: Iterable[Any]) -> set[str]:

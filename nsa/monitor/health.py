@@ -84,12 +84,22 @@ class HealthRecorder:
         layer = self._layers[name]
 
         def work() -> _Sample:
+            batch, seq_len = blocks.shape[:2]
+            stride = -(-batch * seq_len // MAX_QUERIES)
             selector = None
             if selector_loss is not None:
                 queries, target = layer.selector_target
                 recall = _recall(queries, target, blocks, cu_seqlens, self._spec)
                 selector = torch.cat([selector_loss[None], recall])
-            return _sample(gates, blocks, cu_seqlens, selector)
+            return _Sample(  # copies, which keep no activation alive
+                None if gates is None else gates[:, ::stride].detach().clone(),
+                blocks[:, ::stride].clone(),
+                blocks[:, stride - 1 : -1 : stride].clone(),
+                stride,
+                seq_len,
+                cu_seqlens,
+                selector,
+            )
 
         sample = self._try(work)
         if sample is not None:
@@ -106,23 +116,6 @@ class HealthRecorder:
             self._disarm()
             self._layers = {}
             return None
-
-
-def _sample(
-    gates: Tensor | None, blocks: Tensor, cu_seqlens: Tensor | None, selector: Tensor | None
-) -> _Sample:
-    """Copy every stride-th query; a copy keeps no activation alive."""
-    batch, seq_len = blocks.shape[:2]
-    stride = -(-batch * seq_len // MAX_QUERIES)
-    return _Sample(
-        None if gates is None else gates[:, ::stride].detach().clone(),
-        blocks[:, ::stride].clone(),
-        blocks[:, stride - 1 : -1 : stride].clone(),
-        stride,
-        seq_len,
-        cu_seqlens,
-        selector,
-    )
 
 
 def _recall(

@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial, partialmethod
 from pathlib import Path
@@ -118,8 +118,7 @@ TAGS = {x.name: tag for x in fields(StepRecord) if (tag := x.metadata.get("tag")
 class Observer:
     """Callbacks of the training loop on rank 0; they cannot change what it computes.
 
-    Called on the thread of the observer's writer, where they may wait for disks; without a writer,
-    on the training thread.
+    Called on the thread of the observer's writer, where they may wait for disks.
     """
 
     def on_start(self, info: RunInfo) -> None:
@@ -205,33 +204,20 @@ class BackgroundWriter:
 
 
 class Observers(Observer):
-    """Calls each observer on the thread of its writer, or at once if it has none.
+    """Calls each observer on the thread of its writer, which counts and reports failures."""
 
-    An observer without a writer is removed when it raises; writers report and count failures.
-    """
-
-    def __init__(self, observers: Iterable[tuple[Observer, BackgroundWriter | None]]) -> None:
-        self._observers = list(observers)
+    def __init__(self, observers: Sequence[tuple[Observer, BackgroundWriter]]) -> None:
+        self._observers = observers
 
     def close(self, timeout: float = 10.0) -> None:
         """Close the writers, all within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         for _, writer in self._observers:
-            if writer is not None:
-                writer.close(max(0.0, deadline - time.monotonic()))
+            writer.close(max(0.0, deadline - time.monotonic()))
 
     def _call(self, callback: str, *values: Any) -> None:
-        for observer, writer in list(self._observers):
-            call = partial(getattr(observer, callback), *values)
-            if writer is not None:
-                writer.submit(call)
-                continue
-            try:
-                call()
-            except Exception as error:
-                self._observers.remove((observer, writer))
-                name = type(observer).__name__
-                warn(f"{name} failed and is off for the rest of the run: {error!r}")
+        for observer, writer in self._observers:
+            writer.submit(partial(getattr(observer, callback), *values))
 
 
 for _name in [name for name in vars(Observer) if name.startswith("on_")]:

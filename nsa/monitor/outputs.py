@@ -15,12 +15,11 @@ import io
 import itertools
 import math
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -43,21 +42,14 @@ from nsa.monitor.observer import (
 )
 from nsa.text import printable
 
-_LINES_PER_RUN = 20  # in a fast run; a slow one prints a line every `min_seconds`
+_LINES_PER_RUN = 20  # in a fast run
+_MIN_SECONDS = 10.0  # between two lines of a slow one
 
 
 class Progress(Observer):
     """Prints a line for some logged steps, for each validation, checkpoint and message."""
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        min_seconds: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stream = stream or sys.stdout
-        self._min_seconds = min_seconds
-        self._clock = clock
+    def __init__(self) -> None:
         self._total = 0
         self._first: tuple[int, float] | None = None  # step and time from which the ETA is measured
         self._last_step = 0
@@ -81,17 +73,16 @@ class Progress(Observer):
             self._print(note)
 
     def on_step(self, record: StepRecord) -> None:
-        now = self._clock()
         due = (
             record.val_loss is not None
             or self._first is None
             or record.step >= self._total
-            or now - self._last_time >= self._min_seconds
+            or time.monotonic() - self._last_time >= _MIN_SECONDS
             or (record.step - self._last_step) * _LINES_PER_RUN >= self._total
         )
         self._unprinted = record
         if due:
-            self._print_step(record, now)
+            self._print_step(record)
 
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
         self._print(f"step {step}: saved {path}, training paused for {seconds:.1f} s")
@@ -101,7 +92,7 @@ class Progress(Observer):
 
     def on_end(self, status: str) -> None:
         if self._unprinted is not None:
-            self._print_step(self._unprinted, self._clock())
+            self._print_step(self._unprinted)
         self._print(status)
         if status == "finished":
             run = shlex.quote(str(self._run_dir))
@@ -110,7 +101,8 @@ class Progress(Observer):
                 f"  tensorboard --logdir {run}"
             )
 
-    def _print_step(self, record: StepRecord, now: float) -> None:
+    def _print_step(self, record: StepRecord) -> None:
+        now = time.monotonic()
         self._first = self._first or (record.step, now)
         first_step, first_time = self._first
         done = record.step - first_step
@@ -122,7 +114,7 @@ class Progress(Observer):
         self._print("  ".join([f"step {record.step}/{self._total}", *measured, f"ETA {eta}"]))
 
     def _print(self, text: str) -> None:
-        print(printable(text, keep="\n"), file=self._stream, flush=True)
+        print(printable(text, keep="\n"), flush=True)
 
 
 METRICS_FILE, SELECTION_FILE, FALLBACKS_FILE = "metrics.csv", "selection.csv", "fallbacks.csv"

@@ -107,11 +107,6 @@ class Summary:
         peaks = [memory for history in self.histories for _, memory in history.memory[-1:]]
         return max([*peaks, *self.points("memory_gb")[1]], default=None)
 
-    @property
-    def skipped(self) -> int | None:
-        counts = [history.skipped for history in self.histories if history.skipped is not None]
-        return max(counts, default=None)
-
     def points(self, column: str) -> tuple[list[float], list[float]]:
         """Return the steps and the finite values of a column of metrics.csv."""
         rows = [row for row in self.metrics.rows if math.isfinite(row.get(column, math.nan))]
@@ -230,6 +225,7 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
     devices = lookup(env, "cuda.devices") or lookup(env, "cpu.model")
     devices = devices if isinstance(devices, list) else [devices]
     versions = {name: lookup(env, f"packages.{name}") for name in ("torch", "deepspeed", "triton")}
+    skipped = [history.skipped for history in run.histories if history.skipped is not None]
     problems = [run.metrics.problem, *(history.problem for history in run.histories)]
     rows = [
         ("recipe, profile", _join(env.get("recipe"), env.get("profile"))),
@@ -247,7 +243,7 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
         ("final validation loss", run.final("val_loss", ".4f")),
         ("final bits per byte", run.final("bits_per_byte", ".4f")),
         *_heartbeat_facts(run.histories, status),
-        ("skipped steps", formatted(run.skipped, ",d")),
+        ("skipped steps", formatted(max(skipped, default=None), ",d")),
         ("halted by the watchdog", "; ".join(f"{key}: {value}" for key, value in halt.items())),
         ("backend fallbacks", "; ".join(_fallbacks(run.run_dir))),
         ("unreadable", "; ".join(filter(None, [*problems, *too_large(run.run_dir)]))),

@@ -39,7 +39,7 @@ def add_parser(verbs: Any) -> None:
     watch.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="a run's folder")
     about = "print each rank's phase, step and last heartbeat, then exit"
     watch.add_argument("--status", action="store_true", help=about)
-    about = "restart COMMAND at most N times (default 0)"
+    about = "restart COMMAND at most N times (default %(default)d)"
     watch.add_argument("--restart", type=int, metavar="N", default=0, help=about)
     watch.add_argument(
         "--backoff",
@@ -47,7 +47,7 @@ def add_parser(verbs: Any) -> None:
         metavar="S",
         default=10.0,
         help="wait S seconds before the first restart, then twice as long each time, up to 300 "
-        "(default 10)",
+        "(default %(default)g)",
     )
     watch.set_defaults(run=_watch, command=[])
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import launch
+from tests.ranks import launch, launch_rows
 
 Rows = dict[str, dict[str, Any]]
 
@@ -17,9 +16,7 @@ Rows = dict[str, dict[str, Any]]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Rows]]:
     """The folder of saving_ranks.py, and for each rank what each of its trials returned."""
     root = tmp_path_factory.mktemp("saved")
-    worker = Path(__file__).with_name("saving_ranks.py")
-    output = launch(worker, str(root))
-    rows = [[json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output]
+    rows = launch_rows(Path(__file__).with_name("saving_ranks.py"), str(root))
     return root, [{row["name"]: row for row in trials} for trials in rows]
 
 

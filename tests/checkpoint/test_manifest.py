@@ -13,6 +13,7 @@ import pytest
 from nsa.checkpoint import newest_valid
 from nsa.checkpoint.commit import manifest_text
 from tests.checkpoint.conftest import Rows
+from tests.disks import flip_a_bit, truncate
 
 FILES = (
     "manifest.json",
@@ -33,16 +34,6 @@ FILES = (
 def folder(saved: tuple[Path, list[Rows]], tmp_path: Path) -> Path:
     """A copy of a real folder with two checkpoints, to damage."""
     return Path(shutil.copytree(saved[0] / "run", tmp_path / "checkpoints"))
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])

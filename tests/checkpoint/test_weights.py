@@ -101,6 +101,15 @@ def test_unfitting_or_damaged_weights_are_refused(tmp_path: Path) -> None:
             read_weights(tmp_path)
 
 
+def test_an_index_cannot_name_a_file_outside_its_folder(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3)}, tmp_path / "outside.safetensors")
+    (folder := tmp_path / "model").mkdir()
+    index = '{"weight_map": {"weight": "../outside.safetensors"}}'
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="No such file"):
+        read_weights(folder)
+
+
 def test_a_folder_without_weights_is_refused_with_the_names_of_what_is_missing(
     tmp_path: Path,
 ) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
-from nsa.monitor.artifacts import read_metrics
+from nsa.monitor.artifacts import read_table
+from nsa.monitor.observer import METRICS_COLUMNS
 from tests.ranks import ROOT, spawn_ranks
 
 BIN = Path(sys.executable).parent
@@ -85,6 +86,13 @@ def succeed(result: Finished) -> str:
     return result.stdout
 
 
+def refused(result: Finished) -> str:
+    """Return the last line of a run that was refused with exit code 2; fail otherwise."""
+    assert result.returncode == 2, result.stdout[-3_000:] + result.stderr[-3_000:]
+    assert "Traceback" not in result.stderr
+    return result.stderr.strip().splitlines()[-1]
+
+
 def ds_config(name: str) -> str:
     """Return the flag that names a shipped DeepSpeed config."""
     return f"--deepspeed_config={ROOT}/ds_configs/{name}.json"
@@ -107,6 +115,12 @@ def cut_back(run_dir: Path, step: int, copy: Path) -> Path:
     return copy
 
 
+def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
+    """Return the rows of a run's metrics.csv, oldest first; an empty cell is None."""
+    rows = read_table(run_dir / "metrics.csv").rows
+    return [{column: row.get(column) for column in METRICS_COLUMNS} for row in rows]
+
+
 def losses(run_dir: Path) -> dict[int, float]:
     """Return the logged loss of each step."""
-    return {int(row["step"]): row["loss"] for row in read_metrics(run_dir / "metrics.csv")}
+    return {int(row["step"]): row["loss"] for row in read_metrics(run_dir)}

@@ -3,9 +3,7 @@ refused, and a kernel that is wrong on one rank falls back on all."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +12,13 @@ from nsa.engine.build import check_length
 from nsa.engine.checks import check_gradients, inspect_gradients
 from tests.engine.gradient_check_ranks import build
 from tests.engine.small import small
-from tests.ranks import launch
+from tests.ranks import launch, launch_rows
 
 
 def test_a_gradient_that_comes_twice_or_not_at_all_on_a_rank_is_named_on_both() -> None:
-    by_rank = []
-    for text in launch(Path(__file__).with_name("gradient_check_ranks.py")):
-        rows = [json.loads(line) for line in text.splitlines() if line[:1] == "{"]
-        by_rank.append({row.pop("model"): row for row in rows})
-    reports: dict[str, dict[str, Any]] = by_rank[0]
-    assert reports == by_rank[1], "the ranks must agree, or one would stop and the other hang"
+    rows, of_rank_1 = launch_rows(Path(__file__).with_name("gradient_check_ranks.py"))
+    assert rows == of_rank_1, "the ranks must agree, or one would stop and the other hang"
+    reports = {row.pop("model"): row for row in rows}
     assert reports["sound"] == {"twice": [], "missing": []}
     assert reports["head inside"]["twice"] == ["embed.weight"]
     for name in ("shared block", "repeats on one rank"):

@@ -23,9 +23,8 @@ from nsa.data.validation_data import ValidationData
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import load_run, read_config, run_tokenizer
 from nsa.export.hf_tokenizer import write_tokenizer
-from nsa.monitor.artifacts import read_metrics
 from tests.data.texts import texts, write_lines
-from tests.engine.runs import TINY, on_one_rank, succeed
+from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def test_loaded_model_has_the_validation_loss_that_training_logged(run: Path) ->
     (batch,) = validation.batches(0)
     with torch.no_grad():
         loss = loaded.model(batch.input_ids, labels=batch.labels).item()
-    assert loss == pytest.approx(read_metrics(run / "metrics.csv")[-1]["val_loss"], rel=1e-5)
+    assert loss == pytest.approx(read_metrics(run)[-1]["val_loss"], rel=1e-5)
     assert (loaded.step, loaded.folder, loaded.model.training) == (4, run, False)
     assert loaded.weights_folder == run / "checkpoints" / "step00000004"
     assert loaded.model.embed.weight.dtype == torch.bfloat16

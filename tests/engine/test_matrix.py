@@ -10,7 +10,7 @@ import pytest
 
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from tests.engine.matrix_ranks import ZERO
-from tests.ranks import launch
+from tests.ranks import launch_rows
 
 Cell = tuple[str, str, int, str]
 
@@ -44,10 +44,8 @@ BOUND = 3  # in multiples of the rounding error, see matrix_ranks.worst_error
     ],
 )
 def test_two_ranks_end_with_the_parameters_of_one_process(cells: list[Cell]) -> None:
-    output = launch(Path(__file__).with_name("matrix_ranks.py"), json.dumps(cells), timeout=900)
-    rows, other_rows = (
-        [json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output
-    )
+    program = Path(__file__).with_name("matrix_ranks.py")
+    rows, other_rows = launch_rows(program, json.dumps(cells), timeout=900)
     assert rows == other_rows, "the ranks ended with different parameters"
     assert [tuple(row["cell"]) for row in rows] == cells
     assert [row for row in rows if row["error"] > BOUND] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from nsa.engine.process_group import (
     private_folder,
     run_name,
 )
+from tests.ranks import spawn_ranks
 
 SOON = timedelta(seconds=0.1)
 
@@ -90,6 +92,21 @@ def test_runs_of_two_launchers_may_have_the_same_port(monkeypatch: pytest.Monkey
     assert run_name() == "0-29500"
     monkeypatch.setenv("CROSS_RANK", "1")
     assert run_name() == f"{os.getppid()}-29500"
+
+
+def test_under_torchrun_ranks_meet_at_its_own_rendezvous(tmp_path: Path) -> None:
+    """Which may start them again, so that they would join twice."""
+    (program := tmp_path / "join.py").write_text(
+        "import tempfile\n"
+        "from nsa.engine.process_group import Ranks, start_ranks, stop_ranks\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "start_ranks(Ranks.from_environment())\nstop_ranks()\n"
+    )
+    for environment in ({}, {"TORCHELASTIC_RUN_ID": "none"}):
+        ranks = spawn_ranks(program, ranks=1, environment=environment)
+        assert ranks.codes(60) == [0], ranks.text("err")
+        assert folder_in(tmp_path).exists() == (not environment)
+        shutil.rmtree(folder_in(tmp_path), ignore_errors=True)
 
 
 def test_a_rank_0_removes_its_file_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ from nsa.data.dataset import open_dataset
 from nsa.engine.build import parameter_groups
 from nsa.engine.config import RunConfig, learning_rate, resolve_config
 from nsa.model import LanguageModel
-from nsa.monitor.artifacts import read_metrics
-from tests.engine.runs import TINY, ds_config, on_one_rank, on_two_ranks, succeed
+from tests.engine.runs import TINY, ds_config, on_one_rank, on_two_ranks, read_metrics, succeed
 from tests.ranks import ROOT
 
 STEPS, BATCH = 4, 8
@@ -123,7 +122,7 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_divided(
     flags += [f"--set={setting}" for setting in settings]
     run = on_one_rank if ranks == 1 else on_two_ranks
     succeed(run("m7c.py", *flags, folder=tmp_path))
-    rows = read_metrics(tmp_path / "run/metrics.csv")
+    rows = read_metrics(tmp_path / "run")
     for column, expected in plain.items():
         if (zero, column) == ("zero0_debug", "grad_norm"):
             continue  # DeepSpeed computes none

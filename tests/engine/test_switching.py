@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from tests.engine.test_build import HIDDEN
-from tests.ranks import ROOT, launch
+from tests.ranks import ROOT, launch_rows
 
 SHARDED = ("zero1_pcie", "zero1_bf16acc", "zero2_pcie", "zero2_overlap")
 ALL = (*SHARDED, "zero1_muon", "zero0_debug", "zero3")
@@ -30,10 +29,7 @@ def rows(
     """What switching_ranks.py prints; the same on both ranks, except an error's text."""
     names = [name for name in ALL if name in DEFAULT or request.config.getoption("--full")]
     program = Path(__file__).with_name("switching_ranks.py")
-    output = launch(program, str(tmp_path_factory.mktemp("saved")), *names)
-    first, second = (
-        [json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output
-    )
+    first, second = launch_rows(program, str(tmp_path_factory.mktemp("saved")), *names)
     for one, other in zip(first, second, strict=True):
         assert ("error" in one) == ("error" in other), "one rank failed, the other continued"
         assert one == other or "error" in one, "the ranks have different weights"

@@ -35,9 +35,8 @@ from nsa.evaluate.perplexity import (
     open_eval_data,
 )
 from nsa.model import loss
-from nsa.monitor.artifacts import read_metrics
 from tests.data.texts import split, texts, write_lines
-from tests.engine.runs import TINY, on_one_rank, succeed
+from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 from tests.evaluate.models import write_model
 from tests.model.models import build, tiny
 from tests.report.pictures import BLUE, ORANGE, pixels
@@ -72,7 +71,7 @@ def test_results_equal_the_trainers_own_figures(
     folder: Path, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (result,) = evaluate(folder, str(folder / run))
-    last = read_metrics(folder / run / "metrics.csv")[-1]
+    last = read_metrics(folder / run)[-1]
     assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
     assert result["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))

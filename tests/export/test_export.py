@@ -31,8 +31,7 @@ from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
 from nsa.model.config import AttentionConfig
-from nsa.monitor.artifacts import read_metrics
-from tests.engine.runs import TINY, on_one_rank, succeed
+from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 from tests.ranks import ROOT
 
 TOKENS = torch.arange(96)[None]
@@ -103,7 +102,7 @@ def test_fp32_weights_are_the_optimizers_master_weights(run: Path, tmp_path: Pat
 def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path) -> None:
     checkpoint = run / "checkpoints" / "step00000003"
     assert main(["export", str(checkpoint), "--to", str(tmp_path / "third")]) == 0
-    rows = [row for row in read_metrics(run / "metrics.csv") if row["step"] <= 3]
+    rows = [row for row in read_metrics(run) if row["step"] <= 3]
     figures, last = card(tmp_path / "third"), rows[-1]
     assert figures["steps"] == "3 of 6"
     assert figures["tokens seen"].split()[0] == f"{last['tokens']:,.0f}"

@@ -27,10 +27,9 @@ from nsa.export.to_hf import export
 from nsa.model import AttentionConfig, parameter_count
 from nsa.model.config import INDEXED
 from nsa.model.hf import NSAForCausalLM
-from nsa.monitor.artifacts import read_metrics
 from nsa.planner.memory import memory
 from nsa.spec import NSASpec
-from tests.engine.runs import TINY, on_one_rank, succeed
+from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 from tests.export.llamas import (
     FAMILIES,
     LLAMA_3,
@@ -266,7 +265,7 @@ def test_a_recipe_continues_a_dense_run_as_nsa(dense_run: Path, tmp_path: Path) 
     settings += ["--set=train.learning_rate=1e-9", "--set=train.min_learning_rate=0"]
     output = succeed(on_one_rank("m7c.py", *settings, "--run-dir=run", folder=tmp_path))
     assert f"initial weights: {start}" in output
-    before, after = (read_metrics(run / "metrics.csv")[-1] for run in (dense_run, tmp_path / "run"))
+    before, after = (read_metrics(run)[-1] for run in (dense_run, tmp_path / "run"))
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=2e-4)  # rounded to bf16
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]["attention"] == (
         yaml.safe_load((dense_run / "config.yaml").read_text())["model"]["attention"]

@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nsa.monitor.artifacts import last_beat, read_metrics
-from tests.disks import freezable_disk, frozen
-from tests.engine.runs import BIN, TINY
+from nsa.monitor.artifacts import last_beat
+from tests.disks import flip_a_bit, freezable_disk, frozen, truncate
+from tests.engine.runs import BIN, TINY, read_metrics
 from tests.faults.harness import LAUNCHER, find
 from tests.ranks import ROOT, free_port, user_environment
 
@@ -161,17 +161,12 @@ def terminate_one_rank(soak: Soak) -> None:
 
 
 def truncate_a_checkpoint_file(soak: Soak) -> None:
-    path = soak.random_checkpoint_file()
-    os.truncate(path, path.stat().st_size // 2)
+    truncate(soak.random_checkpoint_file())
     kill_one_rank(soak)
 
 
 def flip_a_bit_of_a_checkpoint_file(soak: Soak) -> None:
-    path = soak.random_checkpoint_file()
-    position = path.stat().st_size // 2
-    with path.open("r+b") as file:
-        byte = os.pread(file.fileno(), 1, position)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 1]), position)
+    flip_a_bit(soak.random_checkpoint_file())
     kill_one_rank(soak)
 
 
@@ -234,7 +229,7 @@ def environment() -> dict[str, str]:
 
 def read_rows(run_dir: Path) -> Rows:
     """Return what each logged step computed."""
-    rows = read_metrics(run_dir / "metrics.csv")
+    rows = read_metrics(run_dir)
     return {int(row["step"] or 0): [row[name] for name in COMPUTED] for row in rows}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nsa import checkpoint
-from tests.disks import freezable_disk, frozen, mount, mounted
+from tests.disks import flip_a_bit, freezable_disk, frozen, mount, mounted, truncate
 from tests.engine.runs import losses, on_two_ranks
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import (
@@ -37,20 +37,6 @@ MESSAGE = {
 }
 
 
-def truncate(path: Path) -> None:
-    """Cut off the second half of a file."""
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Run:
     """A run killed in step 11, with checkpoints of steps 4 and 8."""
@@ -66,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Run:
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
-        (flip, "mp_rank_00_model_states.pt"),
+        (flip_a_bit, "mp_rank_00_model_states.pt"),
         pytest.param(truncate, "rank1.json", marks=full),
         pytest.param(Path.unlink, "manifest.json", marks=full),
         pytest.param(Path.unlink, "state.json", marks=full),

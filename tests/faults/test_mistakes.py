@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.runs import TINY, losses, on_one_rank
+from tests.engine.runs import TINY, losses, on_one_rank, refused
 from tests.faults.conftest import Golden
 from tests.faults.harness import SETTINGS, start, weights
 from tests.faults.table import Outcomes
@@ -32,13 +32,11 @@ def test_a_mistake_in_the_json_is_refused_in_one_line(
 ) -> None:
     text, word = MISTAKES[mistake]
     path = tmp_path / "config.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_text(text)
     result = on_one_rank("m7c.py", *TINY, f"--deepspeed_config={path}", folder=tmp_path)
-    assert result.returncode == 2, result.stderr
-    line = result.stderr.strip().splitlines()[-1]
+    line = refused(result)
     assert line.startswith("m7c: ")
     assert word in line
-    assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == [path], "no run folder"
     outcomes.record("json", mistake, codes=[result.returncode])
 
@@ -51,9 +49,9 @@ def test_a_second_run_and_garbage_in_a_heartbeat_do_not_affect_the_first(
     with (run.dir / "heartbeat_rank1.jsonl").open("ab") as file:
         file.write(b'{"event": "step_end", "step"\n\xff\xfe\x00[[[[[\n{"step": null}\n"torn')
     second = on_one_rank("m7c.py", *SETTINGS, "--resume", folder=tmp_path)
-    assert second.returncode == 2
-    assert str(run.ranks.pids[0]) in second.stderr, "names the owner"
-    assert "--run-dir" in second.stderr
+    line = refused(second)
+    assert str(run.ranks.pids[0]) in line, "names the owner"
+    assert "--run-dir" in line
     run.end()
     assert run.codes == [0, 0], run.output[-3_000:]
     assert losses(run.dir) == golden.losses

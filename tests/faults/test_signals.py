@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa.engine.shutdown import CTRL_C_AGAIN_SECONDS
-from nsa.monitor.artifacts import read_metrics
-from tests.engine.runs import losses
+from tests.engine.runs import losses, read_metrics
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import Run, fault_time, start_faulty, weights
 from tests.faults.table import Outcomes
@@ -48,7 +47,7 @@ def test_a_signalled_run_finishes_its_step_and_saves(
     assert ends[0]["status"].startswith("preempted")
     assert resumed.step == int(ends[0]["step"]), "no step is lost"
     if where == "eval":
-        row = read_metrics(run.dir / "metrics.csv")[step - 1]
+        row = read_metrics(run.dir)[step - 1]
         assert (row["step"], row["val_loss"]) == (step, None), "the evaluation was finished first"
 
 

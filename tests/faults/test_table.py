@@ -1,10 +1,13 @@
-"""docs/benchmarks/reliability.md has a row for every tested fault and no other."""
+"""docs/benchmarks/reliability.md has a row for every fault that is tested; the soak test runs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
+from tests.faults.soak import Soak, kill_one_rank, run_and_compare
 from tests.faults.table import BEGIN, END, FAULTS, HEAD, PAGE
 
 
@@ -18,3 +21,13 @@ def test_the_page_has_a_row_for_each_fault_in_the_words_of_the_catalogue() -> No
 def test_every_fault_of_the_catalogue_is_tested() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert [fault for fault in FAULTS if not re.search(f'"{fault}"', tests)] == []
+
+
+@pytest.mark.full
+def test_a_run_under_faults_computes_what_an_undisturbed_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.faults.soak.FAULTS", [kill_one_rank])
+    soak = Soak(tmp_path, 0, None)
+    run_and_compare(soak, minutes=0.3)
+    assert soak.faults.total() >= 1

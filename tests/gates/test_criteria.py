@@ -13,10 +13,11 @@ from nsa.gates.criteria import judge
 from nsa.gates.results import Criterion, Gate, read_results, record_result
 from nsa.monitor.artifacts import Table
 from nsa.monitor.config import LadderConfig
-from tests.gates.files import judge_files, load_inputs
 from tests.monitor.run_folders import (
     CONFIG,
     beats,
+    judge_files,
+    load_inputs,
     write_beats,
     write_metrics,
     write_run,

@@ -1,4 +1,7 @@
-"""`launch/m7c.sh`: two ranks wherever it is called, their exit code, and no rank left behind."""
+"""`launch/m7c.sh`: two ranks wherever it is called, their exit code, and no rank left behind.
+
+And `launch/watch.sh`: the watchdog of this project's own .venv.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,17 @@ def test_restart_goes_to_the_watchdog_and_not_to_the_recipe(installed_clone: Pat
     called, launched = call.stdout.splitlines()[-2:]
     assert called.startswith("called with ['watch', '--restart', '3', '--', 'deepspeed'")
     assert launched.endswith("recipes/m7c.py', '--steps', '5']")
+
+
+def test_watch_sh_passes_its_arguments_to_the_watchdog_and_returns_its_exit_code(
+    installed_clone: Path,
+) -> None:
+    call = run(installed_clone, "watch.sh", "--restart", "2", "--", "sh", "-c", "echo a b; exit 3")
+    assert call.returncode == 3, call.stderr
+    assert call.stdout.splitlines() == [
+        "called with ['watch', '--restart', '2', '--', 'sh', '-c', 'echo a b; exit 3']",
+        "a b",
+    ]
 
 
 def write_recipe(folder: Path, code: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from tests.ranks import launch
+from tests.ranks import launch_rows
 
 CASES = [
     ("mean", "reentrant", "documents", 2_048),
@@ -40,8 +40,6 @@ def test_two_ranks_that_share_a_sequence_have_one_ranks_loss_and_gradients(
     cases: list[tuple[str, str, str, int]],
 ) -> None:
     """In float64, which shows a wrong sum but not a different order of summation."""
-    output = launch(Path(__file__).with_name("sequence_ranks.py"), json.dumps(cases))
-    for text in output:
-        rows = [json.loads(line) for line in text.splitlines() if line[:1] == "{"]
+    for rows in launch_rows(Path(__file__).with_name("sequence_ranks.py"), json.dumps(cases)):
         assert [tuple(row["case"]) for row in rows] == cases
         assert [row for row in rows if row["error"] > 1e-10] == []

@@ -1,4 +1,4 @@
-"""Run folders for tests, written by the writers of a real run, optionally with faults."""
+"""Run folders for tests: written by the writers of a real run, with faults; judged at a gate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
-from nsa.monitor.artifacts import valid_beats
+from nsa.gates.criteria import GateInputs, judge
+from nsa.gates.results import Gate, GateResult
+from nsa.monitor.artifacts import list_ranks, read_rank, read_table, valid_beats
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.observer import Health, StepRecord
 from nsa.monitor.outputs import metrics_csv, selection_csv
@@ -146,3 +148,19 @@ def write_run(run_dir: Path, steps: int = 300, ranks: int = 2, **values: Any) ->
     write_metrics(run_dir, steps)
     write_beats(run_dir, *(beats(steps, rank=rank, **values) for rank in range(ranks)))
     return run_dir
+
+
+def load_inputs(run_dir: Path, gate: Gate, **facts: Any) -> GateInputs:
+    """Return what the run has recorded, and `facts` that its files do not hold."""
+    return GateInputs(
+        gate.step,
+        log_every=10,
+        metrics=read_table(run_dir / "metrics.csv"),
+        selection=read_table(run_dir / "selection.csv"),
+        histories=[read_rank(run_dir, rank) for rank in list_ranks(run_dir)],
+        **facts,
+    )
+
+
+def judge_files(run_dir: Path, gate: Gate, config: LadderConfig, **facts: Any) -> GateResult:
+    return judge(gate, load_inputs(run_dir, gate, **facts), config)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.monitor.artifacts import read_metrics, read_table
+from nsa.monitor.artifacts import read_table
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import SELECTOR_STATISTICS, BackgroundWriter, Observers, StepRecord
 from nsa.monitor.outputs import (
@@ -22,6 +22,7 @@ from nsa.monitor.outputs import (
     selection_csv,
 )
 from nsa.spec import NSASpec
+from tests.engine.runs import read_metrics
 from tests.monitor.records import (
     NO_FREE_BLOCKS,
     files_no_longer_than,
@@ -57,7 +58,7 @@ def test_values_read_back_exactly_and_missing_ones_are_empty_cells(
     lines = text.splitlines()
     assert lines[0] == HEADER
     assert lines[1] == f"1,4096,inf,,,{1e-4 / 3!r},,,,{15.6 / 7!r},{1 / 3!r}"
-    rows = read_metrics(tmp_path / "metrics.csv")
+    rows = read_metrics(tmp_path)
     assert [",".join(row) for row in rows] == [HEADER] * 2
     for row, record in zip(rows, [warm_up, full], strict=True):
         assert row == {column: getattr(record, column) for column in HEADER.split(",")}
@@ -82,7 +83,7 @@ def test_a_torn_row_is_dropped_on_resume(tmp_path: Path) -> None:
     text = path.read_text()
     for torn_at in (len(text) - 1, len(text) - 9, len(text) - 60):
         path.write_text(text[:torn_at])
-        assert len(read_metrics(path)) == 3
+        assert len(read_metrics(path.parent)) == 3
         log(metrics_csv(), tmp_path, records[3:], start_step=3)
         assert path.read_text() == text
 
@@ -127,7 +128,7 @@ def test_a_file_with_other_columns_is_moved_and_never_written_into(
         observers.on_step(make_record(2))
         observers.close()
         assert (tmp_path / name).read_text() == theirs
-        assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == [2]
+        assert [row["step"] for row in read_metrics(tmp_path)] == [2]
         assert f"metrics.csv: has other columns ({header[:20]}" in capsys.readouterr().err.replace(
             "'", ""
         )

@@ -1,5 +1,8 @@
+"""Observers, and the writers on whose threads they run: a disk costs lines, not the run."""
+
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -37,31 +40,9 @@ class CallLog(Observer):
         self.record(status)
 
 
-def call_all(observers: Observer, info: RunInfo) -> None:
-    observers.on_start(info)
-    observers.on_step(make_record(1))
-    observers.on_checkpoint(1, info.run_dir, 0.5)
-    observers.on_message("hello")
-    observers.on_end("done")
-
-
-ALL_CALLS = ["start", "step 1", "checkpoint 1", "hello", "done"]
-
-
-def test_an_observer_whose_disk_is_full_is_reported_once_and_the_others_continue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_observer_that_hangs_or_fails_delays_neither_the_run_nor_the_others(
+    tmp_path: Path,
 ) -> None:
-    healthy, full = CallLog(tmp_path / "log"), CallLog(Path("/dev/full"))
-    call_all(Observers([(full, None), (healthy, None)]), make_info(tmp_path))
-    assert healthy.calls == ALL_CALLS
-    assert full.calls == ["start"]
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "CallLog failed and is off for the rest of the run" in err
-    assert "No space left on device" in err
-
-
-def test_an_observer_that_hangs_delays_neither_the_run_nor_the_others(tmp_path: Path) -> None:
     released = threading.Event()
 
     class Hanging(CallLog):
@@ -70,26 +51,127 @@ def test_an_observer_that_hangs_delays_neither_the_run_nor_the_others(tmp_path: 
             super().on_start(info)
 
     hanging, healthy = Hanging(tmp_path / "hanging"), CallLog(tmp_path / "healthy")
-    observers = Observers([(one, BackgroundWriter("log")) for one in (hanging, healthy)])
-    call_all(observers, make_info(tmp_path))  # returns, though `released` is not set
+    full = CallLog(Path("/dev/full"))
+    writers = [BackgroundWriter("log") for _ in range(3)]
+    observers = Observers(list(zip((hanging, full, healthy), writers, strict=True)))
+    observers.on_start(make_info(tmp_path))
+    observers.on_step(make_record(1))
+    observers.on_checkpoint(1, tmp_path, 0.5)
+    observers.on_message("hello")
+    observers.on_end("done")  # returns, though `released` is not set
     assert hanging.calls == []
     released.set()
     observers.close()
-    assert hanging.calls == healthy.calls == ALL_CALLS
+    calls = ["start", "step 1", "checkpoint 1", "hello", "done"]
+    assert hanging.calls == healthy.calls == full.calls == calls
+    assert [writer.failed for writer in writers] == [0, 5, 0]
 
 
-def test_a_full_stderr_cannot_stop_the_run_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_everything_submitted_is_written_in_order_by_the_end(tmp_path: Path) -> None:
+    writer = BackgroundWriter("log")
+    with (tmp_path / "log").open("w") as file:
+        for number in range(100):
+            writer.submit(lambda number=number: file.write(f"{number}\n"))
+        writer.close()
+    assert (tmp_path / "log").read_text().split() == [str(number) for number in range(100)]
+    assert (writer.dropped, writer.failed) == (0, 0)
+
+
+def test_submitting_returns_while_a_write_hangs_and_dropped_jobs_are_counted(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # unbuffered, so that closing has nothing to flush
-    with open("/dev/full", "wb", buffering=0) as raw:
+    writer = BackgroundWriter("slow disk", capacity=2)
+    hanging, released = threading.Event(), threading.Event()
+    written: list[int] = []
 
-        class Full:
-            def write(self, text: str) -> int:
-                return raw.write(text.encode())
+    def hang() -> None:
+        hanging.set()
+        released.wait(PATIENCE)
 
-            def flush(self) -> None:
-                raw.flush()
+    writer.submit(hang)
+    assert hanging.wait(PATIENCE)
+    answers: list[bool] = []
+    training = threading.Thread(
+        target=lambda: answers.extend(
+            writer.submit(lambda number=number: written.append(number)) for number in range(5)
+        ),
+        daemon=True,
+    )
+    training.start()
+    training.join(PATIENCE)
+    assert not training.is_alive(), "submit waited for the hanging write"
+    assert answers == [True, True, False, False, False]
+    assert writer.dropped == 3
 
-        monkeypatch.setattr("sys.stderr", Full())
-        call_all(Observers([(CallLog(Path("/dev/full")), None)]), make_info(tmp_path))
+    released.set()
+    writer.close()
+    assert written == [0, 1]
+    err = capsys.readouterr().err
+    assert err.count("slow disk: writing is slower than the run") == 1
+    assert "slow disk: 3 writes dropped and 0 failed" in err
+
+
+def test_closing_gives_up_on_a_write_that_hangs_and_counts_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    writer = BackgroundWriter("dead disk", capacity=8)
+    released = threading.Event()
+    writer.submit(lambda: released.wait(PATIENCE))
+    writer.submit(lambda: None)
+    closing = threading.Thread(target=lambda: writer.close(timeout=0.05), daemon=True)
+    closing.start()
+    closing.join(PATIENCE / 2)
+    gave_up = not closing.is_alive()
+    released.set()
+    assert gave_up, "close waited for the hanging write"
+    assert writer.dropped == 2
+    assert "dead disk: 2 writes dropped" in capsys.readouterr().err
+
+
+def test_a_job_after_closing_counts_as_dropped() -> None:
+    writer = BackgroundWriter("log")
+    writer.close()
+    assert not writer.submit(lambda: None)
+    assert writer.dropped == 1
+
+
+@pytest.mark.parametrize("full_stderr", [False, True])
+def test_a_full_disk_costs_lines_and_not_the_run(
+    full_stderr: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even with stderr in a file on that disk."""
+
+    def write() -> None:
+        with open("/dev/full", "w") as file:
+            file.write("a line\n")
+
+    with open("/dev/full", "w", buffering=1) as stderr:
+        if full_stderr:
+            monkeypatch.setattr("sys.stderr", stderr)
+        writer, written = BackgroundWriter("log"), list[str]()
+        for job in (write, write, lambda: written.append("a line")):
+            writer.submit(job)
+        writer.close()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            stderr.close()  # what it holds fits nowhere
+    assert written == ["a line"]
+    assert (writer.dropped, writer.failed) == (0, 2)
+    if not full_stderr:
+        err = capsys.readouterr().err
+        assert err.count("No space left on device") == 1
+        assert "log: 0 writes dropped and 2 failed" in err
+
+
+def test_flushing_waits_for_the_jobs_so_far_but_not_for_a_disk_that_hangs() -> None:
+    writer, released = BackgroundWriter("slow disk"), threading.Event()
+    written: list[int] = []
+    writer.submit(lambda: written.append(1))
+    assert writer.flush(PATIENCE)
+    assert written == [1]
+    writer.submit(lambda: released.wait(PATIENCE))
+    assert not writer.flush(0.05)
+    released.set()
+    assert writer.flush(PATIENCE)
+    writer.close()
+    assert not writer.flush(0.05)

@@ -1,36 +1,38 @@
+"""Progress lines: which steps are printed, what they say, and what a run ends with."""
+
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import TextIO
+
+import pytest
 
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.outputs import Progress
 from tests.monitor.records import make_info, make_record
 
+Captured = pytest.CaptureFixture[str]
 
-def show(
-    stream: TextIO,
-    records: list[StepRecord],
-    run_dir: Path,
-) -> None:
-    progress = Progress(stream, min_seconds=float("inf"))
+
+def show(records: list[StepRecord], run_dir: Path, capsys: Captured) -> list[str]:
+    """Return the lines of a run of 300 steps that ends after these."""
+    progress = Progress()
     progress.on_start(make_info(run_dir, notes=["no accelerator: the demo"], parameters=3_000_000))
     for record in records:
         progress.on_step(record)
     progress.on_checkpoint(records[-1].step, run_dir / "checkpoints", 0.25)
     progress.on_end("done")
+    return capsys.readouterr().out.splitlines()
 
 
 def test_a_short_run_that_logs_every_step_prints_few_lines(
-    tmp_path: Path,
+    tmp_path: Path, capsys: Captured
 ) -> None:
     records = [
         make_record(step, val_loss=2.5 if step == 101 else None, bits_per_byte=1.25)
         for step in range(1, 301)
     ]
-    with (tmp_path / "log").open("w") as stream:
-        show(stream, records, tmp_path)
-    lines = (tmp_path / "log").read_text().splitlines()
+    lines = show(records, tmp_path, capsys)
     steps = [line for line in lines if line.startswith("step ") and "/300" in line]
     assert 15 <= len(steps) <= 30
     assert steps[0].startswith("step 1/300  loss 1.6667  ")
@@ -46,15 +48,14 @@ def test_a_short_run_that_logs_every_step_prints_few_lines(
 
 
 def test_a_finished_run_prints_three_commands_to_go_on_and_a_stopped_one_none(
-    tmp_path: Path,
+    tmp_path: Path, capsys: Captured
 ) -> None:
     run_dir = tmp_path / "my run"
     for status in ("finished", "stopped at --until 7 of 9 steps"):
-        with (tmp_path / "log").open("w") as stream:
-            progress = Progress(stream)
-            progress.on_start(make_info(run_dir))
-            progress.on_end(status)
-        _, *end = (tmp_path / "log").read_text().splitlines()
+        progress = Progress()
+        progress.on_start(make_info(run_dir))
+        progress.on_end(status)
+        _, *end = capsys.readouterr().out.splitlines()
         commands = [
             "next commands:",
             f"  nsa report '{run_dir}'",
@@ -64,30 +65,27 @@ def test_a_finished_run_prints_three_commands_to_go_on_and_a_stopped_one_none(
         assert end == [status, *(commands if status == "finished" else [])]
 
 
-def test_the_last_step_of_a_run_that_ends_early_is_printed(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as stream:
-        show(stream, [make_record(step) for step in range(1, 8)], tmp_path)
-    steps = [
-        line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if "/300" in line
-    ]
-    assert steps == ["1/300", "7/300"]
+def test_the_last_step_of_a_run_that_ends_early_is_printed(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    lines = show([make_record(step) for step in range(1, 8)], tmp_path, capsys)
+    assert [line.split()[1] for line in lines if "/300" in line] == ["1/300", "7/300"]
 
 
-def printed(tmp_path: Path, times: dict[int, float]) -> list[list[str]]:
-    """Return the cells of the lines of a run whose steps end at these times."""
-    now = 0.0
-    with (tmp_path / "log").open("w") as stream:
-        progress = Progress(stream, clock=lambda: now)
-        progress.on_start(make_info(tmp_path, total_steps=1_000))
+def printed(times: dict[int, float], capsys: Captured) -> list[list[str]]:
+    """Return the first and the last cell of the lines of a run whose steps end at these times."""
+    with pytest.MonkeyPatch.context() as patch:
+        progress = Progress()
+        progress.on_start(make_info(Path("run"), total_steps=1_000))
         for step, seconds in times.items():
-            now = seconds
+            patch.setattr(time, "monotonic", lambda seconds=seconds: seconds)
             progress.on_step(make_record(step, seconds=7.0))
-    lines = (tmp_path / "log").read_text().splitlines()[1:]
+    lines = capsys.readouterr().out.splitlines()[1:]
     return [[line.split()[1], line.split()[-1]] for line in lines]
 
 
-def test_the_eta_does_not_count_the_first_step_which_compiles(tmp_path: Path) -> None:
-    steps = printed(tmp_path, {1: 500.0, 51: 600.0, 101: 650.0})
+def test_the_eta_does_not_count_the_first_step_which_compiles(capsys: Captured) -> None:
+    steps = printed({1: 500.0, 51: 600.0, 101: 650.0}, capsys)
     assert steps == [
         ["1/1000", "1:56:33"],  # 999 of the 7 seconds that this step measured
         ["51/1000", "31:38"],  # 949 of 2 seconds
@@ -95,8 +93,8 @@ def test_the_eta_does_not_count_the_first_step_which_compiles(tmp_path: Path) ->
     ]
 
 
-def test_a_line_is_printed_after_ten_seconds_or_a_twentieth_of_the_run(tmp_path: Path) -> None:
+def test_a_line_is_printed_after_ten_seconds_or_a_twentieth_of_the_run(capsys: Captured) -> None:
     times = {1: 0.0, 2: 9.0, 3: 10.0, 4: 19.0, 52: 19.5, 53: 19.6, 102: 20.0, 103: 30.0}
-    assert [step for step, _ in printed(tmp_path, times)] == [
+    assert [step for step, _ in printed(times, capsys)] == [
         "1/1000", "3/1000", "53/1000", "103/1000"
     ]  # fmt: skip

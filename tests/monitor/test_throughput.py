@@ -1,12 +1,19 @@
+"""Throughput, MFU and peaks of cards; traces of the steps given by --profile-steps."""
+
 from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from nsa.gpus import peak_flops
 from nsa.monitor.memory import memory_gb
-from nsa.monitor.throughput import Throughput
+from nsa.monitor.throughput import StepProfiler, Throughput, parse_steps
 
 
 class Clock:
@@ -111,3 +118,48 @@ def test_without_an_accelerator_memory_is_the_peak_of_the_process() -> None:
     del block
     assert grown >= before + 0.03
     assert memory_gb() >= grown
+
+
+STEPS = {1: torch.sin, 2: torch.cos, 3: torch.tan, 4: torch.exp}
+
+
+def run(profiler: StepProfiler, first: int) -> None:
+    for step in range(first, 5):
+        profiler.step_start(step)
+        STEPS[step](torch.ones(3))
+        profiler.step_end(step)
+    profiler.close()
+
+
+def traced(path: Path) -> set[str]:
+    """Return the steps' operations in a trace."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return {event["name"] for event in events} & {f"aten::{op.__name__}" for op in STEPS.values()}
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "expected"),
+    [
+        ((2, 3), 1, {"rank1_steps2-3.json.gz": {"aten::cos", "aten::tan"}}),
+        ((1, 50), 3, {"rank1_steps3-4.json.gz": {"aten::tan", "aten::exp"}}),
+        ((9, 9), 1, {}),
+        (None, 1, {}),
+    ],
+)
+def test_only_the_given_steps_are_traced(
+    steps: tuple[int, int] | None, first: int, expected: dict[str, set[str]], tmp_path: Path
+) -> None:
+    run(StepProfiler(tmp_path, rank=1, steps=steps), first)
+    assert {path.name: traced(path) for path in tmp_path.glob("profile/*")} == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"] * bool(expected)
+
+
+def test_the_flag_takes_one_step_or_a_range() -> None:
+    assert parse_steps("10-12") == (10, 12)
+    assert parse_steps(" 7 ") == (7, 7)
+
+
+@pytest.mark.parametrize("text", ["", "12-10", "0-3", "a-b", "1,2", "-5", "3-"])
+def test_invalid_ranges_are_refused_with_the_flags_name(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--profile-steps .*counted from 1: 10-12"):
+        parse_steps(text)

@@ -21,7 +21,7 @@ from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.gpus import GPUS
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
-from nsa.monitor.artifacts import read_metrics
+from nsa.monitor.artifacts import read_table
 from nsa.planner.command import DEVICES
 from nsa.planner.forecast import (
     Hardware,
@@ -136,7 +136,7 @@ def test_throttled_steps_are_within_15_percent_of_measured_steps() -> None:
 
 def test_the_plan_of_the_recipe_is_within_2_percent_of_its_run_on_an_h100() -> None:
     """Memory, and tokens/s of dense and of sparse steps, without the first ones, which compile."""
-    rows = read_metrics(ROOT / "docs/benchmarks/gpu/recipe-zero1-metrics.csv")
+    rows = read_table(ROOT / "docs/benchmarks/gpu/recipe-zero1-metrics.csv").rows
     code, output, _ = plan("--gpus=1", "--device=h100")
     planned = {line[:20].strip(): line[20:].split() for line in output.splitlines()}
     assert code == 0

@@ -11,8 +11,7 @@ from nsa.gates.results import Gate, record_result
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs, read_runs
 from nsa.report.report import write_report
-from tests.gates.files import judge_files
-from tests.monitor.run_folders import write_metrics, write_run
+from tests.monitor.run_folders import judge_files, write_metrics, write_run
 from tests.report.pictures import BLUE, ORANGE, pixels
 
 
@@ -104,6 +103,7 @@ def test_json_has_the_last_gate_the_figures_and_the_differences(
         record_result(tmp_path / "a", result)
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
+    assert tree.keys() == {"runs", "differences", "picture"}
     first, second = tree["runs"]
     assert (first["run"], first["steps"], first["gate"], first["go"]) == (
         "a", 300, "production", False

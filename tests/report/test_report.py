@@ -11,8 +11,14 @@ from nsa.monitor.config import LadderConfig
 from nsa.monitor.environment import cpu_model, write_env
 from nsa.report.compare import compare_runs, read_runs
 from nsa.report.report import curve_panels, summarise, write_report
-from tests.gates.files import judge_files
-from tests.monitor.run_folders import beats, write_beats, write_metrics, write_run, write_selection
+from tests.monitor.run_folders import (
+    beats,
+    judge_files,
+    write_beats,
+    write_metrics,
+    write_run,
+    write_selection,
+)
 from tests.report.pictures import BLUE, pixels, size
 
 
@@ -135,10 +141,10 @@ def test_files_too_large_to_be_read_are_named(tmp_path: Path) -> None:
 def test_the_comparison_with_a_teacher_is_that_of_the_last_validation(tmp_path: Path) -> None:
     write_metrics(tmp_path, 20)
     names = "step,first,last,tokens,loss,teacher_loss,kl,same_top1"
-    rows = ["10,0,63,100,9,9,9,0", "20,0,63,200,3.5,3.25,0.125,0.5", "20,64,127,100,3,2,1,0.25"]
+    rows = ["10,0,63,100,9,9,9,0", "20,0,63,200,3.54321,3.25,0.125,0.5", "20,64,127,100,3,2,1,0.25"]
     (tmp_path / "teacher.csv").write_text("\n".join([names, *rows]) + "\n")
     cells = table(write_report(tmp_path).read_text(), "Compared with the teacher at step 20")
-    assert cells["0"] == ["63", "200", "3.5", "3.25", "0.125", "0.5"]
+    assert cells["0"] == ["63", "200", "3.54321", "3.25", "0.125", "0.5"]
     assert cells["64"] == ["127", "100", "3", "2", "1", "0.25"]
     assert len(cells) == 4, "the header, its line, and two rows"
 

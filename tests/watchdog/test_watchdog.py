@@ -1,6 +1,7 @@
 """`nsa watch` ends hangs, restarts crashes, returns the run's exit code, kills nothing else.
 
 The runs are real processes (`toy_run.py`) that write heartbeats, and hang, die, or ignore SIGTERM.
+A disk that hangs keeps the watchdog neither from seeing processes end nor from forwarding signals.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +19,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import psutil
 import pytest
 
 from nsa.cli import main
+from tests.disks import freezable_disk, frozen
 from tests.monitor.run_folders import make_beat, write_limits
 from tests.ranks import ROOT, alive
 
@@ -128,8 +132,8 @@ RESTART_ONCE = ("--restart", 1, "--backoff", 0)
 # Runs that need no help from a test: faults, flags and limits.
 SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]] = {
     "hang": (("0:train", "0:ignore-sigterm", "0:worker", "1:hang", "1:stacks"), (), {}),
+    "finished peer": (("0:finished", "1:hang"), (), {}),
     "silent": (("0:train", "1:sigstop"), (), {"silence": 2}),
-    "slow save": (("0:slow-save", "1:slow-save"), (), {}),
     "finished": (("0:finished", "1:finished"), RESTART_ONCE, {}),
     "failed": (("0:failed", "1:failed"), RESTART_ONCE, {}),
     "exit-2": (("0:exit-2", "1:exit-2"), RESTART_ONCE, {}),
@@ -169,13 +173,19 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., WatchedRun]]:
     """Start a run that the test interferes with."""
     started: list[WatchedRun] = []
 
-    def start(*faults: str, **limits: Any) -> WatchedRun:
-        started.append(WatchedRun(tmp_path / "run", *faults, **limits))
+    def start(*faults: str, folder: Path = tmp_path / "run", **limits: Any) -> WatchedRun:
+        started.append(WatchedRun(folder, *faults, **limits))
         return started[-1]
 
     yield start
     for run in started:
         run.end()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with freezable_disk(tmp_path / "disk") as disk:
+        yield disk
 
 
 Runs = dict[str, WatchedRun]
@@ -199,16 +209,16 @@ def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs:
     assert not any(map(alive, run.pids()))
 
 
+def test_a_hang_is_no_success_though_the_other_rank_has_finished(runs: Runs) -> None:
+    assert runs["finished peer"].exit_code() == 4
+
+
 def test_a_stopped_process_is_ended_for_its_silence(runs: Runs) -> None:
     assert runs["silent"].exit_code() == 4
     reason = runs["silent"].halt()["reason"]
     assert reason.startswith("no heartbeat from rank 1 for ")
     assert "in forward after step 3; its process is alive" in reason
     assert reason in runs["silent"].stderr
-
-
-def test_each_phase_has_its_own_limit(runs: Runs) -> None:
-    assert runs["slow save"].exit_code() == 0
 
 
 def test_the_exit_code_is_the_ranks_and_only_a_crash_is_restarted(runs: Runs) -> None:
@@ -299,7 +309,7 @@ def test_a_signal_reaches_the_ranks_alone_so_that_they_save(watch: Watch) -> Non
 def test_a_second_signal_kills_the_run(watch: Watch) -> None:
     run = watch(*TRAIN, "0:ignore-sigterm", "1:ignore-sigterm")
     run.wait_for_phase("backward")
-    while run.process.poll() is None:
+    while "killing all processes" not in run.stderr:
         run.process.send_signal(signal.SIGTERM)
         time.sleep(0.6)
     assert run.exit_code() == 143
@@ -334,6 +344,47 @@ def test_a_signal_after_all_ranks_have_ended_ends_the_command(tmp_path: Path) ->
 def test_a_launcher_that_is_stopped_ends_after_its_ranks(runs: Runs) -> None:
     assert runs["stopped launcher"].exit_code() == 0
     assert "is stopped though all ranks have ended: SIGCONT" in runs["stopped launcher"].stderr
+
+
+def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(
+    disk: Path, watch: Watch
+) -> None:
+    run = watch(*TRAIN, folder=disk / "run", silence=2, compute=3)
+    run.wait_for_phase("backward")
+    with frozen(disk):
+        run.wait_for_log("the disk hangs")
+        time.sleep(2)  # for longer than the limit of the phase, too
+    thawed = time.monotonic()
+    run.wait_for_log("responds again after")
+    while time.monotonic() - thawed < 2.5:
+        assert run.process.poll() is None, "a healthy run was ended"
+        time.sleep(0.1)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.exit_code() == 0
+    assert "HALT" not in run.stderr
+    assert run.statuses() == ["preempted: SIGTERM"] * 2
+    assert not (run.folder / "halt.json").exists()
+
+
+def has_pending(process: psutil.Process, number: int) -> bool:
+    """Return whether a signal waits for a process that cannot act on it now."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    pending = [int(mask, 16) for mask in re.findall(r"(?:SigPnd|ShdPnd):\s*(\w+)", status)]
+    return any(mask >> (number - 1) & 1 for mask in pending)
+
+
+def test_signals_pass_on_while_the_disk_hangs(disk: Path, watch: Watch) -> None:
+    run = watch(*TRAIN, folder=disk / "run", silence=1)
+    run.wait_for_phase("backward")
+    ranks = [psutil.Process(pid) for pid in run.pids()]
+    with frozen(disk):
+        run.wait_for_log("the disk hangs")
+        assert [rank.status() for rank in ranks] == [psutil.STATUS_DISK_SLEEP] * 2
+        run.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: all(has_pending(rank, signal.SIGTERM) for rank in ranks))
+    assert run.exit_code() == 0
+    assert run.statuses() == ["preempted: SIGTERM"] * 2
+    assert "without a last heartbeat" not in run.stderr, "judged by heartbeats before the hang"
 
 
 def test_status_shows_whether_a_ranks_process_still_writes_its_heartbeats(
@@ -391,6 +442,14 @@ def test_status_shows_the_last_sound_heartbeat_of_each_rank(
     assert [row.split()[0] for row in rows] == [str(n) for n in range(1, len(forged) + 1)]
     assert all(" 5 " in row and " 0 s ago " in row for row in rows)
     assert all(row.endswith(f"{2**22} is gone") for row in rows)
+
+
+def test_the_help_has_the_defaults_of_restarts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["watch", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "at most N times (default 0)" in shown
+    assert "up to 300 (default 10)" in shown
 
 
 def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:
