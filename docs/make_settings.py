@@ -19,7 +19,7 @@ PAGE = Path(__file__).with_name("reference") / "settings.md"
 HEAD = """# Settings
 
 ```bash
-deepspeed --num_gpus 2 recipes/m7c.py --set train.learning_rate=3e-4 --set attention.compressor=mlp
+deepspeed --num_gpus 2 recipes/m7c.py --set train.learning_rate=3e-4 --set model.layers=6
 ```
 
 The tree of `config.yaml` in a run's folder, which `--config` reads and `--set section.name=value`

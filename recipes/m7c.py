@@ -3,6 +3,9 @@
     deepspeed --num_gpus 2 recipes/m7c.py
 
 trains on two ranks: profile `production` on accelerators, a small `demo` on machines without one.
+Each query attends, in one softmax, to its first block, its last 8 and the 13 others that a trained
+index ranks highest, of 64 tokens each; in the first half of the steps to all tokens. m7c_paper.py
+has the paper's three branches instead.
 Choose another ZeRO config with --deepspeed_config ds_configs/<name>.json; monitor with
 `bash launch/tensorboard.sh`.
 """
@@ -15,7 +18,7 @@ from nsa.checkpoint import CheckpointConfig
 from nsa.data.config import DataConfig
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.recipe import Recipe, main
-from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.model.config import INDEXED, AttentionConfig, ModelConfig
 from nsa.monitor.config import MonitorConfig
 from nsa.spec import NSASpec
 
@@ -23,17 +26,17 @@ from nsa.spec import NSASpec
 def production() -> RunConfig:
     """bf16 on 2×A100 over PCIe: 50,000 steps of 64 sequences, 131,072 tokens.
 
-    A step sends 378 MB over PCIe, whatever its batch. With 32 sequences per GPU that is below a
+    A step sends 375 MB over PCIe, whatever its batch. With 32 sequences per GPU that is below a
     tenth of its time: docs/guides/zero-and-pcie.md. m7c_classic.py has a small batch.
     """
     return RunConfig(
         model=ModelConfig(
+            mlp_width=2_432,  # 125.0M parameters
             attention=AttentionConfig(
+                branches="sel",  # one set of keys and values; an index selects blocks
                 compressor="pool",
                 selector_loss=1.0,
-                spec=NSASpec(
-                    block_len=32, block_stride=16, select_len=64, select_top=16, window=512
-                ),
+                spec=INDEXED,
             ),
             activation_checkpointing="auto",
         ),
@@ -42,9 +45,10 @@ def production() -> RunConfig:
             steps=50_000,
             micro_batch="auto",
             accumulation=32,  # sequences per GPU and step, in as few micro-batches as fit
-            dense_steps="auto",  # half of the steps, so that the selection learns from all blocks
+            dense_steps="auto",  # half of the steps, so that the index learns from all blocks
             learning_rate=6e-4,
             min_learning_rate=6e-5,
+            value_rate=0.5,  # values that learn at half the rate learn better
             warmup_steps=2_000,
             weight_decay=0.01,
             clip=1.0,
@@ -69,7 +73,9 @@ def demo() -> RunConfig:
         mlp_width=704,
         attention=replace(
             config.model.attention,
-            spec=NSASpec(block_len=16, block_stride=8, select_len=32, select_top=6, window=128),
+            spec=NSASpec(
+                block_len=32, block_stride=32, select_len=32, select_top=8, local_blocks=4
+            ),
         ),
         activation_checkpointing="none",
     )
@@ -81,6 +87,7 @@ def demo() -> RunConfig:
         dense_steps="auto",
         learning_rate=2e-3,
         min_learning_rate=2e-4,
+        value_rate=0.5,
         warmup_steps=30,
         weight_decay=0.01,
         eval_every=50,

@@ -1,4 +1,4 @@
-"""M7C as in its first runs: NSA in all steps with φ = `mean`, 4 sequences per step, 8,192 tokens.
+"""M7C as in its first runs: three branches, φ = `mean`, 4 sequences per step, 8,192 tokens.
 
     deepspeed --num_gpus 2 recipes/m7c_classic.py
 
@@ -9,8 +9,7 @@ m7c.py has a larger batch: docs/guides/zero-and-pcie.md.
 
 from __future__ import annotations
 
-import m7c
-from m7c_paper import sparse_throughout
+import m7c_paper
 
 from nsa.engine.config import RunConfig
 from nsa.engine.recipe import Recipe, main
@@ -18,7 +17,8 @@ from nsa.engine.recipe import Recipe, main
 
 def production() -> RunConfig:
     """50,000 steps of 4 sequences, one per micro-batch and GPU: 410 million tokens."""
-    config = sparse_throughout(m7c.production(), "mean")
+    config = m7c_paper.production()
+    config.model.attention.compressor = "mean"
     config.model.activation_checkpointing = "reentrant"
     config.train.micro_batch = 1
     config.train.accumulation = 2
@@ -36,7 +36,9 @@ def tuned() -> RunConfig:
 
 def demo() -> RunConfig:
     """The demo of m7c.py with NSA in all steps."""
-    return sparse_throughout(m7c.demo(), "mean")
+    config = m7c_paper.demo()
+    config.model.attention.compressor = "mean"
+    return config
 
 
 PROFILES = {"production": production, "tuned": tuned, "demo": demo}

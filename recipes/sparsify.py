@@ -4,8 +4,8 @@
     deepspeed --num_gpus 2 recipes/sparsify.py --set train.start_from=runs/nsa-start
     nsa export runs/sparsify-production --to exports/qwen3-0.6b-nsa
 
-In the first train.selector_steps attention stays dense and only compressed keys learn, by the
-selector loss; in the others attention is sparse, and all weights learn. The run resumes in both.
+In the first train.selector_steps attention stays dense and only the index learns, by the selector
+loss; in the others attention is sparse, and all weights learn. The run resumes in both.
 Shape and tokenizer are those of train.start_from. The same on two CPU cores:
 
     deepspeed --num_gpus 2 recipes/m7c_dense.py --profile demo

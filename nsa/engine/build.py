@@ -34,8 +34,6 @@ def build_model(
     """Build the model with the same weights on every rank: random, or read from `weights`."""
     torch.manual_seed(config.train.seed)
     model = LanguageModel(config.model, sequence_parallel_group(config.train.sequence_parallel))
-    if config.train.switch_step:
-        model.start_dense()
     if weights is not None:
         set_weights(model, read_weights(weights), weights)
     return model.to(device)
@@ -54,17 +52,30 @@ def sequence_parallel_group(size: int) -> SequenceParallel | None:
     return SequenceParallel(groups[dist.get_rank() // size])
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return a group with weight decay, and one without: norms and position embeddings."""
+def parameter_groups(
+    model: torch.nn.Module, weight_decay: float, value_rate: float = 1.0
+) -> list[dict[str, Any]]:
+    """Return a group with weight decay, and one without: norms and position embeddings.
+
+    If values learn at a rate of their own, their projections are a third group.
+    """
     decayed: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
+    values: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        decays = parameter.dim() > 1 and not name.endswith(".position")
-        (decayed if decays else others).append(parameter)
-    return [  # the loop sets weight_decay
+        if value_rate != 1.0 and name.endswith("attention.v.weight"):
+            values.append(parameter)
+        elif parameter.dim() > 1 and not name.endswith(".position"):
+            decayed.append(parameter)
+        else:
+            others.append(parameter)
+    groups = [  # the loop sets weight_decay, and multiplies the rate by lr_factor
         {"params": decayed, "weight_decay": weight_decay, "decay": weight_decay},
         {"params": others, "weight_decay": 0.0, "decay": 0.0},
     ]
+    if values:
+        groups.append({**groups[0], "params": values, "lr_factor": value_rate})
+    return groups
 
 
 def build_muon(
@@ -85,7 +96,7 @@ def build_muon(
     muon: dict[str, Any] = {n: params[n] for n in ("momentum", "ns_method") if n in params}
     adam["use_muon"], muon["use_muon"] = False, True
     muon["lr"] = params.get("muon_lr", params["lr"])
-    muon["lr_factor"] = muon["lr"] / params["lr"]  # the loop multiplies the schedule by it
+    muon["lr_factor"] = muon["lr"] / params["lr"]
     split = [
         {**settings, **group, "params": members}
         for group in groups
@@ -142,7 +153,9 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
-                model_parameters=parameter_groups(model, config.train.weight_decay),
+                model_parameters=parameter_groups(
+                    model, config.train.weight_decay, 1.0 if muon else config.train.value_rate
+                ),
                 config=ds_config,
                 dist_init_required=False,
             )

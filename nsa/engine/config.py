@@ -50,13 +50,14 @@ class TrainConfig:
     sequence_parallel: int = 1  # ranks that split each sequence, at most model.kv_heads; 1: off
     start_from: str | None = None  # run or checkpoint with the initial weights; null: random
     teacher: str | None = None  # run or checkpoint whose predictions to learn too; null: none
-    selector_steps: int = 0  # first steps: dense attention, only compressed keys learn; then all
+    selector_steps: int = 0  # first steps: dense attention, only the index learns; then all
     selector_rate: float = 1e-3  # constant learning rate of those steps
-    # first steps: dense attention, then sparse; auto: half of steps, but 0 without the selector
-    # loss and in runs of fewer than 100 steps, which only try whether all works
+    # first steps: dense attention, then sparse; auto: half of steps, but 0 without an index and in
+    # runs of fewer than 100 steps, which only try whether all works
     dense_steps: int | str = 0
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
+    value_rate: float = 1.0  # learning rate of the value projections, times AdamW's
     warmup_steps: int = 2_000  # steps of linear warmup; scaled if only train.steps is set
     weight_decay: float = 0.01  # AdamW weight decay, on matrices only
     clip: float = 1.0  # max gradient norm; 0: no clipping
@@ -81,7 +82,7 @@ class TrainConfig:
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip")
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
         at_least(0, "train", self, "selector_steps")
-        above_zero("train", self, "learning_rate", "selector_rate")
+        above_zero("train", self, "learning_rate", "selector_rate", "value_rate")
         one_of("train", self, on_bad_step=ON_BAD_STEP, on_spike=ON_SPIKE, precision=PRECISIONS)
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
@@ -134,23 +135,12 @@ class RunConfig:
                 "model.attention.selector_loss = 0: nothing else trains the index of branches=sel; "
                 "set it to 1"
             )
-        if self.train.selector_steps and not (attention.kind == "nsa" and attention.selector_loss):
-            raise ValueError(
-                f"train.selector_steps = {self.train.selector_steps}: trains by the selector loss "
-                "alone; set model.attention.selector_loss=1 with kind nsa, or selector_steps to 0"
-            )
         if 0 < self.train.steps <= self.train.selector_steps:
             raise ValueError(
                 f"train.selector_steps = {self.train.selector_steps}: not below train.steps = "
                 f"{self.train.steps}, so no weight but the selector's is trained; lower it"
             )
         if self.train.switch_step:
-            if not attention.can_rank:
-                raise ValueError(
-                    f"train.dense_steps = {self.train.dense_steps}: needs an index, or the keys "
-                    "and values of three branches; set model.attention.kind=nsa, branches=sel or "
-                    "cmp+sel+win, or dense_steps to 0"
-                )
             if self.train.start_from is not None:
                 raise ValueError(
                     f"train.dense_steps = {self.train.dense_steps}: begins with new weights; set "
@@ -159,8 +149,8 @@ class RunConfig:
             if self.train.selector_steps:
                 raise ValueError(
                     f"train.selector_steps = {self.train.selector_steps}: not with "
-                    "train.dense_steps, in which the selector loss already trains compressed keys; "
-                    "set one of them to 0"
+                    "train.dense_steps, in which the selector loss already trains the index; set "
+                    "one of them to 0"
                 )
             if self.train.switch_step >= self.train.steps:
                 raise ValueError(
@@ -178,6 +168,16 @@ class RunConfig:
                     "choose a divisor of both model.kv_heads and data.seq_len"
                 )
 
+    def check_phases(self) -> None:
+        """Refuse dense first steps without an index, which runs of earlier versions may have."""
+        for name in ("dense_steps", "selector_steps"):
+            value = getattr(self.train, name)
+            if value and not self.model.attention.has_index:
+                raise ValueError(
+                    f"train.{name} = {value}: needs an index, with three branches too since this "
+                    f"version; set model.attention.branches=sel, or {name} to 0"
+                )
+
     def tokens_per_step(self, ranks: int) -> int:
         """Return the tokens of one optimizer step on `ranks` ranks."""
         train = self.train
@@ -190,9 +190,9 @@ class RunConfig:
         if train.dense_steps != AUTO:
             return self
         attention = self.model.attention
-        usable = attention.can_rank and attention.selector_loss > 0
         fresh = train.start_from is None and not train.selector_steps
-        steps = train.steps // 2 if usable and fresh and train.steps >= SHORT_RUN else 0
+        usable = attention.has_index and fresh and train.steps >= SHORT_RUN
+        steps = train.steps // 2 if usable else 0
         return replace(self, train=replace(train, dense_steps=steps))
 
     def selects_all_note(self) -> str | None:
@@ -275,6 +275,8 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
         return given
     sparse = attention["kind"] == "nsa"
     has_index, three = (attention["branches"] == x for x in ("sel", "+".join(BRANCHES)))
+    if "train.value_rate" not in given and sparse and not has_index:
+        train["value_rate"] = 1.0
     pools = has_index or "cmp" in str(attention["branches"])
     if "model.attention.compressor" not in given and not pools:
         attention["compressor"] = "mean"

@@ -72,10 +72,7 @@ def _train_steps(run: Run) -> str | None:
         waited = run.data.loader.first_seconds or 0.0
         if run.state.step == first_step and waited >= 0.1:  # streamed or downloaded
             run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
-        # In the selector's steps an index ranks blocks; three branches select all of them.
-        indexed = config.model.attention.has_index
-        dense_steps = max(config.train.switch_step, 0 if indexed else config.train.selector_steps)
-        if logs and run.state.step >= dense_steps:
+        if logs and run.state.step >= config.train.switch_step:
             run.health.arm()
         loss = train_step(run, batches, labels)
         run.loader_state = run.data.loader.state()
@@ -204,21 +201,17 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
 def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
     """Prepare step `step`, counted from 0; return whether only the selector learns in it.
 
-        train.selector_steps   of a converted model: attention is dense, only compressed keys learn
-        train.dense_steps      of a new model: attention is dense, all weights learn
+        train.selector_steps   of a converted model: only the index learns
+        train.dense_steps      of a new model: all weights learn
 
-    With an index, attention is the dense one in both. With three branches, the selected branch
-    attends to all tokens, and in the dense steps the values of the others are 0. So each checkpoint
-    equals a dense model if it selects all blocks, and the switch changes no weight. Nothing but the
+    Attention is dense in both, and sparse after them; the switch changes no weight. Nothing but the
     step decides the phase, so a run can be resumed in either.
     """
     train, model = config.train, engine.module
     if not (train.switch_step or train.selector_steps):
         return False
     selector_only = step < train.selector_steps
-    indexed = config.model.attention.has_index
-    model.attend_densely(step < train.switch_step or (selector_only and indexed))
-    model.attend_to_all(config.data.seq_len if selector_only and not indexed else None)
+    model.attend_densely(step < train.switch_step or selector_only)
     for group in engine.optimizer.param_groups:  # decay changes weights without a gradient
         group["weight_decay"] = 0.0 if selector_only else group["decay"]
     return selector_only
@@ -240,7 +233,6 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
         return None, []
     run.engine.eval()
     if run.state.step <= run.config.train.selector_steps:
-        run.engine.module.attend_to_all(None)
         run.engine.module.attend_densely(False)
     try:
         for batch in batches:

@@ -236,6 +236,7 @@ def _resolve_settings(
                 f"model.vocab_size = {vocab_size} instead of {before}: the ids of "
                 f"{config.data.source_names()}, rounded up to a multiple of 64"
             )
+    config.check_phases()
     return base, config
 
 
@@ -330,18 +331,12 @@ def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
     if train.switch_step:
         yield (
             f"attention is dense in the first {train.switch_step:,} of {train.steps:,} steps "
-            "(train.dense_steps); nothing is selected in them, so selection.csv and the gates' "
-            "curves begin after them"
+            "(train.dense_steps); nothing is selected in them, so selection.csv begins after them"
         )
-        if not config.model.attention.selector_loss:
-            yield (
-                f"train.dense_steps = {train.switch_step}: without the selector loss compressed "
-                "keys learn nothing in them; set model.attention.selector_loss=1"
-            )
     elif base.train.dense_steps == AUTO and config.model.attention.kind == "nsa":
         yield (
-            "attention is sparse from the first step: train.dense_steps=auto needs the selector "
-            f"loss, new weights and {SHORT_RUN} steps"
+            "attention is sparse from the first step: train.dense_steps=auto needs an index, new "
+            f"weights and {SHORT_RUN} steps"
         )
 
 

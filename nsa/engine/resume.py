@@ -47,7 +47,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
         if before != after:
             notes.append(f"changed since {path.name}: ZeRO stage: {before} -> {after}")
     if request.resumed_config is not None:
-        check_switch(request.resumed_config, request.config, saved.step)
+        check_schedule(request.resumed_config, request.config, saved.step)
     if isinstance(ranks, int) and request.resumed_config is not None:
         tokens = request.config.tokens_per_step(world_size)
         before = request.resumed_config.tokens_per_step(ranks)
@@ -59,8 +59,24 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     return saved, notes
 
 
-def check_switch(before: RunConfig, config: RunConfig, step: int) -> None:
-    """Refuse to make a run dense again, or sparse in steps that were dense."""
+def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
+    """Refuse to make a run dense again, or sparse in steps that were dense.
+
+    A run of an earlier version, with three branches, finishes its dense steps, and not those in
+    which only compressed keys learned.
+    """
+    if step < config.train.selector_steps and not config.model.attention.has_index:
+        raise ValueError(
+            f"train.selector_steps = {config.train.selector_steps}: is withdrawn in this version "
+            f"without an index, and the run is at step {step}; finish them with the version that "
+            "began it, or convert the dense model again: nsa import"
+        )
+    if (before.train.value_rate == 1) != (config.train.value_rate == 1):
+        raise ValueError(
+            f"train.value_rate = {config.train.value_rate}: the run began with "
+            f"{before.train.value_rate}, and its optimizer's groups of weights are those of that; "
+            "leave it, or start a fresh run in another folder"
+        )
     old, new = before.train.switch_step, config.train.switch_step
     if new == old or (step <= old and step <= new):
         return

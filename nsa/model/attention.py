@@ -299,27 +299,6 @@ class NSAttention(Attention):
         start = index_start(self.state_dict(), self.kv_heads)
         self.index.load_state_dict(start, strict=False)  # φ is not part of it
 
-    @torch.no_grad()
-    def start_equal(self) -> None:
-        """Start gates at ½, and the window's keys and values as those of the selected branch.
-
-        At short distances both attend alike, so both learn what only the selected branch can use
-        at long ones; its values start doubled, as gates halve them. docs/design/evidence.md has
-        the figures.
-        """
-        nn.init.zeros_(self.gates.weight)
-        if self.branches == BRANCHES:
-            for projection in (self.k, self.v):
-                _, selected, window = projection.weight.chunk(3)
-                window.copy_(selected)
-            self.v.weight.chunk(3)[1].mul_(2)
-
-    @torch.no_grad()
-    def start_dense(self) -> None:
-        """Let the selected branch alone have values, so that the layer is a dense one sparsely."""
-        for branch in (0, 2):
-            self.v.weight.chunk(3)[branch].zero_()
-
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Add the index's queries and keys, or compressed keys and values.
 
@@ -388,7 +367,8 @@ class NSAttention(Attention):
                 if not self.compiled and self.observer is not None and "index" in kv:
                     self._observe(None, self._select(kv, metadata), metadata.cu_seqlens)
                 return o
-            # Gates are ½ until they learn. The others get a gradient of 0, as ZeRO expects.
+            # The dense steps of an earlier version's run, in which the selected branch alone has
+            # values and gates are ½; the others get a gradient of 0, as ZeRO expects.
             return o / 2 + sum((0.0 * x).sum() for x in kv["cmp"])
         if self.index is not None:  # one softmax over the keys of the blocks that it selects
             common: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}

@@ -116,7 +116,7 @@ class ModelConfig:
     kv_heads: int = 2  # key/value heads; each is shared by heads / kv_heads query heads
     head_dim: int = 64  # Dk: size of a query and a key
     value_dim: int | None = None  # Dv: size of a value; None: head_dim
-    mlp_width: int = 2_368  # hidden width of SwiGLU; M7C has 126.0M parameters
+    mlp_width: int = 2_368  # hidden width of SwiGLU
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     rope_type: str = "default"  # "default", "linear", "llama3" or "yarn", as in transformers
     rope_extension: dict[str, float] | None = None  # the numbers of a rope_type: factor, …

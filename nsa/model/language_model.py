@@ -6,7 +6,6 @@ Each transformer block is one activation-checkpoint segment.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -239,28 +238,10 @@ class LanguageModel(nn.Module):
                 if block.attention.index is not None:
                     block.attention.start_index()
                 else:
-                    block.attention.start_equal()
-
-    def attend_to_all(self, seq_len: int | None) -> None:
-        """Select all blocks and see all tokens of `seq_len`; None: the sparse pattern again.
-
-        A converted model is then the dense one that it was converted from.
-        """
-        spec = self.config.attention.spec
-        if seq_len is not None:
-            top = max(spec.select_top, spec.select_blocks_len(seq_len))
-            spec = replace(spec, select_top=top, window=max(spec.window, seq_len))
-        for layer in self.sparse_layers().values():
-            layer.spec = spec
-
-    def start_dense(self) -> None:
-        """Give values to the selected branch alone, before steps of `attend_densely`."""
-        for layer in self.sparse_layers().values():
-            if layer.index is None:
-                layer.start_dense()
+                    nn.init.zeros_(block.attention.gates.weight)  # gates start at ½
 
     def attend_densely(self, dense: bool) -> None:
-        """Attend to all tokens by the selected branch alone; False: the sparse pattern again."""
+        """Attend to all tokens; False: to those of selected blocks again."""
         for layer in self.sparse_layers().values():
             layer.dense = dense
 

@@ -105,7 +105,7 @@ def assumptions(
     link = f"{flags.link} ({link})" if flags.link in LINKS else link
     nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
     offloading = ", ".join(name for name, zero in configs.items() if zero.offload)
-    speed = f"{REACHED} (--mfu): measured with M7C on an H100, an estimate elsewhere"
+    speed = f"{REACHED} (--mfu): measured with three branches on an H100, an estimate elsewhere"
     if hardware.mfu is not None:
         speed = f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu)"
     not_counted = f"not counted: offload of {offloading}, which saves GPU memory and costs time"

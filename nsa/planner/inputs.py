@@ -54,13 +54,15 @@ class Model:
 
     @property
     def attention_size(self) -> int:
-        """Elements per token of attention's inputs (gates included) and output."""
+        """Elements per token of attention's inputs (gates and index included) and output."""
         config = self.config
         key, value = config.head_dim, config.value_dim or config.head_dim
-        branches = len(config.attention.branch_names) if config.attention.kind == "nsa" else 0
-        kv_sets = max(1, branches)  # dense attention has one, and no gates
-        queries = config.heads * (key + branches + value)
-        return queries + kv_sets * config.kv_heads * (key + value)
+        kv_sets = gates = len(config.attention.branch_names)
+        index = 2 * key if config.attention.has_index else 0
+        if config.attention.kind == "dense" or config.attention.has_index:
+            kv_sets, gates = 1, 0
+        queries = config.heads * (key + gates + value)
+        return queries + config.kv_heads * (kv_sets * (key + value) + index)
 
     def flops(self, kind: str) -> dict[str, float]:
         """FLOPs per token of a "step", and of the forward pass of all "layers", by attention."""

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from nsa.constants import IGNORE_INDEX
+from nsa.engine.build import parameter_groups
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import COMPRESSORS, INDEXED
 from nsa.model.index import add_index
@@ -60,10 +61,11 @@ VARIANTS = {
     "index": AttentionConfig(branches="sel", selector_loss=1.0),
 }
 # Dense for half of their steps, as train.dense_steps does.
-HALF_DENSE = {"half dense": "selector loss", "half dense index": "index"}
+HALF_DENSE = {"half dense index": "index"}
 BATCH = 2_048  # tokens of a step
 INIT_STD = 0.125  # 1 / √width: with 0.02 a model this small barely learns at first
 LEARNING_RATE = 8e-3
+VALUE_RATE = 0.5  # of models with one set of keys and values, as in recipes/m7c.py
 WARMUP = 30
 # To sparsify: steps as fractions of the dense model's, and rates; of the selector, of all weights.
 SPARSIFY_STEPS = 0.03, 0.07
@@ -194,16 +196,16 @@ def _optimize(
 ) -> TrainedModel:
     """Train with AdamW, a step at each of the rates."""
     rng, losses = torch.Generator().manual_seed(seed), list[float]()
-    decay = 0.0 if selector_only else 0.01
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=decay)
+    attention = model.config.attention
+    value_rate = VALUE_RATE if attention.kind == "dense" or attention.has_index else 1.0
+    groups = parameter_groups(model, 0.0 if selector_only else 0.01, value_rate)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
     start = time.process_time()
     model.train()
-    if dense_steps:
-        model.start_dense()
     for step, rate in enumerate(rates):
         model.attend_densely(selector_only or step < dense_steps)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_factor", 1.0)
         batch = task.batch(rng)
         loss = model(batch.input_ids, labels=batch.labels, selector_only=selector_only)
         loss.backward()

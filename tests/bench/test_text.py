@@ -10,7 +10,6 @@ import torch
 
 from tests.bench import runs, text
 from tests.bench.__main__ import main
-from tests.bench.text import MODELS
 from tests.engine.runs import TINY
 from tests.ranks import FORKING
 
@@ -32,11 +31,10 @@ def test_each_model_is_trained_evaluated_and_compared_with_the_first(
     monkeypatch.setattr(runs, "subprocess", FORKING)
     monkeypatch.setattr(text, "LENGTH", LENGTH)
     monkeypatch.setattr(text, "PLACES", (0, 16, 32, 48, LENGTH))
-    models = {name: [x.replace("=512", "=8") for x in changes] for name, changes in MODELS.items()}
-    monkeypatch.setattr(text, "MODELS", models)  # windows that end before a repeat
+    monkeypatch.setattr(text, "NEAR", 8)  # ends before a repeat
     tiny = [flag for flag in TINY if "seq_len" not in flag]
     settings = [*tiny, f"--set=data.seq_len={LENGTH}", "--set=model.vocab_size=300"]
-    settings += ["--set=attention.spec.window=8", "--set=data.held_out=0.2"]
+    settings += ["--set=data.held_out=0.2"]
     command = ["text", f"--source={source(tmp_path / 'source')}", f"--runs={tmp_path / 'runs'}"]
     command += ["--models=nsa,dense", "--seeds=3", "--steps=2", *settings]
     command += [f"--out={tmp_path / 'text.json'}"]
@@ -68,6 +66,7 @@ def test_a_far_repeat_is_a_rare_token_whose_last_place_is_before_the_window(
     """Ids from 10 on are rare. Places are of labels: label t is token t + 1."""
     monkeypatch.setattr(text, "PLACES", (0, 10, 20, 30, 40))
     monkeypatch.setattr(text, "RARE", 0.3)
+    monkeypatch.setattr(text, "NEAR", 8)
     row = [number % 3 for number in range(41)]
     row[5], row[36] = 11, 11  # far
     row[28], row[33] = 12, 12  # near
@@ -75,5 +74,5 @@ def test_a_far_repeat_is_a_rare_token_whose_last_place_is_before_the_window(
     row[26], row[35] = 16, 16  # one before them
     row[39] = 13  # new
     row[2], row[29] = 14, 14  # far, but not in the last quarter
-    far = text.far_repeats(torch.tensor([row]), window=8)
+    far = text.far_repeats(torch.tensor([row]))
     assert far.nonzero().tolist() == [[0, 34], [0, 35]]

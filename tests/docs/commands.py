@@ -225,6 +225,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "deepspeed": launcher,
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
     "python recipes/m7c_classic.py": partial(recipe, "recipes/m7c_classic.py"),
+    "python recipes/m7c_paper.py": partial(recipe, "recipes/m7c_paper.py"),
     "python recipes/m7c_dense.py": partial(recipe, "recipes/m7c_dense.py"),
     "python recipes/sparsify.py": partial(recipe, "recipes/sparsify.py"),
     "python -m tests.bench": partial(parsed, bench_main),

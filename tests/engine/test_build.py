@@ -38,14 +38,15 @@ def test_the_seed_determines_the_first_weights() -> None:
     assert not torch.equal(build_model(config, CPU).embed.weight, first["embed.weight"])
 
 
-def test_a_run_with_dense_steps_begins_with_the_other_branches_values_at_0() -> None:
-    config = small()
-    config.train.dense_steps = 5
-    model = build_model(config, CPU)
-    plain = build_model(small(), CPU)
-    x = torch.arange(64)[None]
-    model.attend_densely(True)
-    assert not torch.equal(model(x), plain(x))
+def test_values_learn_at_a_rate_of_their_own_with_weight_decay() -> None:
+    model = LanguageModel(tiny("index"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    *others, values = parameter_groups(model, 0.3, value_rate=0.5)
+    assert (values["lr_factor"], values["weight_decay"], values["decay"]) == (0.5, 0.3, 0.3)
+    learned = {names[id(parameter)] for parameter in values["params"]}
+    assert learned == {f"blocks.{i}.attention.v.weight" for i in range(model.config.layers)}
+    assert learned | {names[id(p)] for x in others for p in x["params"]} == set(names.values())
+    assert not any("lr_factor" in group for group in others)
 
 
 PARAMS = {"lr": 1e-3, "muon_lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-8, "momentum": 0.9}

@@ -8,9 +8,12 @@ import pytest
 
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.model import AttentionConfig, ModelConfig
+from nsa.spec import NSASpec
 from tests.engine.small import small, small_request
 
-SELECTOR = AttentionConfig(selector_loss=1.0)
+SELECTOR = AttentionConfig(
+    branches="sel", selector_loss=1.0, spec=NSASpec(select_top=8, local_blocks=4)
+)
 
 
 def notes(*flags: str) -> str:
@@ -42,14 +45,11 @@ def test_a_scaled_warmup_is_logged() -> None:
     assert small_request("--steps=100").config.train.warmup_steps == 4
 
 
-def test_the_dense_steps_are_logged_and_a_missing_selector_loss_too() -> None:
-    text = notes("--steps=20", "--set=train.dense_steps=5")
+def test_the_dense_steps_are_logged() -> None:
+    flags = ["--steps=20", "--set=attention.branches=sel", "--set=attention.spec.select_top=6"]
+    text = notes(*flags, "--set=train.dense_steps=5")
     assert "attention is dense in the first 5 of 20 steps" in text
-    assert "train.dense_steps = 5: without the selector loss compressed keys learn nothing" in text
-    text = notes("--steps=20", "--set=train.dense_steps=5", "--set=attention.selector_loss=1")
-    assert "attention is dense in the first 5 of 20 steps" in text
-    assert "without the selector loss" not in text
-    assert "attention is dense" not in notes("--steps=20")
+    assert "attention is dense" not in notes(*flags)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,7 @@ def test_the_dense_steps_are_logged_and_a_missing_selector_loss_too() -> None:
         (TrainConfig(steps=99), SELECTOR, 0),
         (TrainConfig(steps=1_000, selector_steps=5), SELECTOR, 0),
         (TrainConfig(steps=1_000, start_from="runs/other"), SELECTOR, 0),
-        (TrainConfig(steps=1_000), AttentionConfig(), 0),
-        (TrainConfig(steps=1_000), replace(SELECTOR, branches="cmp+win"), 0),
+        (TrainConfig(steps=1_000), AttentionConfig(selector_loss=1.0), 0),
         (TrainConfig(steps=1_000), AttentionConfig(kind="dense"), 0),
     ],
 )
@@ -120,17 +119,14 @@ def test_ranks_that_share_sequences_must_divide_their_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "changes", "problem"),
+    "attention",
     [
-        (AttentionConfig(kind="dense"), {"dense_steps": 5}, "needs an index, or the keys"),
-        (AttentionConfig(branches="sel+win"), {"dense_steps": 5}, "needs an index, or the keys"),
-        (AttentionConfig(), {"selector_steps": 5}, "trains by the selector loss alone"),
+        "attention.kind=dense",
+        "attention.branches=sel+win",
+        "attention.branches=cmp+sel+win",
     ],
 )
-def test_models_without_a_selector_cannot_begin_dense_or_train_it(
-    attention: AttentionConfig, changes: dict[str, int], problem: str
-) -> None:
-    config = RunConfig(ModelConfig(attention=attention), train=TrainConfig(**changes))
-    [(name, value)] = changes.items()
-    with pytest.raises(ValueError, match=rf"train\.{name} = {value}: {problem}"):
-        config.validate()
+@pytest.mark.parametrize("name", ["dense_steps", "selector_steps"])
+def test_a_new_run_without_an_index_cannot_begin_dense(attention: str, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index, with three branch"):
+        notes(f"--set={attention}", f"--set=train.{name}=5")

@@ -64,7 +64,6 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
         ("branches: sel", ("pool", 1.0)),
         ("branches: sel+win", ("mean", 0.0)),
         ("branches: win", ("mean", 0.0)),
-        ("compressor: mlp", ("mlp", 1.0)),
         ("selector_loss: 0.5", ("pool", 0.5)),
         ("kind: nsa", ("pool", 1.0)),
         ("branches: cmp+sel+win", ("pool", 1.0)),
@@ -84,6 +83,8 @@ def test_other_branches_do_without_what_the_recipe_has_for_all_three(
     ):
         attention = config.model.attention
         assert (attention.compressor, attention.selector_loss) == expected
+        one_set = attention.kind == "dense" or attention.has_index
+        assert config.train.value_rate == (0.5 if one_set else 1.0)
 
 
 def test_a_file_with_text_as_accumulation_is_refused(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_a_file_with_text_as_accumulation_is_refused(tmp_path: Path) -> None:
         (("branches: sel", "compressor: mlp"), r"compressor = 'mlp': compresses keys with values"),
         (("branches: sel", "selector_loss: 0"), r"selector_loss = 0: nothing else trains the"),
         (("branches: sel", "spec: {window: 128}"), r"window = 128: .* set local_blocks"),
-        (("branches: sel", "spec: {select_top: 3}"), r"select_top = 3: leaves the index nothing"),
+        (("branches: sel", "spec: {select_top: 5}"), r"select_top = 5: leaves the index nothing"),
     ],
 )
 def test_what_is_given_beside_other_branches_is_refused(
@@ -156,6 +157,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("train.steps=true", ["train.steps", "True"]),
         ("train.learning_rate=fast", ["train.learning_rate", "'fast'", "a number"]),
         ("train.learning_rate=-1", ["train.learning_rate", "-1"]),
+        ("train.value_rate=0", ["train.value_rate = 0", "above 0"]),
         ("train.precision=fp8", ["train.precision", "fp8", "bf16"]),
         ("train.accumulation=010", ["--set train.accumulation=010: ", "'010' is 8 in YAML 1.1"]),
         ("train.steps=0o17", ["train.steps = '0o17': must be a whole number"]),

@@ -8,25 +8,22 @@ import pytest
 import torch
 
 from nsa.engine.plan_command import load_profile
-from nsa.model import AttentionConfig, LanguageModel
 from nsa.monitor.artifacts import read_table
-from nsa.spec import NSASpec
+from tests.checkpoint.planted_code import rehash
 from tests.engine.runs import TINY, cut_back, ds_config, losses, on_two_ranks, succeed, weights
-from tests.model.models import tiny, tokens
 from tests.ranks import ROOT
 
 STEPS = [*TINY, "--set=data.seq_len=256", "--profile=demo", "--steps=7"]
-STEPS += ["--set=train.dense_steps=3", "--set=checkpoint.every=1"]
-STEPS += ["--set=checkpoint.keep=9", "--set=monitor.log_every=1", "--set=train.eval_every=2"]
-SELECTOR = ["--set=attention.compressor=pool", "--set=attention.selector_loss=1"]
-INDEX = "--set=attention.branches=sel"
+STEPS += ["--set=train.dense_steps=3", "--set=attention.spec.select_top=6"]
+STEPS += ["--set=checkpoint.every=1", "--set=checkpoint.keep=9"]
+STEPS += ["--set=monitor.log_every=1", "--set=train.eval_every=2"]
 MATRIX = {"0_debug": (), "1_pcie": (), "1_bf16acc": (), "1_muon": (), "2_overlap": (), "3": ()}
 FLOATS = {"0_debug": "fp32", "1_pcie": "fp32"}
 
 
 def train(folder: Path, run: str, zero: str, *flags: str) -> dict[int, float]:
     """Train, and return the losses; the log says when attention is dense."""
-    new = [] if "--resume" in flags else [*STEPS, *SELECTOR]
+    new = [] if "--resume" in flags else STEPS
     log = succeed(
         on_two_ranks(
             "m7c.py", *new, f"--run-dir={run}", ds_config(f"zero{zero}"), *flags, folder=folder
@@ -41,49 +38,55 @@ def train(folder: Path, run: str, zero: str, *flags: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "precision", "indexed"),
+    ("zero", "precision"),
     [
-        ("2_pcie", "bf16", True),
-        ("1_pcie", "bf16", False),
-        *(pytest.param(zero, "bf16", True, marks=pytest.mark.full) for zero in MATRIX),
-        *(pytest.param(zero, "bf16", False, marks=pytest.mark.full) for zero in MATRIX),
-        *(pytest.param(zero, x, True, marks=pytest.mark.full) for zero, x in FLOATS.items()),
+        ("2_pcie", "bf16"),
+        *(pytest.param(zero, "bf16", marks=pytest.mark.full) for zero in MATRIX),
+        *(pytest.param(zero, x, marks=pytest.mark.full) for zero, x in FLOATS.items()),
     ],
 )
 def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
-    zero: str, precision: str, indexed: bool, tmp_path: Path
+    zero: str, precision: str, tmp_path: Path
 ) -> None:
     """Resumed before the switch, at it, and after it, the run has the same bits."""
-    flags = [f"--set=train.precision={precision}", *([INDEX] if indexed else [])]
-    expected = train(tmp_path, "run", zero, *flags)
+    expected = train(tmp_path, "run", zero, f"--set=train.precision={precision}")
     cut_back(tmp_path / "run", 2, tmp_path / "cut")
     for until in (["--until=3"], ["--until=5"], []):
         resumed = train(tmp_path, "cut", zero, "--resume", *until)
     assert resumed == expected
     last, again = (weights(tmp_path / run, 7) for run in ("run", "cut"))
     assert all(torch.equal(again[name], last[name]) for name in last)
-    before = weights(tmp_path / "run", 3)
-    if indexed:
-        start = weights(tmp_path / "run", 1)
-        learned = [name for name in before if ".index." in name]
-        assert learned
-        assert not any(torch.equal(before[name], start[name]) for name in learned if "q.w" in name)
-        return
-    for name in before:
-        if name.endswith("attention.v.weight"):
-            for values in before[name].chunk(3)[::2]:
-                assert not values.any()  # the selected branch alone has values
-            assert all(values.any() for values in last[name].chunk(3))
-        if name.endswith("gates.weight"):
-            assert not before[name].any()
-            assert last[name].any()
+    start, before = (weights(tmp_path / "run", step) for step in (1, 3))
+    learned = [name for name in before if ".index." in name]
+    assert learned
+    assert not any(torch.equal(before[name], start[name]) for name in learned if "q.w" in name)
+
+
+def test_a_run_of_an_earlier_version_finishes_its_dense_steps_with_three_branches(
+    tmp_path: Path,
+) -> None:
+    """In them the selected branch attends to all tokens, its output halved: gates were ½."""
+
+    def train(run: str, *flags: str) -> dict[int, float]:
+        config = ds_config("zero1_pcie")
+        succeed(on_two_ranks("m7c.py", f"--run-dir={run}", config, *flags, folder=tmp_path))
+        return losses(tmp_path / run)
+
+    branches = ["--set=attention.branches=cmp+sel+win", "--set=attention.selector_loss=1"]
+    sparse = train("run", *(flag for flag in STEPS if "dense_steps" not in flag), *branches)
+    saved = cut_back(tmp_path / "run", 1, tmp_path / "old") / "checkpoints/step00000001"
+    text = (saved / "config.yaml").read_text()
+    (saved / "config.yaml").write_text(text.replace("dense_steps: 0", "dense_steps: 3"))
+    rehash(saved)
+    resumed = train("old", "--resume")
+    assert resumed[1] == sparse[1]
+    assert resumed[2] != sparse[2]
 
 
 @pytest.mark.parametrize(
     ("recipe", "attention", "half_dense"),
     [
-        ("m7c", ("cmp+sel+win", "pool", 1.0), True),
-        ("m7c_index", ("sel", "pool", 1.0), True),
+        ("m7c", ("sel", "pool", 1.0), True),
         ("m7c_paper", ("cmp+sel+win", "mlp", 0.0), False),
         ("m7c_classic", ("cmp+sel+win", "mean", 0.0), False),
     ],
@@ -98,23 +101,5 @@ def test_recipes_begin_dense_where_a_loss_trains_the_selection(
         assert (model.branches, model.compressor, model.selector_loss) == attention
         assert config.train.steps == steps
         assert config.train.dense_steps == (steps // 2 if half_dense else 0)
+        assert config.train.value_rate == (0.5 if half_dense else 1.0)
         assert config.selects_all_note() is None
-
-
-def test_the_dense_steps_are_those_of_dense_attention() -> None:
-    """The model equals its sparse self where that selects all blocks."""
-    spec = NSASpec(4, 2, 4, 8, 1, 1, 6)
-    torch.manual_seed(0)
-    model = LanguageModel(tiny(AttentionConfig(spec=spec, compressor="pool"))).double()
-    for layer in model.sparse_layers().values():
-        layer.start_dense()
-    short, long = tokens(32), tokens(90)
-    sparse = [model(ids) for ids in (short, long)]
-    model.attend_densely(True)
-    torch.testing.assert_close(model(short), sparse[0])
-    assert not torch.allclose(model(long), sparse[1])
-    packed = torch.tensor([0, 40, 90], dtype=torch.int32)
-    parts = [model(long[:, :40]), model(long[:, 40:])]
-    torch.testing.assert_close(model(long, cu_seqlens=packed), torch.cat(parts, 1))
-    model(long, labels=long).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -13,7 +13,7 @@ from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.process_group import Ranks
 from nsa.engine.recipe import Recipe
-from nsa.engine.resume import check_switch, read_checkpoint, read_state
+from nsa.engine.resume import check_schedule, read_checkpoint, read_state
 from nsa.engine.run_dir import record_run
 from nsa.engine.run_request import RunRequest, TrainState
 from tests.engine.small import gpus, small, small_request
@@ -59,10 +59,10 @@ def test_a_run_switches_to_sparse_attention_once(
 ) -> None:
     configs = [RunConfig(train=TrainConfig(dense_steps=n)) for n in (before, after)]
     if fix is None:
-        check_switch(*configs, step)
+        check_schedule(*configs, step)
     else:
         with pytest.raises(ValueError, match=rf"train\.dense_steps = {after}: .*{fix}"):
-            check_switch(*configs, step)
+            check_schedule(*configs, step)
 
 
 def test_a_sparse_run_is_not_made_dense_by_a_resume(saved: Path) -> None:

@@ -36,6 +36,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense run of a few steps, converted; in float32, to numbers that bfloat16 would round."""
     folder = tmp_path_factory.mktemp("sparsify")
     command = [*TINY, *LONG, "--profile=demo", "--steps=4", "--run-dir=dense"]
+    command += ["--set=attention.spec.select_top=6"]
     succeed(on_one_rank("m7c_dense.py", *command, folder=folder))
     to = folder / "start"
     assert main(["import", str(folder / "dense"), "--to", str(to), "--attention=nsa"]) == 0

@@ -77,12 +77,12 @@ def plain(config: RunConfig, batches: list[Batch]) -> dict[str, list[float]]:
     train = config.train
     torch.manual_seed(train.seed)
     model = LanguageModel(config.model)
-    groups = parameter_groups(model, train.weight_decay)
+    groups = parameter_groups(model, train.weight_decay, train.value_rate)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     logged: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train)
+            group["lr"] = learning_rate(step, train) * group.get("lr_factor", 1.0)
         logits = model(batch.input_ids, cu_seqlens=batch.cu_seqlens)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())  # ignores -100
         loss.backward()

@@ -70,7 +70,7 @@ def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
     tmp_path: Path,
 ) -> None:
     """Trained with an index: logits are those of dense attention, and no other code is needed."""
-    arguments = [*TINY, "--steps=2", "--run-dir=run", "--set=attention.branches=sel"]
+    arguments = [*TINY, "--steps=2", "--run-dir=run", "--set=attention.spec.select_top=6"]
     arguments += ["--set=model.heads=4", "--set=model.kv_heads=2", "--set=data.seq_len=256"]
     succeed(on_one_rank("m7c.py", *arguments, folder=tmp_path))
     model = exported(tmp_path / "run", tmp_path / "hf", "--dtype=fp32")

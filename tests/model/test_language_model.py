@@ -131,14 +131,6 @@ def test_gates_start_at_exactly_one_half_and_have_a_gradient_at_the_first_step()
         assert bool((layer.gates.weight.grad.unflatten(0, (4, 3)) != 0).any(-1).all())
 
 
-def test_selected_branch_and_window_start_equal_and_its_values_doubled() -> None:
-    for layer in LanguageModel(tiny()).sparse_layers().values():
-        for projection, times in ((layer.k, 1), (layer.v, 2)):
-            compressed, selected, window = projection.weight.chunk(3)
-            assert torch.equal(selected, times * window)
-            assert not torch.equal(window, compressed)
-
-
 def test_residual_projections_are_initialized_smaller_by_the_root_of_their_number() -> None:
     torch.manual_seed(0)
     model = LanguageModel(tiny(layers=8, width=64, mlp_width=128, head_dim=16, value_dim=16))
