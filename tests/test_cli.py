@@ -106,6 +106,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
         (["check", str(wrong)], "zero_optimisation"),
         (["check", str(tmp_path / "nowhere.json")], "nowhere.json"),
         (["check", str(DS_CONFIG), "--ranks", "0"], "--ranks 0"),
+        (["doctor", "--ranks", "0"], "--ranks 0: must be 1 or more"),
         (["check", str(DS_CONFIG), "--set", "a.b"], "write it as path.to.key=value"),
     ):
         assert main(arguments) == 2

@@ -123,11 +123,6 @@ def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(set(check) == {"name", "status", "detail", "fix"} for check in found)
 
 
-def test_an_invalid_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--ranks", "0"]) == 2
-    assert capsys.readouterr().err == "nsa: --ranks 0: must be 1 or more\n"
-
-
 def test_the_fingerprint_depends_on_file_names_and_contents(
     tmp_path: Path,
 ) -> None:

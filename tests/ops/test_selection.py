@@ -159,17 +159,6 @@ def test_selection_in_any_dtype_is_as_good_as_in_float64(
 
 
 @backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_selecting_again_selects_the_same_blocks(backend: str, dtype: torch.dtype) -> None:
-    """Also after a call in between with another length: no state is kept."""
-    case, other = PATTERNS[1], PATTERNS[2]
-    x = inputs(case, dtype)
-    first = selection(x, case, backend)
-    selection(inputs(other, dtype), other, backend)
-    assert torch.equal(selection(x, case, backend), first)
-
-
-@backends
 def test_no_gradient_passes_through_selection(backend: str) -> None:
     x = inputs(PATTERNS[1])
     for tensor in x.tensors():
