@@ -41,7 +41,9 @@ def address(sparse: Path) -> Iterator[str]:
             assert process.stdout is not None
             line = process.stdout.readline().decode()
             match = re.fullmatch(r"hf: (http://localhost:\d+/v1) \(Ctrl-C ends it\)\n", line)
-            assert match is not None, line + process.communicate()[1].decode()
+            if match is None:
+                process.kill()  # it would listen for ever
+                pytest.fail(line + process.communicate()[1].decode())
             yield match[1]
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130
