@@ -15,14 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from nsa.cli import main
+from nsa.watchdog import supervisor
+from nsa.watchdog.hang_detector import HangDetector, HangReport
 from tests.disks import freezable_disk, frozen
 from tests.monitor.run_folders import make_beat, write_limits
 from tests.ranks import ROOT, alive
@@ -384,7 +388,21 @@ def test_signals_pass_on_while_the_disk_hangs(disk: Path, watch: Watch) -> None:
         wait_until(lambda: all(has_pending(rank, signal.SIGTERM) for rank in ranks))
     assert run.exit_code() == 0
     assert run.statuses() == ["preempted: SIGTERM"] * 2
-    assert "without a last heartbeat" not in run.stderr, "judged by heartbeats before the hang"
+
+
+def test_nothing_is_judged_by_what_was_read_before_a_disk_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading: Future[HangReport | None] = Future()
+    monkeypatch.setattr(supervisor, "LIMIT_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "in_background", lambda work: reading)
+    with subprocess.Popen(["true"]) as launcher:
+        watching = supervisor.Supervisor(SimpleNamespace(signal=None), launcher)
+    watching.detector = HangDetector(tmp_path)
+    assert watching._read_folder() == (False, None), "the disk hangs"
+    reading.set_result(report := HangReport("a hang"))
+    assert watching._read_folder() == (False, None), "it responds again"
+    assert watching._read_folder() == (True, report)
 
 
 def test_status_shows_whether_a_ranks_process_still_writes_its_heartbeats(
