@@ -65,6 +65,28 @@ def test_a_run_switches_to_sparse_attention_once(
             check_schedule(*configs, step)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "kept"), [(0.5, 0.25, True), (0.5, 1.0, False), (1.0, 0.5, False)]
+)
+def test_values_keep_or_lack_a_rate_of_their_own(before: float, after: float, kept: bool) -> None:
+    """They are a group of the optimizer, whose state a checkpoint holds."""
+    configs = [RunConfig(train=TrainConfig(value_rate=rate)) for rate in (before, after)]
+    if kept:
+        check_schedule(*configs, 3)
+    else:
+        with pytest.raises(ValueError, match=rf"value_rate = {after}: the run began with {before}"):
+            check_schedule(*configs, 3)
+
+
+def test_the_selectors_steps_of_three_branches_are_not_continued() -> None:
+    config = RunConfig(train=TrainConfig(selector_steps=5))
+    check_schedule(config, config, 5)
+    with pytest.raises(
+        ValueError, match=r"selector_steps = 5: is withdrawn .* is at step 4; finish"
+    ):
+        check_schedule(config, config, 4)
+
+
 def test_a_sparse_run_is_not_made_dense_by_a_resume(saved: Path) -> None:
     request = resumed(saved, "--set=train.dense_steps=5")
     with pytest.raises(ValueError, match=r"dense in 0 of its 3 steps; set it to 0, as before"):
