@@ -35,6 +35,7 @@ def production() -> RunConfig:
         start_from="runs/m7c-production",
         learning_rate=1e-4,
         min_learning_rate=1e-5,
+        value_rate=0.5,
         warmup_steps=100,
         weight_decay=0.01,
         eval_every=250,

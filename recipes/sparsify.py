@@ -42,6 +42,7 @@ def _sparsify(
         start_from="runs/nsa-start",
         selector_steps=selector_steps,
         dense_steps=0,
+        value_rate=1.0,  # half the rate was tried for new weights only
         steps=steps,
         learning_rate=learning_rate,
         min_learning_rate=learning_rate / 10,

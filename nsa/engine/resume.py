@@ -60,7 +60,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
 
 
 def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
-    """Refuse to make a run dense again, or sparse in steps that were dense.
+    """Refuse to make a run dense again or sparse in steps that were dense, and another optimizer.
 
     A run of an earlier version, with three branches, finishes its dense steps, and not those in
     which only compressed keys learned.
