@@ -11,6 +11,7 @@ from nsa.engine.plan_command import load_profile
 from nsa.monitor.artifacts import read_table
 from tests.checkpoint.planted_code import rehash
 from tests.engine.runs import TINY, cut_back, ds_config, losses, on_two_ranks, succeed, weights
+from tests.model.models import build, tiny, tokens
 from tests.ranks import ROOT
 
 STEPS = [*TINY, "--set=data.seq_len=256", "--profile=demo", "--steps=7"]
@@ -103,3 +104,19 @@ def test_recipes_begin_dense_where_a_loss_trains_the_selection(
         assert config.train.dense_steps == (steps // 2 if half_dense else 0)
         assert config.train.value_rate == (0.5 if half_dense else 1.0)
         assert config.selects_all_note() is None
+
+
+def test_dense_steps_of_an_earlier_versions_run_read_the_selected_branch_by_half() -> None:
+    """With three branches: its gates are ½, and the others have a gradient of 0."""
+    model, twin, ids = build(tiny("mean")), build(tiny("dense")), tokens(30)
+    weights = {
+        name: x for name, x in model.state_dict().items() if not name.endswith("gates.weight")
+    }
+    for name, weight in weights.items():
+        if name.endswith(("attention.k.weight", "attention.v.weight")):
+            weights[name] = weight.chunk(3)[1] * (0.5 if ".v." in name else 1)
+    twin.load_state_dict(weights)
+    model.attend_densely(True)
+    torch.testing.assert_close(model(ids), twin(ids))
+    model(ids, labels=ids).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
