@@ -40,7 +40,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "data.prefetch": (8, REMOVE),
     "data.shuffle_documents": (1_000, REMOVE),
     "data.synthetic_bytes": (4_000_000, REMOVE),
-    "data.workers": (1, "remove it; `nsa data prepare` tokenises in parallel"),
+    "data.workers": (1, REMOVE),
     "train.freeze": (None, REMOVE),
     "train.teacher_weight": (1.0, REMOVE),
     "train.beta1": (0.9, 'set "betas" in optimizer.params of DeepSpeed\'s JSON'),
@@ -63,6 +63,7 @@ FLAGS: dict[str, str] = {
     "nsa import --gap": "compare `nsa eval` of the import and of the dense model",
     "nsa data prepare --files": "use --pattern",
     "nsa data train-tokenizer --files": "use --pattern",
+    "nsa data prepare --workers": "remove it; all CPU cores tokenise",
     "nsa plan --search": "use --compare, and --set train.micro_batch=auto",
 }
 

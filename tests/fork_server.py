@@ -207,7 +207,6 @@ def set_up(job: dict[str, object]) -> None:
 
 def main() -> None:
     """The server's end of the connection."""
-    import functools
     import gc
     import importlib
     import runpy
@@ -218,10 +217,7 @@ def main() -> None:
     if ops := sys.modules.get("deepspeed.ops"):
         _ = ops.__compatible_ops__  # cached: computing it calls compilers
     if builtin := sys.modules.get("nsa.data.builtin"):
-        source = builtin.embedded("deepspeed")  # cached, and so are its files, read by each rank
-        source.load = functools.cache(source.load)
-        for number in source.numbers:
-            source.load(number)
+        builtin.embedded("deepspeed")  # cached, with the digest of its files
     assert "huggingface_hub" not in sys.modules, "it reads its environment when it is imported"
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a forked process would lack all but one"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import json
 import random
 import shutil
 import time
@@ -46,7 +45,6 @@ from nsa.checkpoint.state_file import (
     Topology,
     check_loadable,
     layout_of,
-    rank_file,
 )
 from nsa.untrusted import data_only
 from nsa.validation import at_least
@@ -94,8 +92,8 @@ class Saver:
         if self._rank == 0:
             remove_drafts(self.folder)
 
-    def save(self, step: int, state: dict[str, Any], rank_state: dict[str, Any] | None) -> None:
-        """Save the engine, `state` (the same on all ranks) and `rank_state` (of this rank).
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save the engine, and `state`, the same on all ranks.
 
         Raise SaveFailed on all ranks if one cannot write its files.
         """
@@ -105,8 +103,6 @@ class Saver:
         files = capture(self.engine, draft)
         finite = all_finite(files)
         files[rng_file(self._rank)] = rng_state()
-        if rank_state is not None:
-            files[rank_file(self._rank)] = json.dumps(rank_state) + "\n"
         if self._rank == 0:
             topology = engine_topology(self.engine)
             files[STATE] = Checkpoint(draft, state, topology, self.tokenizer).to_json()

@@ -1,4 +1,4 @@
-"""state.json and rank<k>.json of a checkpoint: the training state, and the run that saved it.
+"""state.json of a checkpoint: the training state, and the run that saved it.
 
 DeepSpeed loads a checkpoint only into an engine of the same topology: layout of the optimizer
 state, precision, number of ranks.
@@ -91,14 +91,10 @@ def read_tokenizer(folder: Path) -> Mapping[str, str] | None:
     return read_state_file(folder).tokenizer if (folder / STATE).is_file() else None
 
 
-def rank_file(rank: int) -> str:
-    return f"rank{rank}.json"
-
-
-def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
-    """Return the state of one rank; None if it had none."""
-    path = checkpoint / rank_file(rank)
-    return read_object(path, *OF_CHECKPOINT) if path.exists() else None
+def has_stream_cursor(checkpoint: Path) -> bool:
+    """Return whether an earlier version saved it, which streamed its data in another order."""
+    path = checkpoint / "rank0.json"
+    return path.exists() and read_object(path, *OF_CHECKPOINT).get("feed") is not None
 
 
 def check_loadable(checkpoint: Path, saved: Topology, current: Topology) -> None:

@@ -23,7 +23,7 @@ from nsa.checkpoint.commit import (
     sync_and_hash,
     write_errors,
 )
-from nsa.checkpoint.state_file import ANY_RANKS, STATE, Checkpoint, layout_of, rank_file
+from nsa.checkpoint.state_file import ANY_RANKS, STATE, Checkpoint, layout_of
 from nsa.system import isolated_environment
 from nsa.untrusted import data_only
 
@@ -57,9 +57,8 @@ def to_universal(saved: Checkpoint) -> Checkpoint:
         # The converter ignores state.json and the files of each rank.
         (converted / STATE).write_text(universal.to_json(), encoding="utf-8")
         for rank in range(source["ranks"]):
-            for name in (rng_file(rank), rank_file(rank)):
-                if (checkpoint / name).exists():
-                    shutil.copyfile(checkpoint / name, converted / name)
+            if (checkpoint / rng_file(rank)).exists():
+                shutil.copyfile(checkpoint / rng_file(rank), converted / rng_file(rank))
         files = sorted(path for path in converted.rglob("*") if path.is_file())
         entries = {str(path.relative_to(converted)): sync_and_hash(path) for path in files}
         manifest = {**source, "made_from": source["files"], "files": entries}

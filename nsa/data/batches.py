@@ -1,7 +1,8 @@
 """Batches, and the shuffled order of samples: computed, not stored, so resuming costs nothing.
 
 tokens  | s0 | s1 | s2 | ...    sample i: tokens[i·T : i·T + T + 1]
-order   s7 s2 s9 ...            a permutation of each epoch; a mixture interleaves its sources
+order   s7 s2 s9 ...            a permutation of each epoch, or of blocks of a store that grows
+                                a mixture interleaves its sources
 step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 """
 
@@ -15,12 +16,11 @@ import numpy as np
 import torch
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.config import DataConfig
-from nsa.data.dataset import Dataset
 from nsa.data.order import Mixer, hash64, shuffled_index
-from nsa.data.source import ALL, DataError
-from nsa.data.token_store import TokenStore
+from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import TokenArray
+
+FIRST_BLOCK, LAST_BLOCK = 16, 512  # samples that are shuffled together in a store that grows
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,8 @@ class Samples:
 
     def __post_init__(self) -> None:
         seq_len = self.seq_len
-        self.per_epoch = [(len(store) - 1) // seq_len for store in self.stores]
-        for store, samples in zip(self.stores, self.per_epoch, strict=True):
-            if samples < 1:
+        for store in self.stores:
+            if self._count(store, 1) < 1:
                 raise ValueError(
                     f"data.seq_len = {seq_len}: {store.name} has {len(store)} tokens in this "
                     f"split, fewer than the {seq_len + 1} of one sample (with few documents, up to "
@@ -151,6 +150,10 @@ class Samples:
         weighted = zip(self.fractions, self.stores, strict=True)
         return sum(fraction * store.bytes_per_token for fraction, store in weighted)
 
+    def describe(self, samples: int) -> list[str]:
+        """Return lines for the log of a run that consumes `samples` samples."""
+        return coverage(self.stores, self.fractions, self.seq_len, samples)
+
     def batch(self, positions: Sequence[int]) -> Batch:
         """Return the samples at these positions of the order as one batch."""
         located = [self.locate(position) for position in positions]
@@ -158,63 +161,67 @@ class Samples:
         return to_batch(np.stack(rows), self.stores[0].eos_id, self.packing)
 
     def locate(self, position: int) -> tuple[TokenStore, int]:
-        """Return the store of a sample, and the index of its first token."""
+        """Return the store of a sample, and the index of its first token.
+
+        Of a store that grows, wait for the sample's block. A block is never shuffled before it is
+        complete or the source ends, so the order does not depend on when it is read.
+        """
         source, number = self._mixer.locate(position)
-        epoch, index = divmod(number, self.per_epoch[source])
-        index = shuffled_index(index, self.per_epoch[source], hash64(self.seed, epoch, source))
-        return self.stores[source], index * self.seq_len
+        store, first = self.stores[source], 0
+        count = self._count(store, block_of(number).stop)
+        epoch, index = divmod(number, count)
+        stop, shuffle_key = count, hash64(self.seed, epoch, source)
+        if store.grows:
+            block = block_of(index)
+            first, stop = block.start, min(block.stop, count)
+            shuffle_key = hash64(self.seed, epoch, source, first)
+        index = first + shuffled_index(index - first, stop - first, shuffle_key)
+        return store, index * self.seq_len
 
     def available(self, samples: int) -> tuple[int, str | None]:
         """Return how many of `samples` precede the first repetition, and whose store ends there."""
         for position in range(samples):
             source, number = self._mixer.locate(position)
-            if number >= self.per_epoch[source]:
+            if number >= self._count(self.stores[source], block_of(number).stop):
                 return position, self.stores[source].name
         return samples, None
 
+    def _count(self, store: TokenStore, samples: int) -> int:
+        """Return the samples in a store: `samples` or more, except at the end of its source."""
+        return (store.wait_for(samples * self.seq_len + 1) - 1) // self.seq_len
 
-def open_samples(dataset: Dataset, split: str, seed: int) -> Samples | None:
-    """Open the samples of a dataset; None if it is streamed.
 
-    Few documents that fit into memory are indexed as well, except in a mixture with a stream and
-    for the split ALL.
+def block_of(index: int) -> range:
+    """Return the samples that are shuffled together with sample `index`.
+
+    The first blocks are small, so that a slow source does not delay step 1.
     """
-    streamed = [source for source in dataset.sources if not source.is_indexed]
-    if split != ALL and all(source.fits_in_memory for source in streamed):
-        streamed = []
-    if len(streamed) == len(dataset.sources):
-        return None
-    if streamed:
-        indexed = ", ".join(source.name for source in dataset.sources if source.is_indexed)
-        joined = ", ".join(source.name for source in streamed)
-        raise DataError(
-            f"data.source mixes streams ({joined}) with indexed tokens ({indexed}); write shards "
-            f"of {joined} with `nsa data prepare` and name their folders instead"
-        )
-    stores = list(dataset.stores(split))
-    first = stores[0]
-    for store in stores:
-        if store.tokenizer_fingerprint != first.tokenizer_fingerprint:
-            fingerprints = [each.tokenizer_fingerprint[:12] for each in (first, store)]
-            raise DataError(
-                f"data.source: {first.name} and {store.name} have different tokenizers "
-                f"({', '.join(fingerprints)}); prepare one of them again with the other's"
-            )
-    return build_samples(dataset.config, stores, seed)
+    size = min(LAST_BLOCK, max(FIRST_BLOCK, 1 << index.bit_length() >> 1))
+    start = index // size * size
+    return range(start, start + size)
 
 
-def first_samples(dataset: Dataset, split: str, seed: int, count: int) -> Samples:
-    """Open the samples of a dataset; of a streamed one its first `count` samples, in order."""
-    samples = open_samples(dataset, split, seed)
-    if samples is not None:
-        return samples
-    stores = list(dataset.stores(split, count * dataset.config.seq_len + 1))
-    return build_samples(dataset.config, stores, seed)
+class BatchLoader:
+    """A rank's batches of samples in order; their only state is the number of samples consumed."""
 
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        rank: int,
+        world_size: int,
+        micro_batch: int,
+        accumulation: int = 1,
+        consumed: int = 0,
+    ) -> None:
+        """Start at the step that begins after `consumed` samples of all ranks."""
+        self.samples = samples
+        self.samples_per_step = micro_batch * accumulation * world_size  # of all ranks together
+        self._micro_batch, self._stride = micro_batch, micro_batch * world_size
+        self._next = consumed + rank * micro_batch
 
-def build_samples(config: DataConfig, stores: Sequence[TokenStore], seed: int) -> Samples:
-    """Cut the stores of `data.source` into samples."""
-    fractions = list(config.sources().values())
-    return Samples(
-        stores, fractions=fractions, seq_len=config.seq_len, seed=seed, packing=config.packing
-    )
+    def next_batch(self) -> Batch:
+        """Return the next batch; wait for its tokens, or raise a DataError."""
+        batch = self.samples.batch(range(self._next, self._next + self._micro_batch))
+        self._next += self._stride
+        return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nsa.data.source import DataError, Document, Reader, Source, State
+from nsa.data.source import Cursor, DataError, Document, Documents, Source
 
 SYNTHETIC_SEED = 0  # the same documents in every run
 SYNTHETIC_BYTES = 4_000_000
@@ -29,25 +29,13 @@ class ListSource(Source):
     """A source whose documents are loaded by number."""
 
     name: str
-    numbers: Sequence[int]
+    count: int
     load: Callable[[int], Document]
-    fingerprint: str = ""  # of all documents; a pass resumes only with the same ones
+    content: str = ""
 
-    def read(self, state: State | None = None) -> Reader:
-        state = state or {"documents": 0, "fingerprint": self.fingerprint}
-        if state.get("fingerprint", "") != self.fingerprint:
-            raise DataError(
-                f"data.source = {self.name!r}: its documents changed since this pass started; "
-                "start again in a new folder"
-            )
-        return Reader(self._documents(state["documents"]), state)
-
-    def _documents(self, first: int) -> Iterator[tuple[Document, State]]:
-        for count, number in enumerate(self.numbers[first:], first + 1):
-            yield self.load(number), {"documents": count, "fingerprint": self.fingerprint}
-
-    def part(self, index: int, count: int) -> Source:
-        return ListSource(self.name, self.numbers[index::count], self.load, self.fingerprint)
+    def read(self, cursor: Cursor | None = None) -> Documents:
+        for number in range(cursor["documents"] if cursor else 0, self.count):
+            yield self.load(number), {"documents": number + 1}
 
 
 @cache  # a run opens it twice: to read it, and to compare the hash
@@ -69,7 +57,7 @@ def python_files(root: Path, name: str) -> ListSource:
         digest.update(f"{path}\0".encode() + (root / path).read_bytes() + b"\0")
     return ListSource(
         name,
-        range(len(paths)),
+        len(paths),
         lambda number: Document((root / paths[number]).read_bytes(), paths[number]),
         digest.hexdigest(),
     )
@@ -87,7 +75,7 @@ def _folder_of(package: str) -> Path:
 
 def embedded_note() -> str | None:
     """Return a note if published figures were measured on other files, else None."""
-    if embedded("deepspeed").fingerprint == EMBEDDED_SHA256:  # as a run reads it: cached
+    if embedded("deepspeed").content == EMBEDDED_SHA256:  # as a run reads it: cached
         return None
     return (
         f"data.source = 'embedded': the files of DeepSpeed {version('deepspeed')} here are not "
@@ -104,7 +92,7 @@ def synthetic(size: int = SYNTHETIC_BYTES) -> Source:
     texts = list(_synthetic_texts(size))
     return ListSource(
         "synthetic",
-        range(len(texts)),
+        len(texts),
         lambda number: Document(texts[number], f"synthetic document {number}"),
     )
 

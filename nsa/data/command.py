@@ -34,7 +34,6 @@ def add_parser(verbs: Any) -> None:
     prepare.add_argument("--out", type=Path, required=True, help="the folder to write")
     about = "fraction of the documents for validation only (default %(default)s)"
     prepare.add_argument("--held-out", type=float, default=DEFAULT.held_out, help=about)
-    prepare.add_argument("--workers", type=int, help="processes (default: one per CPU core)")
     about = "tokens per file (default 100 million)"
     prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help=about)
     prepare.set_defaults(run=_prepare, parser=prepare)
@@ -93,23 +92,20 @@ def _settings_as_flags() -> Iterator[None]:
 
 @_settings_as_flags()
 def _prepare(args: argparse.Namespace) -> int:
-    from nsa.data.prepare import prepare, skipped
     from nsa.data.shards import INDEX
+    from nsa.data.writer import prepare
 
-    positive_flags(args, "shard_tokens", "workers")
+    positive_flags(args, "shard_tokens")
     config = _config(args, tokenizer=args.tokenizer, held_out=args.held_out)
     out = args.out.expanduser()
     finished = (out / INDEX).exists()
     try:
-        index = prepare(config, out, shard_tokens=args.shard_tokens, workers=args.workers)
+        index = prepare(config, out, shard_tokens=args.shard_tokens)
     except KeyboardInterrupt:
         print(f"nsa: stopped; the same command resumes in {out}", file=sys.stderr)
         return INTERRUPTED
-    if args.workers not in (None, index.parts):
-        print(f"--workers {args.workers} has no effect: {out} was started with {index.parts}")
     print(f"{out} was already finished" if finished else f"{out} is finished")
-    lines = skipped(out, index.stamp.source, index.parts)
-    print(*lines, *_contents(out, index), sep="\n")
+    print(*index.skipped.note(index.stamp.source), *_contents(out, index), sep="\n")
     return 0 if all(index.of(split) for split in SPLITS) else 2
 
 

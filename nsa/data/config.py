@@ -30,7 +30,7 @@ class DataConfig:
     packing: str = "concat"  # "concat": across documents; "documents": attention stays inside each
     seq_len: int = 2_048  # T: tokens per sequence
     held_out: float = 0.05  # fraction of documents, by hash, that only validation reads
-    timeout: float = 120.0  # seconds without a batch after which the run ends
+    timeout: float = 120.0  # seconds without a document, while a batch waits, that end the run
 
     def validate(self) -> None:
         one_of("data", self, packing=PACKINGS, on_error=ON_ERROR)

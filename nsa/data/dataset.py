@@ -1,39 +1,26 @@
-"""Dataset: `data.source`, opened once and passed on to all that read it.
-
-    open_dataset(config)  ->  Dataset  ->  loader, validation, `nsa data prepare`, `nsa eval`
-
-It is passed on to worker processes too, which open the documents again.
-"""
+"""Dataset: the sources of `data.source`, and how each is divided into training and validation."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
-from nsa.data.hub import open_hub
-from nsa.data.shards import is_prepared, open_shards
-from nsa.data.source import DataError, HeldOut, Source, is_builtin, is_path, no_documents
-from nsa.data.token_store import TokenStore
-from nsa.data.tokenizer import TokenArray, build_tokenizer
+from nsa.data.hub import local_content, open_hub
+from nsa.data.shards import is_prepared
+from nsa.data.source import HeldOut, Source, is_builtin, is_path
 
-OnDocument = Callable[[str, str], None]  # called with (source, location of its newest document)
-NO_DOCUMENT = "none yet"
 # A source has few documents if there are fewer than FEW_DOCUMENTS, and a hash is expected to hold
 # out fewer than FEW_IN_VALIDATION of them: it may hold out none.
 FEW_DOCUMENTS = 1_000
 FEW_IN_VALIDATION = 5
 VALIDATION_BYTES = 1 << 14  # held out of few documents: fits a sample of 2,048 tokens
-MAX_IN_MEMORY_BYTES = 1 << 24  # few documents with more text are streamed
+SMALL_BYTES = 1 << 24  # tokenised in seconds, so complete before step 1
 
 
 @dataclass
@@ -43,27 +30,21 @@ class OpenedSource:
     config: DataConfig
     name: str
     division: HeldOut
-    is_prepared: bool  # a folder of shards, which were divided when they were written
-    fits_in_memory: bool = False  # few documents, which need not be streamed
+    is_prepared: bool = False  # a folder of shards, which were divided when they were written
+    content: str = ""  # digest of the documents, as far as it is known without reading them
+    size: int | None = None  # bytes of text, if that is known
+    notes: list[str] = field(default_factory=list)  # for the log
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is tokenised before step 1, and shuffled as a whole."""
+        return is_builtin(self.name) or (self.size is not None and self.size <= SMALL_BYTES)
 
     @cached_property
     def documents(self) -> Source:
         return open_source(self.config, self.name)
 
-    @property
-    def files(self) -> Files | None:
-        """Local documents; None if it is prepared, built in, or of the hub."""
-        if self.is_prepared or not is_path(self.name):
-            return None
-        assert isinstance(self.documents, Files)
-        return self.documents
-
-    @property
-    def is_indexed(self) -> bool:
-        """Whether it is always a token store, never streamed."""
-        return self.is_prepared or is_builtin(self.name)
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:  # another process opens the documents again
         return {name: value for name, value in vars(self).items() if name != "documents"}
 
 
@@ -76,73 +57,40 @@ class Dataset:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each folder whose files are not all read."""
-        text = "{}: {:,} files are read; {:,} that are empty, binary or huge are not"
-        return [
-            text.format(files.name, len(files.files), files.left_out)
-            for source in self.sources
-            if (files := source.files) is not None and files.left_out
-        ]
+        return [note for source in self.sources for note in source.notes]
 
-    def stores(
-        self,
-        split: str,
-        tokens: float = math.inf,
-        on_document: OnDocument = lambda source, location: None,
-    ) -> Iterator[TokenStore]:
-        """Yield one split of each source as a token store.
-
-        Documents are tokenised from the first on, until they have `tokens` tokens. Sources are not
-        divided into parts, so the result does not depend on the number of ranks.
-        """
-        for source in self.sources:
-            if source.is_prepared:
-                yield open_shards(source.name, split)
-                continue
-            on_document(source.name, NO_DOCUMENT)
-            tokenizer = build_tokenizer(self.config)
-            pieces: list[TokenArray] = []
-            text_bytes = count = 0
-            reader = source.documents.read()
-            for document in reader:
-                on_document(source.name, document.location)
-                if text := source.division.text_for(document.text, split):
-                    pieces += tokenizer.encode_documents([text])
-                    text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
-                    if count >= tokens:
-                        break
-            notes = reader.skipped.note(source.name)
-            if not pieces:
-                error = no_documents(self.config, source.name, split)
-                raise DataError("; ".join([str(error), *notes]))
-            joined = np.concatenate(pieces)
-            yield TokenStore(
-                [joined],
-                tokenizer.eos_id,
-                text_bytes / count,
-                name=source.name,
-                fingerprint=hashlib.sha256(joined.astype(np.uint32).tobytes()).hexdigest(),
-                vocab_size=tokenizer.vocab_size,
-                tokenizer=tokenizer.name,
-                tokenizer_fingerprint=tokenizer.fingerprint,
-                notes=notes,
-            )
+    def undivided(self) -> Dataset:
+        """Return the dataset with all its documents in the training split."""
+        sources = [replace(source, division=HeldOut(0.0)) for source in self.sources]
+        return replace(self, sources=sources)
 
 
 def open_dataset(config: DataConfig) -> Dataset:
     """Open the sources of `data.source`; read up to FEW_DOCUMENTS of a local one to count them."""
-    sources = []
-    for name in config.sources():
-        source = OpenedSource(config, name, HeldOut(config.held_out), is_prepared(name))
-        if (files := source.files) is not None:
-            limit = min(FEW_DOCUMENTS, math.ceil(FEW_IN_VALIDATION / config.held_out))
-            if size := files.size_if_few(limit):
-                # The end of each document is held out: a hash may hold out none.
-                fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
-                source.division = HeldOut(fraction, by_position=True)
-                source.fits_in_memory = size <= MAX_IN_MEMORY_BYTES
-        sources.append(source)
-    return Dataset(config, sources)
+    return Dataset(config, [_open(config, name) for name in config.sources()])
+
+
+def _open(config: DataConfig, name: str) -> OpenedSource:
+    source = OpenedSource(config, name, HeldOut(config.held_out), is_prepared(name))
+    if source.is_prepared:
+        return source
+    if not is_path(name) and not is_builtin(name):  # it takes seconds to open
+        source.content = local_content(config, name)
+        return source
+    files = source.documents
+    source.content, source.size = files.content, files.size()
+    if isinstance(files, Files):
+        if files.left_out:
+            source.notes = [
+                f"{name}: {len(files.files):,} files are read; {files.left_out:,} that are empty, "
+                "binary or huge are not"
+            ]
+        limit = min(FEW_DOCUMENTS, math.ceil(FEW_IN_VALIDATION / config.held_out))
+        if size := files.size_if_few(limit):
+            # The end of each document is held out: a hash may hold out none.
+            fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
+            source.division, source.size = HeldOut(fraction, by_position=True), size
+    return source
 
 
 def open_source(config: DataConfig, name: str) -> Source:

@@ -13,19 +13,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import cached_property
 from pathlib import Path
 
 from nsa.data.formats import (
     COMPRESSIONS,
     FORMATS,
-    Documents,
-    InPart,
     TextFile,
     name_in_errors,
     open_parquet,
 )
-from nsa.data.source import NAMED, NAMES_SHOWN, DataError, Reader, Source, State
+from nsa.data.source import NAMED, NAMES_SHOWN, Cursor, DataError, Documents, Source
 
 COMPRESSIBLE = (".jsonl", ".ndjson", ".txt")
 SUFFIXES = (*COMPRESSIBLE, ".parquet", *(a + b for a in COMPRESSIBLE for b in COMPRESSIONS))
@@ -142,40 +139,23 @@ def _text_file(path: Path, root: Path) -> TextFile:
 
 @dataclass(eq=False)
 class Files(Source):
-    """All documents of files, or those with numbers `index`, `index + count`, and so on.
+    """The documents of files, in order.
 
-    Reader state: {"files": digest of names and sizes, "file": number, "at": cursor in that file}.
+    Cursor: {"file": number, "record": records of that file that were read}.
     """
 
     name: str
     files: Sequence[TextFile]
     text_field: str
-    index: int = 0
-    count: int = 1
     left_out: int = 0  # files of the folder that hold no text, or too much
     on_error: str = "stop"  # or "skip": yield the errors of records and files that cannot be read
 
-    def read(self, state: State | None = None) -> Reader:
-        state = state or self._start
-        if state["files"] != self._digest:
-            raise DataError(
-                f"{self.name}: files were added, removed or changed in size since this run stopped "
-                "reading here; restore them, or start a new run"
-            )
-        return Reader(self._documents(state), state)
-
-    def part(self, index: int, count: int) -> Source:
-        """Return complete files if there are at least `count`, else every `count`-th document."""
-        assert self.count == 1
-        if len(self.files) >= count:
-            return replace(self, files=self.files[index::count])
-        return replace(self, index=index, count=count)
-
     def size(self) -> int | None:
-        """Return the bytes of text, including JSON syntax; None if a file is compressed."""
-        if any(file.path.suffix.lower() in COMPRESSIONS for file in self.files):
-            return None
-        return sum(self._size_of(file) for file in self.files) // self.count
+        """Return the bytes of text and JSON syntax; None if a file is compressed or a pipe."""
+        for file in self.files:
+            if file.path.suffix.lower() in COMPRESSIONS or not file.path.is_file():
+                return None
+        return sum(self._size_of(file) for file in self.files)
 
     def _size_of(self, file: TextFile) -> int:
         if file.suffix != ".parquet":
@@ -205,7 +185,7 @@ class Files(Source):
         for file in self.files:
             if not file.path.is_file():
                 return None
-            documents = replace(self, files=[file]).read()
+            documents = replace(self, files=[file]).read_all()
             compressed = file.path.suffix.lower() in COMPRESSIONS
             plain = file.suffix == ".txt" and not compressed
             for length in [file.bytes] if plain else (len(d.text) for d in documents):
@@ -215,18 +195,13 @@ class Files(Source):
         return size
 
     @property
-    def _start(self) -> State:
-        return {"files": self._digest, "file": 0, "at": {}}
-
-    @cached_property
-    def _digest(self) -> str:
+    def content(self) -> str:
         listing = json.dumps([[file.name, file.bytes] for file in self.files])
         return hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
 
-    def _documents(self, state: State) -> Documents:
-        cursor = state["at"]
-        for number in range(state["file"], len(self.files)):
-            file = self.files[number]
+    def read(self, cursor: Cursor | None = None) -> Documents:
+        start, first = (cursor["file"], cursor["record"]) if cursor else (0, 0)
+        for number, file in enumerate(self.files[start:], start):
             with name_in_errors(file.path):
                 size = file.path.stat().st_size
             if size != file.bytes:
@@ -234,19 +209,14 @@ class Files(Source):
                     f"{file.path}: changed from {file.bytes} to {size} bytes while in use; start a "
                     "new run with files that do not change"
                 )
-            read, in_part = FORMATS[file.suffix], self._in_part(number)
             try:
                 with name_in_errors(file.path):
-                    for document, at in read(file, cursor, self.text_field, in_part):
+                    for document, record in FORMATS[file.suffix](file, first, self.text_field):
                         if isinstance(document, DataError) and self.on_error == "stop":
                             raise document
-                        yield document, {"files": state["files"], "file": number, "at": at}
+                        yield document, {"file": number, "record": record}
             except DataError as error:
                 if self.on_error == "stop":
                     raise DataError(f"{error}, or set data.on_error=skip") from error
-                if in_part(0):  # one of the parts that read this file counts it
-                    yield error, {"files": state["files"], "file": number + 1, "at": {}}
-            cursor = {}
-
-    def _in_part(self, number: int) -> InPart:
-        return lambda record: (number + record) % self.count == self.index
+                yield error, {"file": number + 1, "record": 0}
+            first = 0

@@ -1,6 +1,6 @@
-"""Formats of local files: how each is read as documents, from a cursor on.
+"""Formats of local files: how each is read as documents, after a number of records.
 
-read(file, cursor, field, in_part)  ->  (document, cursor after it), ...
+read(file, first, field)  ->  (document, number of records up to it), ...
 
 A record that cannot be read is yielded as its DataError; a file that cannot be read further raises.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from nsa.data.source import DataError, Document, State, missing_field, not_text, text_of
+from nsa.data.source import DataError, Document, missing_field, not_text, text_of
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
@@ -53,33 +53,19 @@ class TextFile:
         return io.BufferedReader(stream, BUFFER_BYTES)
 
 
-InPart = Callable[[int], bool]  # returns whether a file's n-th record is in this part
-Documents = Iterator[tuple[Document | DataError, State]]  # with the cursor after each
+Records = Iterator[tuple[Document | DataError, int]]
 
 
-def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
-    """Read a document per line; blank lines do not count, and other parts' lines are not parsed."""
-    line_number, record, offset = (cursor.get(name, 0) for name in ("line", "record", "offset"))
+def _lines(file: TextFile, first: int, field: str) -> Records:
+    """Read a document per line; earlier lines are not parsed."""
     with file.open() as stream:
-        _skip(stream, offset)
-        for line in iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), b""):
-            line_number, offset = line_number + 1, offset + len(line)
+        lines = iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), b"")
+        for number, line in enumerate(lines, 1):
             if len(line) > MAX_RECORD_BYTES:
-                raise ValueError(f"line {line_number} has more than {MAX_RECORD_BYTES:,} bytes")
-            if line.isspace():
-                continue
-            record += 1
-            document = in_part(record - 1) and _document(file, line_number, line, field)
-            if document:
-                yield document, {"line": line_number, "record": record, "offset": offset}
-
-
-def _skip(stream: BinaryIO, count: int) -> None:
-    if stream.seekable():
-        stream.seek(count)
-        return
-    while count > 0 and (skipped := len(stream.read(min(count, BUFFER_BYTES)))):
-        count -= skipped
+                raise ValueError(f"line {number} has more than {MAX_RECORD_BYTES:,} bytes")
+            wanted = number > first and not line.isspace()
+            if wanted and (document := _document(file, number, line, field)):
+                yield document, number
 
 
 def _document(file: TextFile, number: int, record: Any, field: str) -> Document | DataError | None:
@@ -113,30 +99,23 @@ def _encoded(text: str | None) -> bytes | None:
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 
-def _rows(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
-    """Read a document per row; skip row groups before the cursor.
+def _rows(file: TextFile, first: int, field: str) -> Records:
+    """Read a document per row; skip earlier row groups.
 
     No batch spans two groups, so a pass that resumes ends at the same row before a broken one.
     """
-    start = cursor.get("row", 0)
     with open_parquet(file, field) as table:
-        group, row = 0, 0
-        while group < table.num_row_groups:
+        row = 0
+        for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows
-            if row + rows > start:
-                break
-            group, row = group + 1, row + rows
-        for batch in (
-            batch
-            for number in range(group, table.num_row_groups)
-            for batch in table.iter_batches(ROWS_PER_BATCH, [number], [field])
-        ):
-            texts = _as_bytes(batch.column(0))
-            for index in range(max(start - row, 0), len(texts)):
-                number = row + index + 1
-                if in_part(number - 1) and (text := texts[index].as_py()):
-                    yield Document(text, f"{file.name}:{number}"), {"row": number}
-            row += len(texts)
+            if row + rows <= first:
+                row += rows
+                continue
+            for batch in table.iter_batches(ROWS_PER_BATCH, [group], [field]):
+                for text in _as_bytes(batch.column(0)):
+                    row += 1
+                    if row > first and (content := text.as_py()):
+                        yield Document(content, f"{file.name}:{row}"), row
 
 
 def _as_bytes(column: Any) -> Any:
@@ -165,17 +144,15 @@ def open_parquet(file: TextFile, field: str) -> Iterator[Any]:
         yield table
 
 
-def _records(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
-    """Read a document per row of a table or object of an array; resuming parses from the start."""
+def _records(file: TextFile, first: int, field: str) -> Records:
+    """Read a document per row of a table or object of an array."""
     csv.field_size_limit(MAX_RECORD_BYTES)
     with io.TextIOWrapper(file.open(), "utf-8-sig", "replace", newline="") as lines:
         table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
         records = _json_array(lines) if file.suffix == ".json" else table
         for number, record in enumerate(records, 1):
-            wanted = number > cursor.get("row", 0) and in_part(number - 1)
-            document = wanted and _document(file, number, record, field)
-            if document:
-                yield document, {"row": number}
+            if number > first and (document := _document(file, number, record, field)):
+                yield document, number
 
 
 def _json_array(lines: TextIO) -> Any:
@@ -185,15 +162,15 @@ def _json_array(lines: TextIO) -> Any:
     return json.loads(text)
 
 
-def _whole_file(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+def _whole_file(file: TextFile, first: int, field: str) -> Records:
     """Read a file as one document, byte for byte."""
-    if not cursor and in_part(0):
+    if not first:
         with file.open() as stream:
             text = stream.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             raise ValueError(f"one document of over {MAX_FILE_BYTES:,} bytes: divide it")
         if text:
-            yield Document(text, file.name), {"read": True}
+            yield Document(text, file.name), 1
 
 
 FORMATS = {

@@ -1,7 +1,7 @@
 """Hugging Face datasets as a document source, streamed with `datasets`.
 
-`datasets` reads, divides and resumes. A cursor is its state before a block of rows, and the number
-of rows of the block that were consumed. `datasets` and `huggingface_hub` retry for minutes, so the
+`datasets` reads and resumes. A cursor is its state before a block of rows, and the number of rows
+of the block that were consumed. `datasets` and `huggingface_hub` retry for minutes, so the
 server is probed before and during their calls.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import glob
 import hashlib
 import json
 import os
@@ -16,17 +17,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from nsa.data.config import DataConfig
 from nsa.data.source import (
+    Cursor,
     DataError,
     Document,
-    Reader,
+    Documents,
     Source,
     SourceUnreachable,
-    State,
     missing_field,
     not_text,
     text_of,
@@ -61,8 +61,19 @@ def open_hub(config: DataConfig, name: str) -> Source:
     return Hub(name, os.path.expanduser(path), subset, config)
 
 
+def local_content(config: DataConfig, name: str) -> str:
+    """Return a digest of the names and sizes of local files; "" for a dataset of the hub."""
+    path = os.path.expanduser(name.removeprefix("hf:"))
+    if path not in BUILDERS and not os.path.isdir(path):
+        return ""
+    pattern = os.path.join("" if path in BUILDERS else path, config.pattern or "**")
+    files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    listing = json.dumps([[file, os.path.getsize(file)] for file in files])
+    return hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
+
+
 class Hub(Source):
-    """The documents of a dataset, or of one of its parts.
+    """The documents of a dataset.
 
     Their size is unknown: the sizes that a hub lists include all columns.
     """
@@ -71,7 +82,6 @@ class Hub(Source):
         self.name, self._field = name, config.text_field
         self._path, self._subset, self._config = path, subset, config
         self._remote = path not in BUILDERS and not os.path.isdir(path)
-        self._index, self._count = 0, 1
         self._opened = self._open(None)
 
     def _open(self, revision: str | None) -> tuple[Any, str]:
@@ -132,8 +142,7 @@ class Hub(Source):
         dataset = builder.as_streaming_dataset(split=self._config.split)
         if self._remote:
             return dataset, str(builder.hash)
-        files = [Path(file).name for file in builder.config.data_files[self._config.split]]
-        return dataset, hashlib.blake2b(json.dumps(files).encode(), digest_size=8).hexdigest()
+        return dataset, ""  # `local_content` tells whether the files changed
 
     def _refusal(self, error: Exception) -> DataError:
         import datasets
@@ -159,55 +168,36 @@ class Hub(Source):
         if kind not in ("string", "large_string"):
             raise DataError(f"{self.name}: {not_text(self._field, kind)}")
 
-    def read(self, state: State | None = None) -> Reader:
-        from datasets.distributed import split_dataset_by_node
-
+    def read(self, cursor: Cursor | None = None) -> Documents:
         stream, revision = self._opened
-        state = state or {"revision": revision, "rows": 0, "dataset": None, "given": 0}
-        if state["revision"] != revision:
-            if not self._remote:
-                raise DataError(
-                    f"{self.name}: its files changed since this run stopped reading them; restore "
-                    "them, or start a new run"
-                )
-            stream, _ = self._open(state["revision"])
-        # Both return a new object, which holds the state of one pass.
-        if stream.num_shards >= self._count:
-            stream = stream.shard(self._count, self._index)
-        else:
-            stream = split_dataset_by_node(stream, rank=self._index, world_size=self._count)
-        return Reader(self._documents(stream, state), state)
+        cursor = cursor or {"revision": revision, "rows": 0, "dataset": None, "given": 0}
+        if cursor["revision"] != revision:
+            stream, _ = self._open(cursor["revision"])
+        # A new object, which holds the state of one pass.
+        return self._documents(stream.shard(1, 0), cursor)
 
-    def part(self, index: int, count: int) -> Source:
-        """Return complete files if there are at least `count`, else every `count`-th document."""
-        assert self._count == 1
-        part = copy.copy(self)
-        part._index, part._count = index, count
-        return part
-
-    def _documents(self, stream: Any, state: State) -> Iterator[tuple[Document, State]]:
+    def _documents(self, stream: Any, start: Cursor) -> Documents:
         """Read rows in blocks; the server can be probed between blocks.
 
-        State: that of `datasets` before the block, and the rows consumed in the block ("given") and
-        in total.
+        Cursor: state of `datasets` before the block, and the rows consumed in the block ("given")
+        and in total.
         """
-        name = f"{self.name}, part {self._index + 1} of {self._count}"
-        before, consumed, total = state["dataset"], state["given"], state["rows"]
+        before, consumed, total = start["dataset"], start["given"], start["rows"]
         if before is not None:
             stream.load_state_dict(copy.deepcopy(before))
         records = iter(stream)
         while True:
             rows, error = self._guarded(
-                f"{name}, after row {total}", state["revision"], partial(_read_block, records)
+                f"{self.name}, after row {total}", start["revision"], partial(_read_block, records)
             )
             for number, record in enumerate(rows[consumed:], consumed + 1):
                 total += 1
                 if text := text_of(record, self._field, self.name):
                     cursor = {"rows": total, "dataset": before, "given": number}
-                    document = Document(text.encode("utf-8", "replace"), f"{name}: row {total}")
-                    yield document, state | cursor
+                    location = f"{self.name}: row {total}"
+                    yield Document(text.encode("utf-8", "replace"), location), start | cursor
             if error is not None:
-                raise _broke_off(name, total, error) from error
+                raise _broke_off(self.name, total, error) from error
             if not rows:
                 return
             before, consumed = stream.state_dict(), 0

@@ -1,22 +1,22 @@
-"""Prepared shards: memory-mapped token files, and the `index.json` that lists them.
+"""Shards: memory-mapped token files, and the `index.json` that lists them.
 
     | header, 4,096 bytes | tokens, uint16 or uint32 | padding to 8 bytes | ends, int64 |
 
 Header: magic, version and length of the JSON that follows. Ends: the offset after each document's
-last token. Everything is little-endian.
+last token. Everything is little-endian. A folder is unfinished while PLAN lists its shards.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
+import math
 import os
-import shutil
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from nsa.atomic_io import atomic_write
-from nsa.data.source import DataError
+from nsa.data.source import NOTHING, Cursor, DataError, Skipped
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
 from nsa.untrusted import matches, open_regular, parse_json, read_text, short_repr
@@ -35,10 +35,11 @@ HEADER = 4_096
 FIXED = struct.Struct("<8sII")  # magic, version, length of the JSON
 FORMAT = "nsa shards"
 INDEX = "index.json"
-PLAN = "prepare.json"  # the settings, written first: without INDEX the folder is unfinished
+PLAN = "prepare.json"  # the index of a folder that is unfinished
 BUFFER_BYTES = 1 << 22
-RERUN = "run the same `nsa data prepare` again"
-RESTORE = "restore the file, or prepare the folder again"
+OPEN_SHARDS = 128  # of a store: a process has 1,024 files
+RERUN = "run the same command again"
+RESTORE = "restore the file, or delete its folder to write it again"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ STAMP_SHAPE, SHARD_SHAPE = (
     {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(kind)}
     for kind in (Stamp, Shard)
 )
-INDEX_SHAPE = {"stamp": STAMP_SHAPE, "settings": dict, "parts": int, "shards": [SHARD_SHAPE]}
+INDEX_SHAPE = {"stamp": STAMP_SHAPE, "settings": dict, "shards": [SHARD_SHAPE]}
+PLAN_SHAPE = INDEX_SHAPE | {"cursor": (dict, type(None)), "skipped": list}
 
 
 def _ends_offset(tokens: int, dtype: str) -> int:
@@ -78,35 +80,21 @@ def _ends_offset(tokens: int, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Index:
-    """The description of a finished folder in `index.json`."""
+    """The description of a folder of shards."""
 
     stamp: Stamp
     settings: dict[str, Any]  # the other settings that determine its content
-    parts: int  # parts of the source that were read in parallel
     shards: list[Shard]
+    cursor: Cursor | None = None  # after the last document in the shards; None: at the start
+    skipped: Skipped = NOTHING
+    finished: bool = True  # the source has no further documents
 
     def of(self, split: str) -> list[Shard]:
         """Return the shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
 
-
-def write_atomically(path: Path, chunks: Sequence[Any]) -> None:
-    """Call `atomic_write`; raise a DataError with the space needed if the disk is full."""
-    try:
-        atomic_write(path, chunks)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        needed = sum(memoryview(chunk).nbytes for chunk in chunks)
-        free = shutil.disk_usage(path.parent).free
-        raise DataError(
-            f"{path.parent}: the disk is full: {path.name} takes {needed:,} bytes and "
-            f"{free:,} are free; free some space and {RERUN}: it resumes where it stopped"
-        ) from None
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, [(json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()])
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.of(split))
 
 
 def write_shard(
@@ -127,7 +115,7 @@ def write_shard(
     for chunk in payload:
         digest.update(chunk)
     shard = Shard(name, split, len(tokens), len(documents), text_bytes, digest.hexdigest())
-    write_atomically(folder / name, (_header(shard, stamp), *payload))
+    atomic_write(folder / name, (_header(shard, stamp), *payload))
     return shard
 
 
@@ -220,64 +208,99 @@ def _is_ours(path: Path) -> bool:
 
 def read_index(folder: Path) -> Index:
     """Read the index of a finished folder."""
-    path = folder / INDEX
-    try:
-        content = parse_json(read_text(path))
-        if content["format"] == FORMAT:
-            check_version(path, content["version"])
-        if not matches(content, INDEX_SHAPE):
-            raise ValueError("a field is missing, or has another type")
-        stamp, shards = Stamp(**content["stamp"]), [Shard(**shard) for shard in content["shards"]]
-        if stamp.dtype not in ("uint16", "uint32") or stamp.eos_id >= stamp.vocab_size:
-            raise ValueError(f"dtype = {short_repr(stamp.dtype)}, eos_id = {stamp.eos_id}")
-        for shard in shards:
-            counts = shard.tokens, shard.documents, shard.text_bytes
-            if 0 in counts or Path(shard.name).name != shard.name:
-                raise ValueError(f"{short_repr(shard.name)} with {counts} tokens, documents, bytes")
-        return Index(stamp, content["settings"], content["parts"], shards)
-    except FileNotFoundError:
-        if _is_ours(folder / PLAN):
-            raise DataError(f"{folder}: unfinished; {RERUN}: it resumes where it stopped") from None
-        raise DataError(f"{folder}: not a folder that `nsa data prepare` wrote") from None
-    except DataError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: damaged ({error!r}); prepare the folder again") from None
+    index = find_index(folder)
+    if index is None:
+        raise DataError(f"{folder}: not a folder that `nsa data prepare` wrote")
+    if not index.finished:
+        raise DataError(f"{folder}: unfinished; {RERUN}: it resumes where it stopped")
+    return index
+
+
+def find_index(folder: Path) -> Index | None:
+    """Read the index of a folder, finished or not; None if there is none."""
+    for name, shape in ((INDEX, INDEX_SHAPE), (PLAN, PLAN_SHAPE)):
+        path = folder / name
+        try:
+            return _index(path, parse_json(read_text(path)), shape)
+        except FileNotFoundError:
+            continue
+        except DataError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: damaged ({error!r}); prepare the folder again") from None
+    return None
+
+
+def _index(path: Path, content: Any, shape: Any) -> Index:
+    if content["format"] == FORMAT:
+        check_version(path, content["version"])
+    if not matches(content, shape):
+        raise ValueError("a field is missing, or has another type")
+    stamp, shards = Stamp(**content["stamp"]), [Shard(**shard) for shard in content["shards"]]
+    if stamp.dtype not in ("uint16", "uint32") or stamp.eos_id >= stamp.vocab_size:
+        raise ValueError(f"dtype = {short_repr(stamp.dtype)}, eos_id = {stamp.eos_id}")
+    for shard in shards:
+        counts = shard.tokens, shard.documents, shard.text_bytes
+        if 0 in counts or Path(shard.name).name != shard.name:
+            raise ValueError(f"{short_repr(shard.name)} with {counts} tokens, documents, bytes")
+    number, first = content.get("skipped", NOTHING)
+    if not matches([number, first], [(int, str)]):
+        raise ValueError(f"skipped = {short_repr(content['skipped'])}")
+    return Index(
+        stamp,
+        content["settings"],
+        shards,
+        content.get("cursor"),
+        Skipped(number, first),
+        finished=path.name == INDEX,
+    )
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Mark a folder as finished."""
-    write_json(folder / INDEX, {"format": FORMAT, "version": VERSION, **asdict(index)})
+    """Write the index of a folder, which may mark it as finished."""
+    content = {"format": FORMAT, "version": VERSION, **asdict(index), "parts": 1}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    atomic_write(folder / (INDEX if index.finished else PLAN), [text.encode()])
+    if index.finished:
+        (folder / PLAN).unlink(missing_ok=True)
 
 
 class ShardStore(TokenStore):
-    """One split of a prepared folder, memory-mapped.
+    """One split of a folder of shards, memory-mapped.
 
     A shard that is replaced by a new file stays mapped, unchanged. If the mapped file itself is
     overwritten or truncated, the next read raises; without the check SIGBUS could end the process.
     """
 
-    def __init__(self, folder: Path, name: str, index: Index, split: str) -> None:
-        shards, stamp = index.of(split), index.stamp
-        little = np.dtype(stamp.dtype).newbyteorder("<")
-        self._paths = [folder / shard.name for shard in shards]
-        self._files = [open_shard(folder, shard, stamp) for shard in shards]
-        maps = [
-            np.memmap(file, little, "r", offset=HEADER, shape=(shard.tokens,))
-            for file, shard in zip(self._files, shards, strict=True)
-        ]
-        self._opened = [self._stat(number) for number in range(len(shards))]
-        digest = hashlib.sha256("/".join(shard.sha256 for shard in shards).encode())
+    def __init__(
+        self, folder: Path, name: str, index: Index, split: str, tokens: float = math.inf
+    ) -> None:
+        stamp, self._shards = index.stamp, list[Shard]()
+        self._folder, self._stamp, self._split = folder, stamp, split
+        self._opened = lru_cache(OPEN_SHARDS)(self._open)
         super().__init__(
-            [tokens.view(np.ndarray) for tokens in maps],
+            [],
             stamp.eos_id,
-            sum(shard.text_bytes for shard in shards) / sum(shard.tokens for shard in shards),
+            bytes_per_token=0.0,
             name=name,
-            fingerprint=digest.hexdigest(),
             vocab_size=stamp.vocab_size,
             tokenizer=stamp.tokenizer,
             tokenizer_fingerprint=stamp.tokenizer_fingerprint,
         )
+        self.extend(index, tokens)
+        digest = hashlib.sha256("/".join(shard.sha256 for shard in self._shards).encode())
+        self.fingerprint = digest.hexdigest()
+
+    def extend(self, index: Index, tokens: float) -> None:
+        """Add the next shards of an index until there are `tokens` tokens."""
+        for shard in index.of(self._split)[len(self._shards) :]:
+            if len(self) >= tokens:
+                break
+            open_shard(self._folder, shard, self._stamp).close()
+            self._shards.append(shard)
+            self._ends = np.append(self._ends, len(self) + shard.tokens)
+        self.bytes_per_token = sum(shard.text_bytes for shard in self._shards) / len(self)
+        self.notes = index.skipped.note(self.name)
 
     def read(self, start: int, stop: int) -> TokenArray:
         tokens = super().read(start, stop)
@@ -286,24 +309,33 @@ class ShardStore(TokenStore):
             raise DataError(
                 f"{self.name}: holds the id {highest} at or after token {start:,}, and {INDEX} says"
                 f" vocab_size = {self.vocab_size}; prepare the folder again, or restore "
-                f"{self._paths[number].name}"
+                f"{self._shards[number].name}"
             )
         return tokens
 
     def _piece(self, number: int) -> TokenArray:
-        if self._stat(number) != self._opened[number]:
+        file, tokens, opened = self._opened(number)
+        if _size_and_time(file) != opened:
             raise DataError(
-                f"{self._paths[number]}: overwritten or truncated while in use; restore it, and "
-                "replace shards only by moving complete files into their place"
+                f"{file.name}: overwritten or truncated while in use; restore it, and replace "
+                "shards only by moving complete files into their place"
             )
-        return super()._piece(number)
+        return tokens
 
-    def _stat(self, number: int) -> tuple[int, int]:
-        stat = os.fstat(self._files[number].fileno())
-        return stat.st_size, stat.st_mtime_ns
+    def _open(self, number: int) -> tuple[FileIO, TokenArray, tuple[int, int]]:
+        shard = self._shards[number]
+        file = open_shard(self._folder, shard, self._stamp)
+        little = np.dtype(self._stamp.dtype).newbyteorder("<")
+        tokens = np.memmap(file, little, "r", offset=HEADER, shape=(shard.tokens,))
+        return file, tokens.view(np.ndarray), _size_and_time(file)
 
 
-def open_shards(path: str, split: str) -> TokenStore:
+def _size_and_time(file: FileIO) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
+def open_shards(path: str, split: str) -> ShardStore:
     """Open one split of a prepared folder; check sizes and headers, but not checksums."""
     folder = Path(path).expanduser()
     index = read_index(folder)

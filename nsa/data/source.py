@@ -1,7 +1,6 @@
-"""Document sources: the base class `Source`, its resumable `Reader`, and the validation split.
+"""Document sources: the base class `Source`, and the validation split.
 
-source.part(i, n).read(state)  ->  Document, Document, ...  each once, in a fixed order
-reader.state()                 ->  JSON that resumes the pass in another process
+source.read(cursor)  ->  (document, cursor after it), ...  each once, in a fixed order
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa.data.config import DataConfig
-
 SPLITS = ("train", "val")
-ALL = "all"  # both splits, undivided; prepared shards have no such split
 BUILTIN = ("embedded", "synthetic")
 NAMED = (*BUILTIN, "fineweb_edu")  # sources that are neither a path nor hf:<dataset>
 NAMES_SHOWN = 8  # of fields or files, in an error
-State = dict[str, Any]  # JSON values only
+Cursor = dict[str, Any]  # JSON values only; resumes a pass in another process
 
 
 class DataError(ValueError):
@@ -39,14 +35,18 @@ class Document:
     location: str  # "books.jsonl:17"
 
 
+# A DataError in place of a document is skipped, and counted.
+Documents = Iterator[tuple[Document | DataError, Cursor]]
+
+
 class Skipped(NamedTuple):
     """Number of lines, rows and files that data.on_error = skip left out, and the first error."""
 
     number: int = 0
     first: str = ""
 
-    def plus(self, other: Skipped) -> Skipped:
-        return Skipped(self.number + other.number, self.first or other.first)
+    def plus(self, error: DataError) -> Skipped:
+        return Skipped(self.number + 1, self.first or str(error))
 
     def note(self, name: str) -> list[str]:
         """Return a line for the log, if anything was left out of the source `name`."""
@@ -54,46 +54,30 @@ class Skipped(NamedTuple):
         return [f"{text}the first: {self.first}"] if self.number else []
 
 
-class Reader(Iterator[Document]):
-    """A resumable pass over a source, built from pairs (document, state after it).
-
-    A DataError in place of a document is skipped, and counted.
-    """
-
-    def __init__(
-        self, documents: Iterator[tuple[Document | DataError, State]], state: State
-    ) -> None:
-        self._documents, self._state = documents, state
-        self.skipped = Skipped()  # since this reader began
-
-    def __next__(self) -> Document:
-        while True:
-            document, self._state = next(self._documents)
-            if isinstance(document, Document):
-                return document
-            self.skipped = self.skipped.plus(Skipped(1, str(document)))
-
-    def state(self) -> State:
-        """Return the cursor after the last document; `Source.read` resumes from it."""
-        return self._state
-
-
 class Source:
     """Documents in a fixed order."""
 
     name: str  # in messages
 
-    def read(self, state: State | None = None) -> Reader:
-        """Start a pass, or resume one at a reader's state."""
+    @property
+    def content(self) -> str:
+        """Return a digest of what is known of the documents before they are read."""
+        return ""
+
+    def read(self, cursor: Cursor | None = None) -> Documents:
+        """Start a pass, or resume one after a document."""
         raise NotImplementedError
 
-    def part(self, index: int, count: int) -> Source:
-        """Return one of `count` disjoint parts that together hold all documents."""
-        raise NotImplementedError
+    def read_all(self) -> Iterator[Document]:
+        """Yield the documents, without errors that are skipped."""
+        return (document for document, _ in self.read() if isinstance(document, Document))
 
     def size(self) -> int | None:
-        """Return the bytes of text, for a progress bar; None if only reading can tell."""
+        """Return the bytes of text; None if only reading can tell."""
         return None
+
+
+NOTHING = Skipped()
 
 
 def is_validation(text: bytes, fraction: float) -> bool:
@@ -104,32 +88,19 @@ def is_validation(text: bytes, fraction: float) -> bool:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The division of a source between training and validation.
-
-    Its repr is part of the fingerprint of a stream, which a resumed run compares.
-    """
+    """The division of a source between training and validation; 0.0: all is for training."""
 
     fraction: float
     by_position: bool = False  # hold out the end of each document, not whole documents by hash
 
     def text_for(self, text: bytes, split: str) -> bytes:
         """Return what `split` reads of a document: all of it, its start, its end, or nothing."""
-        if split == ALL:
-            return text
         if not self.by_position:
             return text if is_validation(text, self.fraction) == (split == "val") else b""
         cut = len(text) - int(len(text) * self.fraction)
         for _ in range(3):  # not inside a UTF-8 character
             cut -= 0 < cut < len(text) and text[cut] & 0xC0 == 0x80
         return text[cut:] if split == "val" else text[:cut]
-
-
-def no_documents(config: DataConfig, name: str, split: str) -> DataError:
-    verb = {"train": "lower", "val": "raise"}.get(split)
-    fix = f"{verb} data.held_out = {config.held_out}, or take" if verb else "take"
-    return DataError(
-        f"data.source = {name!r} has no document for split {split!r}; {fix} a larger source"
-    )
 
 
 def missing_field(field: str, present: Sequence[str]) -> str:
@@ -152,7 +123,7 @@ def text_of(record: dict[str, Any], field: str, location: str) -> str | None:
 
 
 def is_builtin(name: str) -> bool:
-    """Return whether a source is built in, and so tokenised into memory when opened."""
+    """Return whether a source is built in, so that its documents are small and always there."""
     return name in BUILTIN or name.startswith("embedded:")
 
 

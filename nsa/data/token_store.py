@@ -25,9 +25,15 @@ class TokenStore:
     tokenizer: str = ""  # its name
     tokenizer_fingerprint: str = ""
     notes: Sequence[str] = ()  # for the log
+    grows: bool = False  # the source may still be read: samples are shuffled in blocks
+    size: int | None = None  # bytes of the source of a store that grows, if they are known
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum([len(piece) for piece in self.pieces], dtype=np.int64)
+
+    def wait_for(self, tokens: int) -> int:
+        """Wait until the store has `tokens` tokens or its source ends; return how many it has."""
+        return len(self)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -38,9 +44,9 @@ class TokenStore:
         number = int(np.searchsorted(self._ends, start, side="right"))
         parts = []
         while start < stop:
-            end = int(self._ends[number])
-            offset = end - len(self.pieces[number])
-            parts.append(self._piece(number)[start - offset : min(stop, end) - offset])
+            end, piece = int(self._ends[number]), self._piece(number)
+            offset = end - len(piece)
+            parts.append(piece[start - offset : min(stop, end) - offset])
             start, number = min(stop, end), number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -55,17 +61,24 @@ def coverage(
     lines: list[str] = []
     for store, fraction in zip(stores, fractions, strict=True):
         lines += store.notes
+        tokenizer = f" (tokenizer {store.tokenizer})" if store.tokenizer else ""
+        consumed = None if samples is None else round(samples * fraction)
+        if store.grows and consumed is not None:
+            line = f"{store.name}: tokenised as the run reads it{tokenizer}, shuffled in blocks; "
+            lines.append(f"{line}the run consumes {consumed:,} samples of {seq_len:,}")
+            if store.size:  # a token has one byte or more
+                epochs = consumed * seq_len / store.size
+                lines += epochs_warning(store.name, f"{store.size:,} bytes", epochs)
+            continue
         per_epoch = max(0, (len(store) - 1) // seq_len)
         left_over = len(store) - per_epoch * seq_len - 1
-        line = f"{store.name}: {len(store):,} tokens"
-        line += f" (tokenizer {store.tokenizer}), " if store.tokenizer else ", "
+        line = f"{store.name}: {len(store):,} tokens{tokenizer}, "
         line += f"{per_epoch:,} samples of {seq_len:,}, no padding"
         if left_over > 0:
             line += f", and {left_over:,} tokens left over"
-        if samples is None or not per_epoch:
+        if consumed is None or not per_epoch:
             lines.append(line)
             continue
-        consumed = round(samples * fraction)
         epochs = consumed / per_epoch
         line += f"; the run consumes {consumed:,}: "
         line += f"{epochs:.2f} epochs" if epochs > 1 else f"{epochs:.1%} of them, once"

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from nsa.atomic_io import draft_folder
 from nsa.data.config import DataConfig
 from nsa.data.hub import hub_url, probe
-from nsa.data.source import DataError, Source
+from nsa.data.source import DataError, Skipped, Source
 from nsa.system import with_timeout
 from nsa.text import first_line
 from nsa.untrusted import matches, read_object
@@ -392,11 +392,14 @@ def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
 
 
 def _pieces(source: Source) -> Iterator[str]:
-    empty, reader = True, source.read()
-    for document in reader:
+    empty, skipped = True, Skipped()
+    for document, _ in source.read():
+        if isinstance(document, DataError):
+            skipped = skipped.plus(document)
+            continue
         empty = False
         yield from split_text(document.text.decode("utf-8", errors="replace"))
-    for line in reader.skipped.note(source.name):
+    for line in skipped.note(source.name):
         print(line, file=sys.stderr)
     if empty:
         raise DataError(f"data.source: {source.name} has no documents to train on")

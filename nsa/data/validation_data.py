@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from functools import partial
-from queue import Empty
-
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch, Samples, build_samples, open_samples
-from nsa.data.dataset import NO_DOCUMENT, Dataset
-from nsa.data.loader import PREPARE, Prefetcher
-from nsa.data.source import DataError
-from nsa.data.worker import Worker
+from nsa.data.batches import Batch
+from nsa.data.cache import TokenCache
 
 VALIDATION_SEED = 0  # every run is evaluated on the same samples, whatever train.seed is
 
@@ -20,12 +13,11 @@ class ValidationData:
     """The first `sequences` samples of the validation split, divided among the ranks."""
 
     def __init__(
-        self, dataset: Dataset, *, sequences: int, micro_batch: int, world_size: int
+        self, cache: TokenCache, *, sequences: int, micro_batch: int, world_size: int
     ) -> None:
-        """Read the samples; raise a DataError if there are none, or data.timeout passes."""
+        """Wait for the samples; raise a DataError if there are none, or data.timeout passes."""
         self._requested, self._micro_batch, self._world_size = sequences, micro_batch, world_size
-        samples = open_samples(dataset, "val", VALIDATION_SEED)
-        self._samples = samples or _read_samples(dataset, sequences * dataset.config.seq_len + 1)
+        self._samples = cache.open_samples("val", VALIDATION_SEED)
         self._available = self._samples.available(sequences)
 
     @property
@@ -64,21 +56,3 @@ class ValidationData:
         batch = self._samples.batch([*positions, *[0] * missing])
         batch.labels.view(self._micro_batch, -1)[len(positions) :] = IGNORE_INDEX
         return batch
-
-
-def _read_samples(dataset: Dataset, tokens: int) -> Samples:
-    """Read the samples of streamed sources, in a process: one that hangs ends in an error."""
-    config = dataset.config
-    names, timeout = config.source_names(), config.timeout
-    work = partial(dataset.stores, "val", tokens)
-    worker = Worker(work, f"data.source = {names!r}, validation")
-    with closing(Prefetcher(worker, len(config.sources()), worker.close)) as stores:
-        try:
-            read = [stores.next(timeout, lambda: worker.last_progress) for _ in config.sources()]
-        except Empty:
-            raise DataError(
-                f"data.source = {worker.source or names!r}: no document for {timeout:g} seconds "
-                "(data.timeout) while reading the validation split; the last document read was "
-                f"{worker.location or NO_DOCUMENT}. Raise data.timeout, or {PREPARE}"
-            ) from None
-    return build_samples(config, read, VALIDATION_SEED)

@@ -1,10 +1,9 @@
-"""Data worker: a subprocess that reads and tokenises for a rank, connected by pipes.
+"""Data worker: a subprocess that reads and tokenises, connected by pipes.
 
-    rank  -- pickled work --> worker   its stdin; end of file: the rank has ended
-    rank  <---- frames ------ worker   its stdout: items, progress, or an error
+    parent  -- pickled work --> worker   its stdin; end of file: the parent has ended
+    parent  <---- frames ------ worker   its stdout: items, or an error
 
-It is a new process, not a fork: a rank already holds a GPU, threads and connections. Frames wait in
-the pipe, so a worker prefetches as much as the pipe holds.
+It is a new process, not a fork: a rank already holds a GPU, threads and connections.
 """
 
 from __future__ import annotations
@@ -14,20 +13,18 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any, BinaryIO
 
 from nsa.data.source import DataError
 
-ITEM, PROGRESS, ERROR, END = "item", "progress", "error", "end"  # kinds of frames
-PROGRESS_SECONDS = 0.5
+ITEM, ERROR, END = "item", "error", "end"  # kinds of frames
 LINES_KEPT = 5  # last lines of a worker's stderr, for the error when it dies
-Work = Callable[..., Iterator[Any]]  # called with `on_document`; must be picklable
+Work = Callable[[], Iterator[Any]]  # must be picklable
 
 
 class WorkerDied(DataError):
@@ -37,14 +34,12 @@ class WorkerDied(DataError):
 class Worker(Iterator[Any]):
     """Iterator over `work` in a subprocess."""
 
-    def __init__(self, work: Work, name: str) -> None:
-        self.source = ""  # that is being read
-        self.location = ""  # of the last document read
-        self.last_progress = time.monotonic()
+    def __init__(self, work: Work, name: str, *keep_open: int) -> None:
+        """Start the process; `keep_open`: files that it inherits under the same numbers."""
         self._name = name  # in messages
         # The worker imports the same modules as this process, whatever the working directory.
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        # The worker ignores Ctrl-C and ends with its rank. It inherits the mask, so from the start.
+        # The worker ignores Ctrl-C and ends with its parent. The mask is inherited from the start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
@@ -53,6 +48,7 @@ class Worker(Iterator[Any]):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                pass_fds=keep_open,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -72,19 +68,15 @@ class Worker(Iterator[Any]):
         return self._process.pid
 
     def __next__(self) -> Any:
-        while True:
-            try:
-                kind, content = pickle.load(self._frames)
-            except (EOFError, pickle.UnpicklingError):  # the stream ended, maybe within a frame
-                raise self._death() from None
-            self.last_progress = time.monotonic()
-            if kind == ITEM:
-                return content
-            if kind == END:
-                raise StopIteration
-            if kind == ERROR:
-                raise DataError(content)
-            self.source, self.location = content
+        try:
+            kind, content = pickle.load(self._frames)
+        except (EOFError, pickle.UnpicklingError):  # the stream ended, maybe within a frame
+            raise self._death() from None
+        if kind == ERROR:
+            raise content
+        if kind == END:
+            raise StopIteration
+        return content
 
     def close(self) -> None:
         """Kill the process."""
@@ -114,41 +106,25 @@ class Worker(Iterator[Any]):
 
 
 def main() -> None:
-    """Run the work on standard input until it or the parent ends; send progress regularly."""
-    stream, lock = os.fdopen(os.dup(1), "wb"), Lock()
+    """Run the work on standard input until it or the parent ends."""
+    stream = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with the frames
-    newest: tuple[str, str] | None = None
 
     def send(kind: str, content: Any) -> None:
-        frame = pickle.dumps((kind, content), pickle.HIGHEST_PROTOCOL)
-        with lock:
-            stream.write(frame)
-            stream.flush()
-
-    def on_document(source: str, location: str) -> None:
-        nonlocal newest
-        newest = (source, location)
-
-    def send_progress() -> None:
-        sent = None
-        while True:
-            if newest != sent:
-                sent = newest
-                send(PROGRESS, sent)
-            time.sleep(PROGRESS_SECONDS)
+        pickle.dump((kind, content), stream, pickle.HIGHEST_PROTOCOL)
+        stream.flush()
 
     work = pickle.load(sys.stdin.buffer)
-    for task in (_exit_with_parent, send_progress):
-        Thread(target=task, daemon=True).start()
+    Thread(target=_exit_with_parent, daemon=True).start()
     code = 0
     try:
-        for item in work(on_document=on_document):
+        for item in work():
             send(ITEM, item)
         send(END, None)
     except DataError as error:
-        send(ERROR, str(error))
+        send(ERROR, type(error)(str(error)))
     except BaseException:
-        traceback.print_exc()  # the rank's error has its last lines
+        traceback.print_exc()  # the parent's error has its last lines
         code = 1
     sys.stderr.flush()
     os._exit(code)  # some threads of streaming libraries abort a regular exit

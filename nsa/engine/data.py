@@ -1,14 +1,15 @@
-"""Data of one rank: training loader and validation batches, opened at the run's data cursor."""
+"""Data of one rank: training loader and validation batches, opened at the run's position."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch
+from nsa.data.batches import Batch, BatchLoader
+from nsa.data.cache import CACHE, TokenCache
 from nsa.data.dataset import open_dataset
-from nsa.data.loader import BatchLoader, IndexedBatches, StreamingBatches, open_loader
 from nsa.data.validation_data import ValidationData
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks
@@ -24,9 +25,11 @@ class Data:
     of every sequence.
     """
 
+    cache: TokenCache
     loader: BatchLoader
     validation: ValidationData
     notes: list[str]  # for the log
+    first_seconds: float  # until the first batch was ready
     data_ranks: Ranks  # this rank among those that read different samples
     sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
 
@@ -43,24 +46,22 @@ class Data:
         return [batch.sequence_part(*self.sequence_part) for batch in batches]
 
     def close(self) -> None:
-        """Stop the prefetching thread and worker, and log what data.on_error left out."""
-        self.loader.close()
-        for line in self.loader.source.skipped():
-            warn(f"rank {self.data_ranks.rank}: {line}")
+        """End the tokenising process, and log what data.on_error left out."""
+        self.cache.close()
+        if self.data_ranks.rank == 0:
+            for store in self.loader.samples.stores:
+                for line in store.notes:
+                    warn(line)
 
 
 def open_data(
-    config: RunConfig,
-    ranks: Ranks,
-    state: TrainState,
-    loader_state: dict[str, Any] | None = None,
-    data_changed: bool = False,
+    config: RunConfig, ranks: Ranks, state: TrainState, run_dir: Path, data_changed: bool = False
 ) -> Data:
     """Open the data after `state.samples` samples; record its fingerprint in `state`.
 
     `data_changed`: the run resumes with other data settings, so data starts at its first sample.
     """
-    notes = []
+    notes, start = list[str](), time.monotonic()
     group = config.train.sequence_parallel  # adjacent ranks that share each sequence
     data_ranks = Ranks(ranks.rank // group, ranks.local_rank, ranks.world_size // group)
     resumed = bool(state.data)
@@ -69,52 +70,47 @@ def open_data(
             "--resume: data.* or train.seed changed since the run started; the new data starts at "
             "its first sample"
         )
-        state.samples, loader_state = 0, None
+        state.samples = 0
 
     dataset = open_dataset(config.data)
-    loader = open_loader(
-        dataset,
-        rank=data_ranks.rank,
-        world_size=data_ranks.world_size,
-        micro_batch=config.train.rows,
-        accumulation=config.train.accumulation,
-        seed=config.train.seed,
-        consumed=state.samples,
-        state=loader_state,
-    )
+    cache = TokenCache(dataset, run_dir.parent / CACHE)
+    _check_vocabulary(config, cache)
+    shape = {"micro_batch": config.train.rows, "world_size": data_ranks.world_size}
+    step = config.train.rows * config.train.accumulation * data_ranks.world_size
+    consumed = state.samples + (config.train.steps - state.step) * step
     try:
-        expected = state.data if resumed and not data_changed else loader.source.fingerprint
-        _check_source(config, loader.source, expected)
-        validation = ValidationData(
-            dataset,
-            sequences=config.train.eval_samples,
-            micro_batch=config.train.rows,
-            world_size=data_ranks.world_size,
+        cache.start({"train": consumed, "val": config.train.eval_samples})
+        samples = cache.open_samples("train", config.train.seed)
+        if resumed and not data_changed and samples.fingerprint != state.data:
+            raise ValueError(
+                f"data.source = {config.data.source!r}: its content changed since the run started "
+                f"(fingerprint {samples.fingerprint}, was {state.data}); restore it, or start a "
+                "new run without --resume"
+            )
+        validation = ValidationData(cache, sequences=config.train.eval_samples, **shape)
+        loader = BatchLoader(
+            samples,
+            rank=data_ranks.rank,
+            accumulation=config.train.accumulation,
+            consumed=state.samples,
+            **shape,
         )
-        loader.wait_until_ready()  # errors of the first documents surface here
-        state.data = loader.source.fingerprint
-    except ValueError:
-        loader.close()
+        samples.locate(state.samples)  # errors of the first documents surface here
+    except BaseException:
+        cache.close()
         raise
-    notes += dataset.notes
-    steps_left = config.train.steps - state.step
-    notes += loader.source.describe(state.samples + steps_left * loader.samples_per_step)
-    return Data(loader, validation, notes, data_ranks, (ranks.rank % group, group))
+    state.data = samples.fingerprint
+    seconds = time.monotonic() - start
+    notes += [*dataset.notes, *samples.describe(consumed)]
+    part = ranks.rank % group, group
+    return Data(cache, loader, validation, notes, seconds, data_ranks, part)
 
 
-def _check_source(
-    config: RunConfig, source: IndexedBatches | StreamingBatches, expected: str
-) -> None:
-    """Refuse a source whose fingerprint is not `expected`, or whose ids exceed the vocabulary."""
-    if source.fingerprint != expected:
-        raise ValueError(
-            f"data.source = {config.data.source!r}: its content changed since the run started "
-            f"(fingerprint {source.fingerprint}, was {expected}); restore it, or start a new "
-            "run without --resume"
-        )
-    if source.vocab_size > config.model.vocab_size:
+def _check_vocabulary(config: RunConfig, cache: TokenCache) -> None:
+    largest = max(cache.stamps, key=lambda stamp: stamp.vocab_size)
+    if largest.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {config.model.vocab_size}: too small for the tokens of "
-            f"data.source = {config.data.source!r}, tokenizer {source.tokenizer!r}; set "
-            f"model.vocab_size to {source.vocab_size} or more"
+            f"data.source = {config.data.source!r}, tokenizer {largest.tokenizer!r}; set "
+            f"model.vocab_size to {largest.vocab_size} or more"
         )

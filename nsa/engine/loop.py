@@ -41,7 +41,7 @@ def train(run: Run) -> str:
 
     Returns the status: "finished", "stopped at --until …", or "preempted" with the reason.
     """
-    run.loader_state, run.saved_step = run.data.loader.state(), run.state.step
+    run.saved_step = run.state.step
     try:
         stop_reason = _train_steps(run)
     except (AllRanksError, RunAborted):
@@ -69,13 +69,12 @@ def _train_steps(run: Run) -> str | None:
         stop_reason, batches, labels = next_batches(run)
         if stop_reason is not None:
             return stop_reason
-        waited = run.data.loader.first_seconds or 0.0
-        if run.state.step == first_step and waited >= 0.1:  # streamed or downloaded
+        waited = run.data.first_seconds
+        if run.state.step == first_step and waited >= 0.1:  # tokenised or downloaded
             run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
         if logs and run.state.step >= config.train.switch_step:
             run.health.arm()
         loss = train_step(run, batches, labels)
-        run.loader_state = run.data.loader.state()
         run.telemetry.step_end(run.state)
         if not run.engine.was_step_applied():
             run.guard.recover(run.state.step, run.collectives, run.observers.on_message)
@@ -311,7 +310,7 @@ def _save(run: Run, required: bool = True) -> None:
         run.telemetry.enter("save")
         try:
             with run.throughput.paused():
-                run.saver.save(run.state.step, asdict(run.state), {"feed": run.loader_state})
+                run.saver.save(run.state.step, asdict(run.state))
             run.saved_step = run.state.step
         except SaveFailed as error:
             if required:

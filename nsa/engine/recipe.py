@@ -243,7 +243,7 @@ def _resolve_settings(
 def _resolve_data(config: RunConfig, saved: RunConfig | None) -> None:
     """Make paths absolute, so that the run resumes from any folder, and pin the teacher."""
     source = absolute_source(config.data.source)
-    # Checkpoints store the cursors of streams under the path as the saved config spells it.
+    # A mixture is no other one because the saved config spells a path otherwise.
     if saved is not None and source == absolute_source(saved.data.source):
         source = saved.data.source
     config.data.source = source

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from nsa import checkpoint
 from nsa.checkpoint import Checkpoint
@@ -15,17 +14,7 @@ from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.ds_config import has_muon, load_ds_config, zero_mode
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest, TrainState
-from nsa.untrusted import matches, parse_json, read_text, short_repr
-
-NONE = type(None)
-READER = (  # cursors of Files, ListSource and Hub
-    {"files": str, "file": int, "at": {str: (int, bool)}},
-    {"documents": int},
-    {"revision": (str, NONE), "rows": int, "given": int, "dataset": (dict, NONE)},
-)
-CURSOR = {"pass": int, "block": int, "reader": (*READER, NONE), "document": int, "token": int}
-WORKER = {"rows": int, "sources": {str: CURSOR}}
-LOADER_STATE = ({"under": dict, "workers": [(WORKER, NONE)]}, NONE)
+from nsa.untrusted import parse_json, read_text, short_repr
 
 
 def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | None, list[str]]:
@@ -91,15 +80,16 @@ def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def read_state(saved: Checkpoint, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
-    """Return a checkpoint's TrainState and this rank's state, {} if the world size differs."""
-    rank_state: dict[str, Any] = {}
-    if saved.topology.ranks == ranks.world_size:
-        rank_state = checkpoint.read_rank_state(saved.folder, ranks.rank) or {}
-    if not matches(rank_state.get("feed"), LOADER_STATE):
-        file = saved.folder / f"rank{ranks.rank}.json"
-        raise ValueError(f"{file}: feed is not valid; use another checkpoint")
-    return _train_state(saved), rank_state
+def read_state(saved: Checkpoint) -> tuple[TrainState, list[str]]:
+    """Return a checkpoint's TrainState, and notes."""
+    state = _train_state(saved)
+    if not checkpoint.has_stream_cursor(saved.folder):
+        return state, []
+    state.data, state.samples = "", 0
+    return state, [
+        f"--resume: an earlier version saved {saved.folder.name}, and streamed its data in another "
+        "order; the data starts at its first sample"
+    ]
 
 
 def _train_state(saved: Checkpoint) -> TrainState:

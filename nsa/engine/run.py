@@ -34,7 +34,6 @@ class Run:
     weights: Path | None = None  # initial weights of a fresh run
     stored_teacher: StoredRun | None = None
     state: TrainState
-    rank_state: dict[str, Any]  # of this rank, from the checkpoint
     node_checks: list[Check]  # empty except on local rank 0
     data: Data
 
@@ -56,7 +55,6 @@ class Run:
     throughput: Throughput
 
     # Progress of the training loop.
-    loader_state: dict[str, Any] | None  # of this rank, after the last step
     saved_step = 0  # of the newest checkpoint; 0: none
     validation_note_logged = False
 

@@ -51,8 +51,7 @@ class TrainState:
     """Training state besides weights and optimizer, equal on all ranks, saved in each checkpoint.
 
     The learning rate is a function of the step, the data order a function of the samples consumed,
-    and the forward pass uses no random numbers. State that differs by rank (loader position, RNG)
-    is saved separately, as rank state.
+    and the forward pass uses no random numbers.
     """
 
     step: int = 0  # optimizer steps done

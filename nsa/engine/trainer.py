@@ -4,7 +4,8 @@
     build()     process group, checks of all ranks, engine        writes the run's folder last
     train()     the training loop; closes everything, however it ends
 
-Cheap and likely failures come first. A run that prepare() or build() refuses leaves no folder.
+Cheap and likely failures come first. A run that prepare() or build() refuses leaves no folder
+but its token cache.
 dry_run() builds the same, takes one step on random tokens and writes nothing.
 """
 
@@ -14,6 +15,8 @@ import json
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -98,9 +101,10 @@ def prepare(run: Run) -> None:
         trial_commit(request.run_dir)
     run.resume_from, notes = resume.read_checkpoint(request, ranks.world_size)
     run.notes += notes
-    run.state, run.rank_state = TrainState(), {}
+    run.state = TrainState()
     if run.resume_from is not None:
-        run.state, run.rank_state = resume.read_state(run.resume_from, ranks)
+        run.state, notes = resume.read_state(run.resume_from)
+        run.notes += notes
     else:
         run.weights = resume.find_initial_weights(request.config)
     if run.weights is not None:
@@ -108,9 +112,7 @@ def prepare(run: Run) -> None:
     _check_steps_left(request, run.state.step)
     run.stored_teacher = find_teacher(request.config)
     run.node_checks = _check_node(request, run.state.step) if ranks.local_rank == 0 else []
-    run.data = open_data(
-        request.config, ranks, run.state, run.rank_state.get("feed"), request.data_changed
-    )
+    run.data = open_data(request.config, ranks, run.state, request.run_dir, request.data_changed)
 
 
 def _check_steps_left(request: RunRequest, step: int) -> None:
@@ -144,7 +146,7 @@ def _check_node(request: RunRequest, steps_done: int) -> list[Check]:
 def build(run: Run) -> None:
     """Join the process group, run the checks that need all ranks, build the engine."""
     config = run.config
-    fingerprint = run.data.loader.source.tokenizer_fingerprint
+    fingerprint = run.data.cache.stamps[0].tokenizer_fingerprint
     check_tokenizer(run.stored_teacher, config, fingerprint)
     run.device = start_ranks(run.ranks)
     run.collectives = CpuCollectives(config.data.timeout * config.train.accumulation)
@@ -202,9 +204,10 @@ def _fit_micro_batch(run: Run) -> RunRequest:
         run.notes += notes
         request = replace(request, notes=[*request.notes, *notes])  # also in env.json
         run.request = request
-        run.data.loader.close()
-        loader_state = run.rank_state.get("feed")
-        run.data = open_data(run.config, run.ranks, run.state, loader_state, request.data_changed)
+        run.data.cache.close()
+        run.data = open_data(
+            run.config, run.ranks, run.state, request.run_dir, request.data_changed
+        )
     return request
 
 
@@ -238,14 +241,14 @@ def _create_parts(run: Run) -> None:
         peak=peak_flops(gpu, config.train.precision),
         world_size=world_size,
     )
-    source = run.data.loader.source
+    stamp = run.data.cache.stamps[0]
     run.saver = checkpoint.Saver(
         run.engine,
         request.run_dir / "checkpoints",
         config.checkpoint,
         barrier=run.collectives.barrier,
         attachments=request.config_files(),
-        tokenizer={"name": source.tokenizer, "fingerprint": source.tokenizer_fingerprint},
+        tokenizer={"name": stamp.tokenizer, "fingerprint": stamp.tokenizer_fingerprint},
         run_id=run.run_id,
         on_saved=run.observers.on_checkpoint,
     )
@@ -320,9 +323,10 @@ def dry_run(request: RunRequest) -> None:
 
 def _check_data(config: RunConfig, ranks: Ranks) -> list[str]:
     """Open the dataset and return its notes; an unreachable hub does not fail a dry run."""
-    try:
-        data = open_data(config, ranks, TrainState())
-    except SourceUnreachable as error:
-        return [f"DATA NOT REACHED, and not checked: {error}"]
-    data.close()
-    return data.notes
+    with TemporaryDirectory() as folder:
+        try:
+            data = open_data(config, ranks, TrainState(), Path(folder) / "run")
+        except SourceUnreachable as error:
+            return [f"DATA NOT REACHED, and not checked: {error}"]
+        data.close()
+        return data.notes

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from nsa.data.source import ALL, is_path
+from nsa.data.source import is_path
 from nsa.text import first_line, printable
 from nsa.validation import positive_flags
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from nsa.evaluate.perplexity import EvalData
     from nsa.evaluate.results import Result, Row
 
-SPLITS = {"held_out": "val", "train": "train", "all": ALL}
+SPLITS = {"held_out": "val", "train": "train", "all": "all"}
 
 
 def add_parser(verbs: Any) -> None:
@@ -61,17 +62,22 @@ def _eval(args: argparse.Namespace) -> int:
     from nsa.evaluate.results import lines
 
     if args.json:
-        with contextlib.redirect_stdout(sys.stderr):
-            _, (json_file, *_) = _evaluate_runs(args)
+        with contextlib.redirect_stdout(sys.stderr), TemporaryDirectory() as temporary:
+            _, (json_file, *_) = _evaluate_runs(args, Path(temporary))
         print(json_file.read_text(), end="")
         return 0
-    rows, files = _evaluate_runs(args)
+    with TemporaryDirectory() as temporary:
+        rows, files = _evaluate_runs(args, Path(temporary))
     print(*lines(rows), "", *files, sep="\n")
     return 0
 
 
-def _evaluate_runs(args: argparse.Namespace) -> tuple[list[Row], list[Path]]:
-    """Evaluate all runs and write the results; return their rows and the files."""
+def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row], list[Path]]:
+    """Evaluate all runs and write the results; return their rows and the files.
+
+    `temporary`: folder for tokens, if the first run has none beside it.
+    """
+    from nsa.data.cache import CACHE
     from nsa.data.dataset import open_dataset
     from nsa.engine.load_run import find_run, load_run
     from nsa.evaluate.results import make_folder, write
@@ -86,13 +92,15 @@ def _evaluate_runs(args: argparse.Namespace) -> tuple[list[Row], list[Path]]:
     settings = _data_settings(args, config)
     lengths = _lengths(args, settings.seq_len)
     dataset = open_dataset(replace(settings, seq_len=lengths[-1]))
+    cache = next(iter(runs.values())).folder.parent / CACHE
+    cache = cache if cache.is_dir() else temporary
     default_split = _default_split(dataset, runs)
     split = args.split or default_split
     tokens = args.tokens or config.train.eval_samples * config.data.seq_len
     data: dict[str, EvalData] = {}  # by fingerprint of the tokenizer
     for tokenizer in tokenizers.values():
         if tokenizer.fingerprint not in data:
-            data[tokenizer.fingerprint] = _open_data(dataset, split, tokens, tokenizer)
+            data[tokenizer.fingerprint] = _open_data(dataset, split, tokens, tokenizer, cache)
     out = args.out or args.path / "eval"
     make_folder(out)
     results: list[Result] = []
@@ -207,12 +215,15 @@ def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
     return run.tokenizer
 
 
-def _open_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
+def _open_data(
+    dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer, cache: Path
+) -> EvalData:
     from nsa.evaluate.perplexity import open_eval_data
 
     config = replace(dataset.config, tokenizer=tokenizer.name)
     config.validate()
-    opened = open_eval_data(replace(dataset, config=config), SPLITS[split], tokens, tokenizer)
+    dataset = replace(dataset, config=config)
+    opened = open_eval_data(dataset, SPLITS[split], tokens, tokenizer, cache)
     note = f"; {opened.exhausted} has fewer than the {tokens:,} requested"
     _log(
         f"{config.source_names()}, split {split}, packing {config.packing}, tokenizer "

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch, Samples, first_samples, to_batch
+from nsa.data.batches import Batch, Samples, to_batch
+from nsa.data.cache import TokenCache
 from nsa.data.dataset import Dataset
-from nsa.data.source import ALL, DataError
+from nsa.data.source import DataError
 from nsa.data.tokenizer import TokenArray, Tokenizer
 from nsa.data.validation_data import VALIDATION_SEED
 from nsa.model import LanguageModel
 from nsa.model.loss import bucket_edges, token_losses
 
+ALL = "all"  # both splits, undivided; prepared shards have no such split
 # A batch, and the sample and position of each of its labels, flattened.
 EvalBatch = tuple[Batch, Tensor, Tensor]
 Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to evaluate
@@ -48,10 +52,12 @@ class EvalData:
         return self.count * self.samples.seq_len
 
 
-def open_eval_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
+def open_eval_data(
+    dataset: Dataset, split: str, tokens: int, tokenizer: Tokenizer, folder: Path
+) -> EvalData:
     """Return the first `tokens` tokens of a dataset, in samples of `data.seq_len`.
 
-    An indexed source is cut into samples as in training; a streamed one is read in order.
+    They are cut and shuffled as in training; `folder` caches sources that are not prepared.
     """
     for source in dataset.sources:
         if split == ALL and source.is_prepared:
@@ -60,15 +66,19 @@ def open_eval_data(dataset: Dataset, split: str, tokens: int, tokenizer: Tokeniz
                 "choose held_out or train"
             )
     count = max(1, tokens // dataset.config.seq_len)
-    samples = first_samples(dataset, split, VALIDATION_SEED, count)
-    for store in samples.stores:
-        if store.tokenizer_fingerprint != tokenizer.fingerprint:
-            raise DataError(
-                f"data.source: {store.name} was prepared with the tokenizer {store.tokenizer!r}, "
-                f"and the run uses {tokenizer.name!r}; name text that is not prepared, or prepare "
-                "it with the run's tokenizer"
-            )
-    return EvalData(samples, *samples.available(count))
+    if split == ALL:
+        dataset, split = dataset.undivided(), "train"
+    with closing(TokenCache(dataset, folder)) as cache:
+        for stamp in cache.stamps:
+            if stamp.tokenizer_fingerprint != tokenizer.fingerprint:
+                raise DataError(
+                    f"data.source: {stamp.source} was prepared with the tokenizer "
+                    f"{stamp.tokenizer!r}, and the run uses {tokenizer.name!r}; name text that is "
+                    "not prepared, or prepare it with the run's tokenizer"
+                )
+        cache.start({split: count})
+        samples = cache.open_samples(split, VALIDATION_SEED)
+        return EvalData(samples, *samples.available(count))
 
 
 def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterator[EvalBatch]:

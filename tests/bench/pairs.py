@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
+from nsa.data.cache import CACHE
 from nsa.data.dataset import open_dataset
 from nsa.engine.load_run import load_run
 from nsa.evaluate.perplexity import eval_batches, open_eval_data
@@ -37,7 +38,8 @@ def run(report: Report) -> None:
         layer.observer = lambda gates, index, *_: counts.append(count(index[0], spec))
     for length in LENGTHS:
         dataset = open_dataset(replace(stored.config.data, seq_len=length, packing="concat"))
-        data = open_eval_data(dataset, "val", TOKENS, stored.tokenizer)
+        cache = stored.folder.parent / CACHE
+        data = open_eval_data(dataset, "val", TOKENS, stored.tokenizer, cache)
         for batch, *_ in eval_batches(data, length, length, 1):
             stored.model.hidden(batch.input_ids)
         report.add({x: sum(y[x] for y in counts) / len(counts) for x in counts[0]})

@@ -177,7 +177,7 @@ def evaluated_documents(training: Training) -> Tensor:
     """Return the first LENGTH + 1 tokens of held-out files, longer ones only: [documents, ..]."""
     data = demo_config(training.settings).data
     tokenizer, (source,), rows = build_tokenizer(data), open_dataset(data).sources, list[Tensor]()
-    for document in source.documents.read():
+    for document in source.documents.read_all():
         ids = tokenizer.encode(source.division.text_for(document.text, "val"))
         if len(ids) > LENGTH:
             rows.append(torch.tensor(ids[: LENGTH + 1].astype("int64")))

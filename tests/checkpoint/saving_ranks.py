@@ -56,7 +56,7 @@ class Trial:
         """Save; return what it raised, and what is on disk once all ranks are done."""
         error = None
         try:
-            saver.save(number, {"step": number}, None)
+            saver.save(number, {"step": number})
         except SaveFailed as raised:
             error = str(raised)
         dist.barrier()
@@ -73,7 +73,7 @@ def two_steps(trial: Trial) -> dict[str, Any]:
         for index in range(number - 3, number):
             step(trial.engine, index)
         seed(trial.rank)
-        saver.save(number, {"step": number}, {"cursor": trial.rank})
+        saver.save(number, {"step": number})
     return {"saved": trial.saved}
 
 
@@ -120,11 +120,11 @@ def not_finite(trial: Trial) -> dict[str, Any]:
     """A NaN in one rank's shard alone."""
     folder = trial.root / "not_finite"
     saver = trial.saver(folder, keep=1)
-    saver.save(1, {"step": 1}, None)
+    saver.save(1, {"step": 1})
     if trial.rank == 1:
         trial.engine.optimizer.fp32_groups_flat_partition[0].data[0] = float("nan")
     for number in (2, 3):
-        saver.save(number, {"step": number}, None)
+        saver.save(number, {"step": number})
     dist.barrier()
     left = sorted(path.name for path in folder.glob("step*"))
     finite = [read_manifest(folder / name)["finite"] for name in left]

@@ -23,8 +23,6 @@ FILES = (
     "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
     "rng_rank0.pt",
     "rng_rank1.pt",
-    "rank0.json",
-    "rank1.json",
     "config.yaml",
     "ds_config.json",
 )

@@ -67,9 +67,8 @@ def save_once(
     folder: Path,
     step: int,
     state: dict[str, Any],
-    rank_state: dict[str, Any] | None = None,
 ) -> None:
     """Save once; every rank must call it with the same step."""
     barrier = CpuCollectives(slowest=60).barrier
     saver = Saver(engine, folder, CheckpointConfig(), barrier=barrier)
-    saver.save(step, state, rank_state)
+    saver.save(step, state)

@@ -36,7 +36,7 @@ def save(root: Path, stage: int) -> None:
     engine = build(seed=1, stage=stage)
     for index in range(4):
         step(engine, index)
-    save_once(engine, root / f"{stage}_from_{ranks}", 4, {"step": 4}, {"of": ranks})
+    save_once(engine, root / f"{stage}_from_{ranks}", 4, {"step": 4})
     record(root, f"{stage}_from_{ranks}", engine, stage)
     engine.destroy()
 

@@ -15,9 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.batches import Batch, Samples, on_device
+from nsa.data.batches import Batch, BatchLoader, Samples, on_device
 from nsa.data.config import DataConfig
-from nsa.data.loader import IndexedBatches
 from nsa.data.token_store import TokenStore
 from tests.data.texts import open_store
 
@@ -40,8 +39,8 @@ def step_of(
 ) -> list[list[int]]:
     """The samples of each batch of a step: of all ranks in micro-step 0, in micro-step 1, …"""
     shape = {"world_size": world_size, "micro_batch": micro_batch, "consumed": consumed}
-    ranks = [IndexedBatches(samples, rank=rank, **shape) for rank in range(world_size)]
-    batches = [next(rank)[0] for _ in range(accumulation) for rank in ranks]
+    ranks = [BatchLoader(samples, rank=rank, **shape) for rank in range(world_size)]
+    batches = [rank.next_batch() for _ in range(accumulation) for rank in ranks]
     return [(batch.input_ids[:, 0] // samples.seq_len).tolist() for batch in batches]
 
 
@@ -109,7 +108,6 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
 ) -> None:
     shape = {"micro_batch": micro_batch, "accumulation": accumulation, "world_size": world_size}
     order = counting(samples, seed=seed)
-    assert order.per_epoch == [samples]
     consumed: list[int] = []
     while len(consumed) < 3 * samples:
         consumed += samples_of(order, len(consumed), **shape)
@@ -143,11 +141,11 @@ def test_the_order_continues_if_ranks_micro_batch_or_accumulation_change(
 
 def test_a_resumed_rank_reads_what_it_would_have_read() -> None:
     shape = {"rank": 1, "micro_batch": 2, "world_size": 2}
-    from_start = IndexedBatches(counting(13), consumed=0, **shape)
-    expected = [next(from_start)[0].input_ids for _ in range(15)]
-    resumed = IndexedBatches(counting(13), consumed=2 * 12, **shape)  # two steps of accumulation 3
+    from_start = BatchLoader(counting(13), **shape)
+    expected = [from_start.next_batch().input_ids for _ in range(15)]
+    resumed = BatchLoader(counting(13), consumed=2 * 12, **shape)  # two steps of accumulation 3
     for ids in expected[6:]:
-        assert torch.equal(next(resumed)[0].input_ids, ids)
+        assert torch.equal(resumed.next_batch().input_ids, ids)
 
 
 def test_the_order_is_that_of_earlier_versions() -> None:
@@ -181,7 +179,6 @@ def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch(
 def test_a_mixture_reports_where_it_first_repeats_and_its_mean_bytes_per_token() -> None:
     stores = [TokenStore([np.arange(41)], -1, 4.0, "a"), TokenStore([np.arange(13)], -1, 2.0, "b")]
     samples = Samples(stores, fractions=[0.75, 0.25], seq_len=4, seed=0)
-    assert samples.per_epoch == [10, 3]
     assert samples.bytes_per_token == 0.75 * 4 + 0.25 * 2
     order = [samples.locate(position)[0].name for position in range(20)]
     last = [at for at, name in enumerate(order) if name == "b"][3]  # "b" has three samples
@@ -294,7 +291,7 @@ def test_a_corpus_smaller_than_one_sample_is_refused_with_the_fix() -> None:
         ValueError, match=r"data\.seq_len = 4: tiny has 4 tokens.*lower data\.seq_len"
     ):
         Samples([TokenStore([np.arange(4)], -1, 1.0, name="tiny")], seq_len=4, seed=0)
-    assert counting(1).per_epoch == [1]
+    assert samples_of(counting(1), micro_batch=2) == [0, 0]
 
 
 def test_the_fingerprint_depends_on_tokens_length_and_seed_only() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -20,12 +18,12 @@ from nsa.data.builtin import (
 )
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError, Source, is_validation
-from tests.data.texts import open_store
+from tests.data.texts import check_resumption, open_store
 from tests.ranks import ROOT
 
 
 def texts(source: Source) -> list[bytes]:
-    return [document.text for document in source.read()]
+    return [document.text for document in source.read_all()]
 
 
 def touch(root: Path, *names: str) -> None:
@@ -42,7 +40,7 @@ def test_the_embedded_text_is_enough_to_train_and_validate_on() -> None:
 
 def test_the_embedded_text_is_that_of_the_pinned_package() -> None:
     assert f"\ndeepspeed=={EMBEDDED_VERSION}\n" in (ROOT / "launch/constraints.txt").read_text()
-    assert embedded().fingerprint == EMBEDDED_SHA256
+    assert embedded().content == EMBEDDED_SHA256
     assert embedded_note() is None
 
 
@@ -52,22 +50,13 @@ def test_files_are_sorted_by_path_without_what_an_installation_writes(tmp_path: 
     (tmp_path / "runtime/__init__.py").write_text("")
     published = python_files(tmp_path, "py")
     touch(tmp_path, "git_version_info_installed.py", "runtime/__pycache__/a.pyc", "notes.txt")
-    assert [document.location for document in python_files(tmp_path, "py").read()] == sorted(kept)
+    assert [document.location for document in python_files(tmp_path, "py").read_all()] == sorted(
+        kept
+    )
     assert texts(python_files(tmp_path, "py"))[0] == b"x = 'abc.py'\n"
-    assert python_files(tmp_path, "py").fingerprint == published.fingerprint
-
-
-def test_other_files_do_not_resume_a_pass(tmp_path: Path) -> None:
-    touch(tmp_path, "a.py", "b.py")
-    reader = python_files(tmp_path, "py").part(0, 1).read()
-    next(reader)
-    state = json.loads(json.dumps(reader.state()))
-    assert [document.location for document in python_files(tmp_path, "py").read(state)] == ["b.py"]
-    (tmp_path / "b.py").rename(tmp_path / "c.py")
-    with pytest.raises(DataError, match=r"its documents changed since.*a new folder"):
-        python_files(tmp_path, "py").read(state)
-    with pytest.raises(DataError, match="its documents changed"):
-        python_files(tmp_path, "py").read({"documents": 1})  # of a version without a fingerprint
+    assert python_files(tmp_path, "py").content == published.content
+    (tmp_path / "abc.py").write_text("y")
+    assert python_files(tmp_path, "py").content != published.content
 
 
 def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
@@ -101,22 +90,8 @@ def test_synthetic_documents_vary_in_length_and_repeat_their_own_words() -> None
     assert len(set(max(documents, key=len).split())) <= 32 < len(lexicon)
 
 
-@pytest.mark.parametrize("count", [1, 3, 1_000])
-def test_parts_together_hold_every_document_once(count: int) -> None:
-    source = synthetic(20_000)
-    parts = [texts(source.part(index, count)) for index in range(count)]
-    assert sorted(chain(*parts)) == sorted(texts(source))
-
-
 def test_a_pass_resumes_after_any_document() -> None:
-    source = synthetic(20_000).part(1, 3)
-    expected = texts(source)
-    reader = source.read()
-    for count in range(len(expected)):
-        state = json.loads(json.dumps(reader.state()))
-        assert [document.text for document in source.read(state)] == expected[count:]
-        assert next(reader).text == expected[count]
-    assert list(source.read(reader.state())) == []
+    assert check_resumption(synthetic(20_000)) == texts(synthetic(20_000))
 
 
 def test_validation_gets_a_fraction_of_the_documents_by_hash() -> None:

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.cli import main
-from nsa.data.batches import open_samples
+from nsa.data.batches import BatchLoader
+from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
-from nsa.data.loader import StreamingBatches, open_loader
-from nsa.data.prepare import prepare
 from nsa.data.shards import open_shards
 from nsa.data.source import DataError, HeldOut
 from nsa.data.validation_data import ValidationData
+from nsa.data.writer import prepare
 from nsa.engine.data import open_data
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import TrainState
@@ -35,8 +35,6 @@ from tests.data.texts import (
     write_lines,
 )
 from tests.engine.small import small_request
-
-SHAPE = {"micro_batch": 2, "accumulation": 1, "seed": 1}
 
 
 @pytest.fixture
@@ -58,9 +56,10 @@ def test_a_folder_of_four_documents_is_prepared_and_trained_on(
     assert main(command) == 0
     assert main(["data", "check", str(out)]) == 0
     dataset = open_dataset(DataConfig(source=str(out), seq_len=2_048, packing=packing))
-    with closing(open_loader(dataset, rank=1, world_size=2, **SHAPE)) as train:
-        assert train.next_batch().tokens == 2 * 2_048
-    assert ValidationData(dataset, sequences=1, micro_batch=1, world_size=2).sequences == 1
+    cache = TokenCache(dataset, tmp_path)
+    loader = BatchLoader(cache.open_samples("train", 1), rank=1, world_size=2, micro_batch=2)
+    assert loader.next_batch().tokens == 2 * 2_048
+    assert ValidationData(cache, sequences=1, micro_batch=1, world_size=2).sequences == 1
     for name in ("train", "val"):
         store = open_shards(str(out), name)
         text_bytes = sum(map(len, documents_of(store)))
@@ -77,11 +76,12 @@ def test_one_text_of_a_few_thousand_tokens_is_read_by_any_number_of_ranks(
     path = tmp_path / "book.txt"
     path.write_bytes(text(0, 5_000))
     dataset = open_dataset(DataConfig(source=str(path), seq_len=seq_len))
-    for ranks in (1, 3):
-        with closing(open_loader(dataset, rank=ranks - 1, world_size=ranks, **SHAPE)) as train:
-            train.next_batch()
-        validation = ValidationData(dataset, sequences=8, micro_batch=1, world_size=ranks)
-        assert validation.sequences == 2_500 // seq_len
+    with closing(TokenCache(dataset, tmp_path / "cache")) as cache:
+        for ranks in (1, 3):
+            shape = {"micro_batch": 2, "world_size": ranks}
+            BatchLoader(cache.open_samples("train", 1), rank=ranks - 1, **shape).next_batch()
+            validation = ValidationData(cache, sequences=8, **shape)
+            assert validation.sequences == 2_500 // seq_len
 
 
 def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
@@ -104,18 +104,18 @@ def test_documents_are_few_if_a_hash_is_expected_to_hold_out_fewer_than_five(
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(count))
     (opened,) = open_dataset(DataConfig(source=source, held_out=HELD_OUT)).sources
-    assert opened.division.by_position == opened.fits_in_memory == few
+    assert opened.division.by_position == few
 
 
-@pytest.mark.parametrize(("size", "in_memory"), [(1 << 24, True), ((1 << 24) + 1, False)])
-def test_one_text_of_more_than_16_mib_is_streamed(
-    size: int, in_memory: bool, tmp_path: Path
+@pytest.mark.parametrize(("size", "small"), [(1 << 24, True), ((1 << 24) + 1, False)])
+def test_a_source_of_at_most_16_mib_is_shuffled_as_a_whole(
+    size: int, small: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes(b"x" * size)
     (opened,) = open_dataset(DataConfig(source=str(path))).sources
     assert opened.division.by_position
-    assert opened.fits_in_memory == in_memory
+    assert opened.is_small == small
 
 
 def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) -> None:
@@ -133,7 +133,6 @@ def test_a_document_is_divided_between_two_characters(characters: str, fraction:
     division = HeldOut(fraction, by_position=True)
     start, end = (division.text_for(characters.encode(), name) for name in ("train", "val"))
     assert start.decode() + end.decode() == characters
-    assert division.text_for(characters.encode(), "all") == characters.encode()
     assert len(end) <= len(characters.encode()) * fraction + 3
 
 
@@ -153,20 +152,6 @@ def test_how_a_run_divided_its_documents_is_known_without_the_hub(
     assert [x.division.by_position for x in open_dataset(config).sources] == [True, False]
 
 
-def test_few_documents_join_a_mixture_of_either_kind(folder: Path, tmp_path: Path) -> None:
-    many = write_lines(tmp_path / "many.jsonl", texts(200))
-    streamed = open_dataset(DataConfig(source={str(folder): 1.0, many: 1.0}, seq_len=64))
-    assert open_samples(streamed, "train", seed=1) is None
-    stream = StreamingBatches(streamed, rank=0, world_size=2, micro_batch=2, seed=1, state=None)
-    stream.close()
-    prepare(DataConfig(source=many), tmp_path / "out", workers=1, progress=False)
-    indexed = DataConfig(source={str(folder): 1.0, str(tmp_path / "out"): 1.0}, seq_len=64)
-    assert open_samples(open_dataset(indexed), "train", seed=1) is not None
-    mixed = DataConfig(source={many: 1.0, str(tmp_path / "out"): 1.0}, seq_len=64)
-    with pytest.raises(DataError, match="mixes streams"):
-        open_samples(open_dataset(mixed), "train", seed=1)
-
-
 @pytest.mark.parametrize("count", [20, 300])
 def test_documents_are_counted_once_for_training_and_validation(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +160,7 @@ def test_documents_are_counted_once_for_training_and_validation(
     source = write_lines(tmp_path / "a.jsonl", texts(count))
     config = small_request("--set=data.seq_len=8").config
     config.data.source, config.train.eval_samples = source, 1
-    data = open_data(config, Ranks(0, 0, 1), TrainState())
+    data = open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path / "run")
     data.validation_batches()
     data.close()
     assert counted == [source]
@@ -188,13 +173,8 @@ def test_enough_documents_keep_their_split_and_fingerprints(
     monkeypatch.chdir(tmp_path)
     source = write_lines(Path("a.jsonl"), texts(25))
     config = DataConfig(source=source, held_out=HELD_OUT, seq_len=16)
-    prepare(config, Path("out"), workers=1, progress=False)
+    prepare(config, Path("out"), progress=False)
     for name, expected in zip(("train", "val"), split(texts(25)), strict=True):
         assert documents_of(open_shards("out", name)) == expected
     fingerprints = [open_shards("out", name).fingerprint[:16] for name in ("train", "val")]
-    stream = StreamingBatches(
-        open_dataset(config), rank=0, world_size=1, micro_batch=1, seed=1, state=None
-    )
-    stream.close()
-    known = ["ab1bb477fcf73bcb", "af1ba5e4e5195c8e", "4d37bb065fae7863"]
-    assert [*fingerprints, stream.fingerprint] == known
+    assert fingerprints == ["ab1bb477fcf73bcb", "af1ba5e4e5195c8e"]

@@ -1,4 +1,4 @@
-"""Local files: every document once, in any number of parts, and errors that name the file."""
+"""Local files: every document once, from any cursor, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from nsa.data.dataset import open_dataset
 from nsa.data.files import LARGEST_TEXT, open_files
 from nsa.data.source import DataError, Document, Source
 from nsa.engine.config import RunConfig, resolve_config
+from tests.data.texts import check_resumption, contents_of
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -48,7 +49,7 @@ def write_parquet(folder: Path, name: str, texts: list[str | None], group: int =
 
 
 def texts(source: Source) -> list[str]:
-    return [document.text.decode() for document in source.read()]
+    return [document.text.decode() for document in source.read_all()]
 
 
 def mixed_folder(folder: Path) -> Path:
@@ -73,13 +74,13 @@ def test_lines_and_plain_text_read_the_same_with_any_compression(
         tmp_path, f"l.jsonl{compression}", pack(lines(*numbered(4)).replace(b"\n", b"\r\n"))
     )
     assert texts(open_files(path, "text")) == numbered(4)
-    assert [document.location for document in open_files(path, "text").read()][
+    assert [document.location for document in open_files(path, "text").read_all()][
         3
     ] == f"{path.name}:4"
     shouted = path.rename(tmp_path / f"l.JSONL{compression.upper()}")
     assert texts(open_files(shouted, "text")) == numbered(4)
     plain = write(tmp_path, f"t.txt{compression}", pack(b"as it is:\r\n \xff\xfe\n"))
-    assert list(open_files(plain, "text").read()) == [
+    assert list(open_files(plain, "text").read_all()) == [
         Document(b"as it is:\r\n \xff\xfe\n", plain.name)
     ]
 
@@ -96,7 +97,7 @@ def test_a_folder_is_read_by_path_without_hidden_and_other_files(tmp_path: Path)
     mixed_folder(tmp_path)
     for hidden in (".cache/x.txt", ".hidden.txt", "b/.x.jsonl", "README.md", "b/notes.json"):
         write(tmp_path, hidden, b"not read")
-    locations = [document.location for document in open_files(tmp_path, "text").read()]
+    locations = [document.location for document in open_files(tmp_path, "text").read_all()]
     assert list(dict.fromkeys(location.split(":")[0] for location in locations)) == [
         "a.txt",
         "b/lines.jsonl",
@@ -108,54 +109,15 @@ def test_a_folder_is_read_by_path_without_hidden_and_other_files(tmp_path: Path)
     assert len(locations) == len(set(locations)) == 1 + 8 + 5 + 9 + 13
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 40])
-def test_parts_together_hold_each_document_once(tmp_path: Path, count: int) -> None:
-    documents = list(open_files(mixed_folder(tmp_path), "text").read())
-    parts = [list(open_files(tmp_path, "text").part(index, count).read()) for index in range(count)]
-    locations = [document.location for part in parts for document in part]
-    assert sorted(locations) == sorted(document.location for document in documents)
-    if count == 40:
-        assert max(map(len, parts)) <= 5
-
-
-def test_no_file_is_read_by_two_parts_with_enough_files(tmp_path: Path) -> None:
-    source = open_files(mixed_folder(tmp_path), "text")
-    read = [{x.location.split(":")[0] for x in source.part(index, 3).read()} for index in range(3)]
-    assert sum(map(len, read)) == len(set.union(*read)) == 5
-
-
-def test_fewer_plain_text_files_than_parts_leave_a_part_empty(tmp_path: Path) -> None:
-    for number in range(3):
-        write(tmp_path, f"{number}.txt", b"text")
-    source = open_files(tmp_path, "text")
-    assert [len(texts(source.part(index, 4))) for index in range(4)] == [1, 1, 1, 0]
-
-
-@pytest.mark.parametrize(("index", "count"), [(0, 1), (1, 3), (2, 20)])
-def test_a_pass_resumes_after_any_document(tmp_path: Path, index: int, count: int) -> None:
-    mixed_folder(tmp_path)
-    documents = list(open_files(tmp_path, "text").part(index, count).read())
-    for count_read in range(len(documents) + 1):
-        reader = open_files(tmp_path, "text").part(index, count).read()
-        for _ in range(count_read):
-            next(reader)
-        state = json.loads(json.dumps(reader.state()))
-        rest = open_files(tmp_path, "text").part(index, count).read(state)
-        assert list(rest) == documents[count_read:]
-        assert list(open_files(tmp_path, "text").part(index, count).read(rest.state())) == []
-        assert list(reader) == documents[count_read:]
+def test_a_pass_resumes_after_any_document(tmp_path: Path) -> None:
+    assert len(check_resumption(open_files(mixed_folder(tmp_path), "text"))) == 36
 
 
 def test_resuming_does_not_parse_earlier_lines(tmp_path: Path) -> None:
     path = write(tmp_path, "l.jsonl", lines("first", "second"))
-    reader = open_files(path, "text").read()
-    next(reader)
+    _, cursor = next(open_files(path, "text").read())
     path.write_bytes(b"#" * (len(lines("first")) - 1) + b"\n" + lines("second"))
-    assert texts_from(path, reader.state()) == ["second"]
-
-
-def texts_from(path: Path, state: dict[str, object]) -> list[str]:
-    return [document.text.decode() for document in open_files(path, "text").read(state)]
+    assert contents_of(open_files(path, "text"), cursor) == [b"second"]
 
 
 def test_a_giant_document_is_read_in_full(tmp_path: Path) -> None:
@@ -163,7 +125,7 @@ def test_a_giant_document_is_read_in_full(tmp_path: Path) -> None:
     write(tmp_path, "g.jsonl", lines("before", giant, "behind"))
     write_parquet(tmp_path, "g.parquet", [giant])
     write(tmp_path, "g.txt.zst", COMPRESS[".zst"](giant.encode()))
-    contents = [document.text for document in open_files(tmp_path, "text").read()]
+    contents = [document.text for document in open_files(tmp_path, "text").read_all()]
     assert [len(text) for text in contents] == [6, len(giant), 6, len(giant), len(giant)]
     assert contents[1] == contents[3] == contents[4] == giant.encode()
 
@@ -178,7 +140,7 @@ def test_invalid_utf8_is_kept_in_plain_text_and_replaced_in_json_lines(tmp_path:
     assert texts(open_files(marked, "text")) == ["after a byte order mark"]
     raw = pa.array([b"a\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": raw}), tmp_path / "r.parquet")
-    assert next(open_files(tmp_path / "r.parquet", "text").read()).text == b"a\xff"
+    assert next(open_files(tmp_path / "r.parquet", "text").read_all()).text == b"a\xff"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +158,6 @@ def test_sizes_are_known_without_compression(tmp_path: Path) -> None:
     write_parquet(tmp_path, "b.parquet", [f"{number:1000}" for number in range(200)], 200)
     total = open_files(tmp_path, "text").size()
     assert total == pytest.approx(201_000, rel=0.05)
-    assert open_files(tmp_path, "text").part(0, 4).size() == total // 4
     write(tmp_path, "c.jsonl", b"y" * 50)
     assert open_files(tmp_path, "text").size() == total + 50
     write(tmp_path, "c.txt.gz", gzip.compress(b"x"))
@@ -246,7 +207,7 @@ def test_the_error_of_a_bad_line_names_its_number(
     tmp_path: Path, line: bytes, complaint: str
 ) -> None:
     path = write(tmp_path, "l.jsonl", lines("good") + b"\n" + line + b"\n")
-    reader = open_files(path, "text").read()
+    reader = open_files(path, "text").read_all()
     assert next(reader).text == b"good"
     with pytest.raises(DataError, match=rf"l\.jsonl:3: {complaint}"):
         next(reader)
@@ -255,9 +216,9 @@ def test_the_error_of_a_bad_line_names_its_number(
 def test_a_parquet_file_without_a_text_column_is_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path, "t.parquet", numbered(3))
     with pytest.raises(DataError, match=r"t\.parquet: no field 'body', but 'id', 'text'; set data"):
-        next(open_files(path, "body").read())
+        next(open_files(path, "body").read_all())
     with pytest.raises(DataError, match=r"t\.parquet: the field 'id' holds int64, not text; set"):
-        next(open_files(path, "id").read())
+        next(open_files(path, "id").read_all())
 
 
 @pytest.mark.parametrize("compression", [".gz", ".zst"])
@@ -269,14 +230,14 @@ def test_a_truncated_archive_is_an_error_not_an_early_end(
     for cut in (1, 9, len(packed) // 2):
         path = write(tmp_path, f"cut.{kind}{compression}", packed[:-cut])
         with pytest.raises(DataError, match=rf"cut\.{kind}{compression}: cannot be read"):
-            list(open_files(path, "text").read())
+            list(open_files(path, "text").read_all())
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.txt.zst", "x.parquet"])
 def test_a_file_of_another_format_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, name, b"something else altogether, and long enough to look at")
     with pytest.raises(DataError, match=rf"{name}: cannot be read"):
-        list(open_files(path, "text").read())
+        list(open_files(path, "text").read_all())
 
 
 def test_a_truncated_or_damaged_parquet_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -287,11 +248,11 @@ def test_a_truncated_or_damaged_parquet_file_is_refused_by_name(tmp_path: Path) 
     for broken in (intact[:-30], bytes(damaged)):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=r"t\.parquet: cannot be read"):
-            list(open_files(path, "text").read())
+            list(open_files(path, "text").read_all())
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.txt", "b.jsonl.gz", "b.parquet"])
-def test_a_file_that_shrank_or_was_removed_since_the_state_is_refused(
+def test_a_file_that_shrank_or_was_removed_since_it_was_opened_is_refused(
     tmp_path: Path, name: str
 ) -> None:
     write(tmp_path, "a.txt", b"first")
@@ -301,27 +262,23 @@ def test_a_file_that_shrank_or_was_removed_since_the_state_is_refused(
         path = write(
             tmp_path, name, COMPRESS[".gz" if name[-1] == "z" else ""](lines(*numbered(8)))
         )
-    reader = open_files(tmp_path, "text").read()
+    source = open_files(tmp_path, "text")
+    reader = source.read_all()
     next(reader)
-    state = reader.state()
-    assert len(list(open_files(tmp_path, "text").read(state))) >= 1
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"files were added, removed or changed in size"):
-        open_files(tmp_path, "text").read(state)
+    assert open_files(tmp_path, "text").content != source.content
     with pytest.raises(DataError, match=rf"{name}: changed from \d+ to \d+ bytes while"):
         list(reader)
-    other = open_files(tmp_path, "text").read()
+    other = open_files(tmp_path, "text").read_all()
     next(other)
     path.unlink()
-    with pytest.raises(DataError, match=r"files were added, removed or changed in size"):
-        open_files(tmp_path, "text").read(state)
     with pytest.raises(DataError, match=rf"{name}: cannot be read .*No such file"):
         list(other)
 
 
 def test_a_file_replaced_during_reading_is_read_to_its_old_end(tmp_path: Path) -> None:
     path = write(tmp_path, "l.jsonl", lines(*numbered(2_000)))
-    reader = open_files(path, "text").read()
+    reader = open_files(path, "text").read_all()
     first = next(reader)
     write(tmp_path, "new", lines("other text")).replace(path)
     assert [x.text.decode() for x in (first, *reader)] == numbered(2_000)
@@ -350,7 +307,7 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
         write(tmp_path, name, text)
     write(tmp_path, ".git/config", b"[core]")
     source = open_files(tmp_path, "text")
-    found = {document.location: document.text for document in source.read()}
+    found = {document.location: document.text for document in source.read_all()}
     assert found == kept
     assert source.left_out == len(skipped)
     (note,) = open_dataset(DataConfig(source=str(tmp_path))).notes
@@ -385,11 +342,7 @@ def test_tables_and_json_arrays_are_read_by_field(
     source = open_files(tmp_path if folder else path, "text")
     expected = ['two\nlines, one "field"', "café"]
     assert texts(source) == expected
-    reader = source.read()
-    next(reader)
-    assert [document.text.decode() for document in source.read(reader.state())] == expected[1:]
-    both = [texts(source.part(index, 2)) for index in range(2)]
-    assert sorted([*both[0], *both[1]]) == sorted(expected)
+    check_resumption(source)
     with pytest.raises(
         DataError, match=r"t\.[\w.]+:1: no field 'body', but .*set data\.text_field"
     ):

@@ -14,15 +14,15 @@ from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
 from nsa.data.formats import BUFFER_BYTES
-from nsa.data.prepare import prepare
-from nsa.data.shards import INDEX
-from nsa.data.source import DataError, State
+from nsa.data.shards import INDEX, PLAN
+from nsa.data.source import DataError, Document
 from nsa.data.token_store import coverage
+from nsa.data.writer import prepare
 from nsa.engine.data import open_data
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import TrainState
 from tests.data.test_prepare import contents
-from tests.data.texts import Rows, configure, open_store
+from tests.data.texts import configure, open_store
 from tests.engine.small import small_request
 
 BROKEN = 6  # lines, rows and files of `folder` that cannot be read
@@ -58,31 +58,25 @@ def open_skipping(folder: Path) -> Files:
 
 
 def test_skip_reads_all_else_and_counts_each_broken_piece_once(folder: Path) -> None:
-    source = open_skipping(folder)
-    for parts in (1, 2, 20):  # complete files, and every 20th document
-        readers = [source.part(index, parts).read() for index in range(parts)]
-        texts = [document.text.decode() for reader in readers for document in reader]
-        assert sum(text.startswith("a ") for text in texts) == 30
-        assert sum(text.startswith("d ") for text in texts) == 450
-        assert {"e 1", "e 2", "f"} <= {*texts}
-        assert sum(reader.skipped.number for reader in readers) == BROKEN
-    (reader,) = [source.read()]
-    assert len([*reader]) == len(texts)
-    assert reader.skipped.first.startswith(f"{folder}/a.jsonl:10: not a line of JSON")
+    documents = [document for document, _ in open_skipping(folder).read()]
+    texts = [each.text.decode() for each in documents if isinstance(each, Document)]
+    errors = [each for each in documents if isinstance(each, DataError)]
+    assert sum(text.startswith("a ") for text in texts) == 30
+    assert sum(text.startswith("d ") for text in texts) == 450
+    assert {"e 1", "e 2", "f"} <= {*texts}
+    assert len(errors) == BROKEN
+    assert str(errors[0]).startswith(f"{folder}/a.jsonl:10: not a line of JSON")
 
 
 def test_a_pass_that_resumes_anywhere_skips_the_same(folder: Path) -> None:
     source = open_skipping(folder)
-    reader, expected, states = source.read(), [], list[State]()
-    for document in reader:
-        expected.append(document)
-        states.append(reader.state())
-    compressed = [n for n, each in enumerate(expected) if each.location.startswith("b.")]
+    pairs = list(source.read())
+    compressed = [n for n, (each, _) in enumerate(pairs) if getattr(each, "text", b"") == b"b" * 99]
     assert len(compressed) * 110 > BUFFER_BYTES  # the archive breaks after the first buffer
     middle = compressed[:: len(compressed) // 5]
-    for at in (0, 8, 9, 29, *middle, *range(len(expected) - 455, len(expected), 7)):
-        resumed = source.read(json.loads(json.dumps(states[at])))
-        assert [*resumed] == expected[at + 1 :], expected[at].location
+    for at in (0, 8, 9, 10, 29, *middle, *range(len(pairs) - 456, len(pairs), 7)):
+        resumed = [str(each) for each, _ in source.read(json.loads(json.dumps(pairs[at][1])))]
+        assert resumed == [str(each) for each, _ in pairs[at + 1 :]], at
 
 
 def test_a_broken_last_file_is_counted_once_by_a_pass_that_resumes_after_it(
@@ -92,25 +86,24 @@ def test_a_broken_last_file_is_counted_once_by_a_pass_that_resumes_after_it(
     last.mkdir()
     (last / "a.txt").write_text("a")
     (last / "b.parquet").write_bytes((folder / "c.parquet").read_bytes())
-    reader = open_skipping(last).read()
-    assert len([*reader]) == reader.skipped.number == 1
-    resumed = open_skipping(last).read(reader.state())
-    assert len([*resumed]) == resumed.skipped.number == 0
+    (_, _), (error, cursor) = open_skipping(last).read()
+    assert isinstance(error, DataError)
+    assert list(open_skipping(last).read(cursor)) == []
 
 
 def test_stop_names_the_file_the_line_and_the_setting(folder: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:10: not a line .*, or set data\.on_error=skip$"):
-        list(open_files(folder, "text").read())
+        list(open_files(folder, "text").read_all())
     message = r"c\.parquet: cannot be read .*remove it, or set data\.on_error=skip$"
     with pytest.raises(DataError, match=message):
-        list(open_files(folder / "c.parquet", "text").read())
+        list(open_files(folder / "c.parquet", "text").read_all())
 
 
 def test_prepare_counts_in_one_line_what_it_skips(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def prepare(out: str, *flags: str) -> int:
-        source = ("--source", str(folder), "--tokenizer", "byte", "--workers", "2")
+        source = ("--source", str(folder), "--tokenizer", "byte")
         return main(["data", "prepare", *source, "--out", str(tmp_path / out), *flags])
 
     assert prepare("resumed") == 2
@@ -120,9 +113,7 @@ def test_prepare_counts_in_one_line_what_it_skips(
         assert prepare(out, "--on-error=skip", "--shard-tokens", "100000000") == 0
         output = capfd.readouterr().out
         assert output.count(f"skip left out {BROKEN} lines, rows or files; the first: ") == 1
-    for state in (tmp_path / "at once").glob("part-*.json"):  # as if stopped after its last shard
-        state.write_text(state.read_text().replace('"done": true', '"done": false'))
-    (tmp_path / "at once" / INDEX).unlink()
+    (tmp_path / "at once" / INDEX).rename(tmp_path / "at once" / PLAN)  # as if stopped at the end
     assert prepare("at once", "--on-error=skip", "--shard-tokens", "100000000") == 0
     assert f"skip left out {BROKEN} lines" in capfd.readouterr().out
     tokens = [
@@ -132,31 +123,21 @@ def test_prepare_counts_in_one_line_what_it_skips(
     assert tokens[0] == tokens[1]
 
 
-def test_a_stream_counts_once_what_all_its_passes_skip(folder: Path) -> None:
-    config = configure(str(folder), on_error="skip")
-    rows = Rows(config, seed=0, part=0, parts=1, rows=50, block=50)
-    while rows.state() is None or rows.state()["sources"][str(folder)]["pass"] < 2:
-        next(rows)
-    skipped = rows.skipped[str(folder)]
-    assert skipped.number == BROKEN
-    assert skipped.first.startswith(f"{folder}/a.jsonl:10: ")
-
-
 @pytest.mark.parametrize("few", [False, True])
 def test_a_run_that_ends_within_its_first_pass_reports_the_count(
     few: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Streamed, and in memory."""
+    """With many documents, and with few."""
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(["{broken", "[1]", *lines(*map(str, range(20 if few else 500)))]))
     config = small_request("--set=data.on_error=skip", "--set=data.seq_len=8").config
     config.data.source, config.train.eval_samples = str(path), 1
-    data = open_data(config, Ranks(0, 0, 1), TrainState())
+    data = open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path / "run")
     data.next_batch()
     assert "left out" not in capsys.readouterr().err
     data.close()
     assert capsys.readouterr().err == (
-        f"nsa: rank 0: {path}: data.on_error = skip left out 2 lines, rows or files; the first: "
+        f"nsa: {path}: data.on_error = skip left out 2 lines, rows or files; the first: "
         f"{path}:1: not a line of JSON (Expecting property name enclosed in double quotes: line 1 "
         "column 2 (char 1)); fix or remove it\n"
     )
@@ -169,15 +150,13 @@ def test_memory_reports_the_count_in_the_first_lines(folder: Path) -> None:
 
 
 def test_nothing_but_broken_files_is_no_dataset(folder: Path, tmp_path: Path) -> None:
-    """The error says why: that of a store, of a stream, and of `nsa data prepare`."""
+    """The error says why: that of a run, and of `nsa data prepare`."""
     config = configure(str(folder / "c.parquet"), on_error="skip")
     reason = r".* left out 1 lines, rows or files; the first: .*c\.parquet: cannot be read"
-    with pytest.raises(DataError, match="has no document" + reason):
-        open_store(config, "train")
-    with pytest.raises(DataError, match="holds no document to train on" + reason):
-        next(Rows(config, seed=0, part=0, parts=1, rows=1))
     with pytest.raises(DataError, match="holds no documents" + reason):
-        prepare(config, tmp_path / "out", workers=1, progress=False)
+        open_store(config, "train")
+    with pytest.raises(DataError, match="holds no documents" + reason):
+        prepare(config, tmp_path / "out", progress=False)
 
 
 def test_a_stopped_run_may_go_on_with_skip(tmp_path: Path) -> None:

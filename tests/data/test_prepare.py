@@ -20,10 +20,10 @@ import pytest
 from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import open_files
-from nsa.data.prepare import DOCUMENTS_PER_CALL, _next_documents, prepare
-from nsa.data.shards import INDEX, PLAN, open_shards, verify_shards
+from nsa.data.shards import INDEX, PLAN, open_shards, read_index, verify_shards, write_index
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
+from nsa.data.writer import DOCUMENTS_PER_CALL, _next_documents, prepare
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import documents_of
 
@@ -39,7 +39,7 @@ def write_lines(path: Path, texts: Sequence[bytes]) -> Path:
 
 
 def generated(size: int) -> list[bytes]:
-    return [document.text for document in synthetic(size).read()]
+    return [document.text for document in synthetic(size).read_all()]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     """The content of a folder that `start` prepared without interruption."""
     out = tmp_path_factory.mktemp("uninterrupted") / "out"
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
-    prepare(config, out, shard_tokens=10_000, workers=2, progress=False)
+    prepare(config, out, shard_tokens=10_000, progress=False)
     return contents(out)
 
 
@@ -67,7 +67,7 @@ def contents(out: Path) -> dict[str, bytes]:
 
 def command(corpus: Path | str, out: Path, *more: str) -> list[str]:
     flags = ["--source", str(corpus), "--tokenizer", "byte", "--out", str(out)]
-    flags += ["--held-out", str(HELD_OUT), "--shard-tokens", "10000", "--workers", "2"]
+    flags += ["--held-out", str(HELD_OUT), "--shard-tokens", "10000"]
     return [sys.executable, "-m", "nsa", "data", "prepare", *flags, *more]
 
 
@@ -101,16 +101,13 @@ def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
 def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> None:
     texts = generated(1_000_000)
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
-    index = prepare(config, tmp_path, shard_tokens=50_000, workers=4, progress=False)
+    index = prepare(config, tmp_path, shard_tokens=50_000, progress=False)
     verify_shards(tmp_path, index)
-    assert len(index.of("train")) > 8  # each part has several
+    assert len(index.of("train")) > 8
     for split in SPLITS:
         names = [shard.name for shard in index.of(split)]
-        of_part = [[name for name in names if name[len(split) + 3] == str(i)] for i in range(4)]
-        for part, shards in enumerate(of_part):
-            assert shards == [f"{split}-00{part}-{n:05}.bin" for n in range(len(shards))]
-    full = [shard.tokens for shard in index.of("train")[:-1] if shard.name[6:9] == "000"][:-1]
-    assert all(50_000 <= tokens < 100_000 for tokens in full)
+        assert names == [f"{split}-000-{n:05}.bin" for n in range(len(names))]
+    assert all(50_000 <= shard.tokens < 100_000 for shard in index.of("train")[:-1])
     for split in ("train", "val"):
         expected = Counter(
             text for text in texts if is_validation(text, HELD_OUT) == (split == "val")
@@ -151,8 +148,7 @@ def test_repeated_kills_do_not_change_the_result(
         assert "Traceback" not in output
         assert_ended(workers)
         assert not (out / INDEX).exists()
-        states = [json.loads(path.read_text()) for path in out.glob("part-*.json")]
-        for shard in (shard for state in states for shard in state["shards"]):
+        for shard in json.loads((out / PLAN).read_text())["shards"]:
             written = (out / shard["name"]).stat().st_mtime_ns
             assert kept.setdefault(shard["name"], written) == written  # never rewritten
     assert len(kept) > 30
@@ -163,7 +159,7 @@ def test_repeated_kills_do_not_change_the_result(
     assert contents(out) == uninterrupted
 
 
-def test_workers_that_wait_for_text_end_with_their_parent(tmp_path: Path) -> None:
+def test_a_worker_that_waits_for_text_ends_with_its_parent(tmp_path: Path) -> None:
     pipe = tmp_path / "never.jsonl"
     os.mkfifo(pipe)
     process = start(pipe, tmp_path / "out")
@@ -196,9 +192,9 @@ def test_after_a_killed_worker_the_same_command_resumes(
     os.kill(workers[0], signal.SIGKILL)
     _, output = process.communicate()
     assert process.returncode == 2
-    assert re.search(r"part \d: its worker was ended by signal 9 .*memory.*; run the same", output)
+    assert re.search(r"out: its worker was ended by signal 9 .*memory.*; run the same", output)
     assert_ended(workers)
-    assert not list(out.glob(".*"))
+    assert not list(out.glob(".*.bin*"))
     assert start(corpus, out).wait() == 0
     assert contents(out) == uninterrupted
 
@@ -216,7 +212,7 @@ def test_after_ctrl_c_the_same_command_resumes(
     assert "nsa: stopped; the same command resumes" in output
     assert "Traceback" not in output
     assert_ended(workers)
-    assert not list(out.glob(".*"))
+    assert not list(out.glob(".*.bin*"))
     assert start(corpus, out).wait() == 0
     assert contents(out) == uninterrupted
 
@@ -232,7 +228,7 @@ def test_after_a_full_disk_the_same_command_resumes(
     again = " ".join(command(corpus, disk / "out"))
     script = (
         f"mount -t tmpfs -o size=1m tmpfs {disk} || exit 9\n"
-        f"{again}; echo ended with $?; ls -A {disk}/out | grep ^[.]\n"
+        f"{again}; echo ended with $?; ls -A {disk}/out | grep [.]bin[.]\n"
         f"mount -o remount,size=64m {disk} && {again} && cp -r {disk}/out {copy}\n"
     )
     run = subprocess.run([*private, "sh", "-c", script], capture_output=True, text=True)
@@ -240,7 +236,7 @@ def test_after_a_full_disk_the_same_command_resumes(
     assert run.stdout.startswith("ended with 2\n/"), run.stdout  # and no draft is left
     refusal = next(line for line in run.stderr.splitlines() if line.startswith("nsa: "))
     assert f"{disk}/out: the disk is full: " in refusal
-    assert "are free; free some space and run the same `nsa data prepare` again" in refusal
+    assert "are free; free some space and run the same command again" in refusal
     assert contents(copy) == uninterrupted
 
 
@@ -253,13 +249,14 @@ def test_a_finished_folder_is_not_rewritten(
         (out / name).write_bytes(content)
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    index = prepare(config, out, shard_tokens=10_000, workers=3, progress=False)
+    prepare(config, out, shard_tokens=10_000, progress=False)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    (out / INDEX).unlink()  # a lost index is written again
-    index = prepare(config, out, shard_tokens=10_000, workers=3, progress=False)
-    assert index.parts == 2  # as at its start
-    assert contents(out) == uninterrupted
+    index = read_index(out)
+    write_index(out, replace(index, finished=False))  # as if stopped at the end
     (out / INDEX).unlink()
+    assert prepare(config, out, shard_tokens=10_000, progress=False) == index
+    assert contents(out) == uninterrupted
+    (out / INDEX).rename(out / PLAN)
     (out / index.shards[3].name).unlink()
     with pytest.raises(DataError, match=rf"{index.shards[3].name}: this shard is missing"):
         prepare(config, out, shard_tokens=10_000, progress=False)
@@ -279,7 +276,7 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     process = start(corpus, out)
     wait_for_shards(process, out, 1)
-    with pytest.raises(DataError, match=r"another `nsa data prepare` is writing into it"):
+    with pytest.raises(DataError, match=r"another process is writing into it"):
         prepare(config, out, shard_tokens=10_000, progress=False)
     process.kill()
     process.communicate()
@@ -311,7 +308,7 @@ def test_any_tokenizer_keeps_documents_apart(trained: Path, tmp_path: Path) -> N
     ]
     source = write_lines(tmp_path / "texts.jsonl", texts)
     config = DataConfig(source=str(source), tokenizer=f"hf:{trained}", held_out=HELD_OUT)
-    index = prepare(config, tmp_path / "out", workers=2, progress=False)
+    index = prepare(config, tmp_path / "out", progress=False)
     tokenizer = build_tokenizer(config)
     assert index.stamp.tokenizer_fingerprint == tokenizer.fingerprint
     prepared = [
@@ -327,7 +324,7 @@ def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:
     for name, text in {**texts, "empty": b""}.items():
         (folder / f"{name}.txt").write_bytes(text)
     config = DataConfig(source=str(folder), held_out=0.5)
-    prepare(config, tmp_path / "out", shard_tokens=1_000, workers=2, progress=False)
+    prepare(config, tmp_path / "out", shard_tokens=1_000, progress=False)
     assert texts_of(tmp_path / "out", "train", ByteTokenizer())
     prepared = [
         text for split in SPLITS for text in texts_of(tmp_path / "out", split, ByteTokenizer())
@@ -346,8 +343,8 @@ def test_the_error_of_a_bad_record_names_its_location(tmp_path: Path) -> None:
     with source.open("a") as file:
         file.write('{"body": "no text"}\n')
     with pytest.raises(DataError, match=rf"texts\.jsonl:{len(texts) + 1}.*text"):
-        prepare(DataConfig(source=str(source)), tmp_path / "out", workers=2, progress=False)
-    assert not list((tmp_path / "out").glob(".*"))
+        prepare(DataConfig(source=str(source)), tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_after_an_early_error_a_corrected_command_may_use_the_folder(
@@ -356,24 +353,23 @@ def test_after_an_early_error_a_corrected_command_may_use_the_folder(
     source = str(write_lines(tmp_path / "texts.jsonl", generated(10_000)))
     wrong = DataConfig(source=source, text_field="body")
     with pytest.raises(DataError, match="no field 'body', but 'text'"):
-        prepare(wrong, tmp_path / "out", workers=2, progress=False)
-    index = prepare(DataConfig(source=source), tmp_path / "out", workers=1, progress=False)
-    assert index.parts == 1
+        prepare(wrong, tmp_path / "out", progress=False)
+    assert prepare(DataConfig(source=source), tmp_path / "out", progress=False).finished
 
 
 def test_an_empty_source_is_refused_and_may_be_filled_later(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [])
     with pytest.raises(DataError, match=r"texts\.jsonl' holds no documents"):
-        prepare(DataConfig(source=str(source)), tmp_path / "out", workers=2, progress=False)
+        prepare(DataConfig(source=str(source)), tmp_path / "out", progress=False)
     write_lines(source, generated(10_000))
-    index = prepare(DataConfig(source=str(source)), tmp_path / "out", workers=2, progress=False)
+    index = prepare(DataConfig(source=str(source)), tmp_path / "out", progress=False)
     assert index.of("train")
 
 
-def test_fewer_documents_than_workers_are_prepared(tmp_path: Path) -> None:
+def test_a_single_document_is_prepared(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [b"only one"])
     config = DataConfig(source=str(source), held_out=1e-9)
-    prepare(config, tmp_path / "out", workers=3, progress=False)
+    prepare(config, tmp_path / "out", progress=False)
     assert texts_of(tmp_path / "out", "train", ByteTokenizer()) == [b"only"]
     assert texts_of(tmp_path / "out", "val", ByteTokenizer()) == [b" one"]
 
@@ -398,6 +394,6 @@ def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> 
 def test_documents_are_tokenized_up_to_a_thousand_or_a_size_at_a_time(tmp_path: Path) -> None:
     count = DOCUMENTS_PER_CALL + 9
     source = open_files(write_lines(tmp_path / "a.jsonl", [b"ten bytes!"] * count), "text")
-    reader = source.read()
-    calls = [len(_next_documents(reader, size)) for size in (21, 20, 10**9, 10**9, 10**9)]
+    documents = source.read()
+    calls = [len(_next_documents(documents, size)) for size in (21, 20, 10**9, 10**9, 10**9)]
     assert calls == [3, 2, DOCUMENTS_PER_CALL, 4, 0]

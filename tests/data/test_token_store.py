@@ -19,7 +19,7 @@ SYNTHETIC = DataConfig(source="synthetic")
 
 def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
     train, val = (documents_of(open_store(SYNTHETIC, split)) for split in ("train", "val"))
-    texts = [document.text for document in synthetic().read()]
+    texts = [document.text for document in synthetic().read_all()]
     assert train == [text for text in texts if not is_validation(text, 0.05)]
     assert val == [text for text in texts if is_validation(text, 0.05)]
     assert train
@@ -28,7 +28,9 @@ def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
 
 def test_bytes_per_token_divides_text_by_all_tokens() -> None:
     store = open_store(DataConfig(), "val")
-    texts = [document.text for document in embedded().read() if is_validation(document.text, 0.05)]
+    texts = [
+        document.text for document in embedded().read_all() if is_validation(document.text, 0.05)
+    ]
     size = sum(map(len, texts))
     assert store.bytes_per_token == pytest.approx(size / (size + len(texts)), rel=1e-12)
     assert store.vocab_size == ByteTokenizer.vocab_size

@@ -393,7 +393,7 @@ def test_training_is_deterministic(tmp_path: Path) -> None:
         assert trained.vocab_size == 500
     first, second = (tmp_path / name / "tokenizer.json" for name in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()
-    text = b" ".join(document.text for document in synthetic(50_000).read())
+    text = b" ".join(document.text for document in synthetic(50_000).read_all())
     assert len(trained.encode(text)) < 0.8 * len(text)
     assert trained.decode(trained.encode(text)) == text
 

@@ -1,31 +1,36 @@
-"""Validation data: the same samples on any number of ranks, and errors that name the source."""
+"""Validation data: the same samples on any number of ranks."""
 
 from __future__ import annotations
 
-import fcntl
-import struct
-import termios
-import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any
 
 import pytest
 
 from nsa.constants import IGNORE_INDEX
+from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_dataset
+from nsa.data.dataset import OpenedSource, open_dataset
 from nsa.data.source import DataError
 from nsa.data.validation_data import ValidationData
-from nsa.data.worker import Worker
-from tests.data.texts import configure, split, texts, write_lines, write_to_pipe
+from nsa.data.writer import prepare
+from tests.data.texts import configure, split, texts, write_lines
 
 
-def validation_of(
-    config: DataConfig, sequences: int, micro_batch: int = 1, world_size: int = 1
-) -> ValidationData:
-    shape = {"micro_batch": micro_batch, "world_size": world_size}
-    return ValidationData(open_dataset(config), sequences=sequences, **shape)
+@pytest.fixture
+def validation_of(tmp_path: Path) -> Iterator[Callable[..., ValidationData]]:
+    with ExitStack() as stack:
+
+        def open_validation(
+            config: DataConfig, sequences: int, micro_batch: int = 1, world_size: int = 1
+        ) -> ValidationData:
+            cache = TokenCache(open_dataset(config), tmp_path / "cache")
+            stack.callback(cache.close)
+            shape = {"micro_batch": micro_batch, "world_size": world_size}
+            return ValidationData(cache, sequences=sequences, **shape)
+
+        yield open_validation
 
 
 def evaluated(validation: ValidationData, ranks: int, micro_batch: int) -> list[tuple[int, ...]]:
@@ -42,13 +47,20 @@ def evaluated(validation: ValidationData, ranks: int, micro_batch: int) -> list[
     return samples
 
 
+@pytest.fixture(params=["small", "growing"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let sources be complete before the first sample, or not."""
+    if request.param == "growing":
+        monkeypatch.setattr(OpenedSource, "is_small", False)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("packing", ["concat", "documents"])
-@pytest.mark.parametrize("kind", ["synthetic", "stream"])
+@pytest.mark.usefixtures("kind")
 def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
-    source: str, kind: str, packing: str
+    source: str, packing: str, validation_of: Callable[..., ValidationData]
 ) -> None:
-    name = source if kind == "stream" else "synthetic"
-    config = configure(name, packing=packing)
+    config = configure(source, packing=packing)
     expected: list[tuple[int, ...]] = []
     for ranks, micro_batch in ((1, 1), (2, 3), (5, 2)):
         validation = validation_of(config, 13, micro_batch, ranks)
@@ -59,7 +71,10 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
         assert samples == expected
 
 
-def test_validation_reads_only_documents_that_training_does_not(source: str) -> None:
+@pytest.mark.usefixtures("kind")
+def test_validation_reads_only_documents_that_training_does_not(
+    source: str, validation_of: Callable[..., ValidationData]
+) -> None:
     _, documents = split(texts(200))
     stream = b"\n".join(documents)
     validation = validation_of(configure(source), 20)
@@ -69,8 +84,22 @@ def test_validation_reads_only_documents_that_training_does_not(source: str) -> 
     assert validation.bytes_per_token == pytest.approx(0.97, abs=0.02)
 
 
+def test_prepared_and_cached_tokens_have_the_same_validation_samples(
+    source: str, tmp_path: Path, validation_of: Callable[..., ValidationData]
+) -> None:
+    prepare(configure(source), tmp_path / "prepared", progress=False)
+    cached, prepared = (
+        validation_of(configure(name), 20, 3, 2) for name in (source, str(tmp_path / "prepared"))
+    )
+    assert evaluated(cached, 2, 3) == evaluated(prepared, 2, 3)
+    assert cached.bytes_per_token == prepared.bytes_per_token
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.usefixtures("kind")
+def test_validation_reports_fewer_samples_than_requested(
+    tmp_path: Path, ranks: int, validation_of: Callable[..., ValidationData]
+) -> None:
     train, documents = split(texts(200))
     source = write_lines(tmp_path / "b.jsonl", train[:40] + documents[:3])
     available = (sum(len(text) + 1 for text in documents[:3]) - 1) // 16
@@ -81,57 +110,10 @@ def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: 
     assert f"ends after {available} sequences" in validation.note
 
 
-@pytest.fixture
-def started(pipe: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Event:
-    """Set once the worker has read the pipe: a short timeout must not include its start."""
-    event, (_, writer) = Event(), pipe
-
-    class Started(Worker):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            deadline = time.monotonic() + 60
-            while struct.unpack("i", fcntl.ioctl(writer, termios.FIONREAD, bytes(4))) != (0,):
-                assert time.monotonic() < deadline, "nothing read in 60 seconds"
-                time.sleep(0.05)
-            event.set()
-
-    monkeypatch.setattr("nsa.data.validation_data.Worker", Started)
-    return event
-
-
-def test_validation_waits_while_its_source_yields_documents(
-    pipe: tuple[str, Any], started: Event
+@pytest.mark.usefixtures("kind")
+def test_an_empty_validation_split_is_refused_when_it_is_opened(
+    tmp_path: Path, validation_of: Callable[..., ValidationData]
 ) -> None:
-    name, writer = pipe
-    train, documents = split(texts(200))
-    seconds = 3.0
-    write_to_pipe(writer, train[:1])
-
-    def write_slowly() -> None:
-        started.wait()
-        for number, text in enumerate([*train[1:20], *documents]):
-            write_to_pipe(writer, [text])
-            time.sleep(seconds / 12 if number < 14 else 0)
-
-    writing = Thread(target=write_slowly, daemon=True)
-    writing.start()
-    assert validation_of(configure(name, timeout=seconds), 9).sequences == 9
-    writing.join()
-
-
-def test_the_timeout_of_validation_names_the_hanging_source(
-    pipe: tuple[str, Any], started: Event
-) -> None:
-    name, writer = pipe
-    write_to_pipe(writer, texts(5))
-    with pytest.raises(DataError, match=r"slow\.jsonl': no document .* 3 sec.*slow\.jsonl:5"):
-        validation_of(configure(name, timeout=3), 50)
-    assert started.is_set()
-
-
-@pytest.mark.parametrize("kind", ["synthetic", "stream"])
-def test_an_empty_validation_split_is_refused_when_it_is_opened(kind: str, tmp_path: Path) -> None:
     many = write_lines(tmp_path / "many.jsonl", texts(1_001))  # of fewer, each ends in validation
-    name = many if kind == "stream" else "synthetic"
     with pytest.raises(DataError, match=r"no document for split 'val'; raise data\.held_out"):
-        validation_of(configure(name, held_out=1e-9), 3)
+        validation_of(configure(many, held_out=1e-9), 3)

@@ -60,15 +60,6 @@ def test_an_unexpected_exception_is_a_crash_that_names_it(
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_worker_reports_progress_before_its_first_item() -> None:
-    with closing(Worker(partial(worker_tasks.read_slowly, 0.4, 4), "books")) as worker:
-        start = worker.last_progress
-        assert next(worker) == "item"
-        assert worker.source == "books"
-        assert worker.location.startswith("books.jsonl:")
-        assert worker.last_progress > start
-
-
 def test_a_worker_starts_without_slow_imports() -> None:
     with closing(Worker(worker_tasks.list_modules, "books")) as worker:
         heavy = {"torch", "deepspeed", "transformers", "datasets", "pyarrow", "pandas"}

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.data.files import Files
-from nsa.data.source import is_validation
-from nsa.data.stream import SHUFFLE_DOCUMENTS, stream_rows
+from nsa.data.source import Document, Source, is_validation
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer
 
 EOS = ByteTokenizer.eos_id
+CACHE = TemporaryDirectory()  # of the tokens of all stores, until the tests end
 HELD_OUT = 0.2  # fraction for validation, so that a few of the texts below are in it
 
 
@@ -45,36 +47,29 @@ def names_of_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return counted
 
 
-class Rows(Iterator[np.ndarray]):
-    """The rows of a stream; `state` is that after the last one, `skipped` what was left out.
-
-    `block`: documents that are shuffled together.
-    """
-
-    def __init__(
-        self,
-        config: DataConfig,
-        *,
-        state: Any = None,
-        block: int = SHUFFLE_DOCUMENTS,
-        **arguments: Any,
-    ) -> None:
-        self._stream = stream_rows(open_dataset(config), state=state, **arguments)
-        self._state, self.skipped, self._block = state, {}, block
-
-    def __next__(self) -> np.ndarray:
-        with patch("nsa.data.stream.SHUFFLE_DOCUMENTS", self._block):
-            rows, self._state, self.skipped = next(self._stream)
-        return rows
-
-    def state(self) -> Any:
-        return self._state
-
-
 def open_store(config: DataConfig, split: str) -> TokenStore:
     """One split of a `data.source` that is a single source."""
-    (store,) = open_dataset(config).stores(split)
-    return store
+    with closing(TokenCache(open_dataset(config), Path(CACHE.name))) as cache:
+        (store,) = cache.stores(split)
+        return store
+
+
+def contents_of(source: Source, cursor: Any = None) -> list[bytes]:
+    """The documents after a cursor, which passes through JSON as when it is saved."""
+    documents = source.read(json.loads(json.dumps(cursor)))
+    return [document.text for document, _ in documents if isinstance(document, Document)]
+
+
+def check_resumption(source: Source, every: int = 1) -> list[bytes]:
+    """Resume a pass after each of its documents, or some; returns all of them."""
+    pairs = list(source.read())
+    texts = [document.text for document, _ in pairs if isinstance(document, Document)]
+    for number in range(0, len(pairs), every):
+        left = [document for document, _ in pairs[number + 1 :]]
+        expected = [document.text for document in left if isinstance(document, Document)]
+        assert contents_of(source, pairs[number][1]) == expected, number
+    assert contents_of(source, pairs[-1][1]) == []
+    return texts
 
 
 def text(number: int, length: int) -> bytes:
@@ -119,11 +114,6 @@ def split(
     """The documents for training, and those for validation."""
     train = [text for text in documents if not is_validation(text, fraction)]
     return train, [text for text in documents if is_validation(text, fraction)]
-
-
-def tokens_of(rows: Iterable[np.ndarray]) -> np.ndarray:
-    """The stream of which batches of rows of T + 1 tokens were cut, without its last token."""
-    return np.concatenate([row[:-1] for batch in rows for row in batch])
 
 
 def documents_in(tokens: np.ndarray, tokenizer: Tokenizer | None = None) -> list[bytes]:

@@ -186,7 +186,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("train.steps=1" + "0" * 30, ["train.steps", "too large"]),
         ("train.steps=1" + "0" * 5000, ["--set train.steps", "not YAML"]),
         ("train.accumulation=1000000000000", ["train.accumulation", "65,536 or less"]),
-        ("data.workers=2", ["data.workers is withdrawn in this version; remove it; `nsa data"]),
+        ("data.workers=2", ["data.workers is withdrawn in this version; remove it"]),
         ("data.files=a.parquet", ["data.files is withdrawn in this version; set data.pattern"]),
         ("data.seq_len=99999999999", ["data.seq_len", "or less"]),
         ("model.layers=1000000000", ["model.layers", "1,024 or less"]),

@@ -8,13 +8,16 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from nsa.data import builtin
 from nsa.data.shards import Index, write_index
+from nsa.data.source import is_validation
 from nsa.engine.run_request import RunRequest
 from tests.data.processes import workers_of
 from tests.data.test_shards import STAMP
@@ -42,16 +45,19 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_resumed_streamed_run_repeats_the_uninterrupted_one_exactly(
+def test_a_resumed_run_repeats_the_uninterrupted_one_exactly_from_the_cache_of_both(
     books: Path, tmp_path: Path
 ) -> None:
-    source = [*TINY, f"--set=data.source={books}", "--steps=6"]
+    """Of a source that grows, with twice 16 MiB of text in few documents."""
+    large = tmp_path / "large.jsonl"
+    large.write_text(f"{books.read_text()}" + json.dumps({"text": "long " * 7_000_000}) + "\n")
+    source = [*TINY, f"--set=data.source={large}", "--steps=6"]
     output = succeed(on_two_ranks("m7c.py", *source, "--run-dir=uninterrupted", folder=tmp_path))
+    assert "shuffled in blocks" in output
     assert re.search(r"first batch ready \d+\.\d s after opening the dataset", output)
     resumed = cut_back(tmp_path / "uninterrupted", 3, tmp_path / "resumed")
     assert list(losses(resumed)) == [1, 2, 3]
-    saved = resumed / "checkpoints/step00000003"
-    assert sorted(path.name for path in saved.glob("rank*.json")) == ["rank0.json", "rank1.json"]
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "data-cache").rglob("*")}
     succeed(on_two_ranks("m7c.py", "--run-dir=resumed", "--resume", folder=tmp_path))
     assert losses(resumed) == losses(tmp_path / "uninterrupted")
     validation = [
@@ -59,6 +65,7 @@ def test_a_resumed_streamed_run_repeats_the_uninterrupted_one_exactly(
         for name in ("uninterrupted", "resumed")
     ]
     assert validation[0] == validation[1]
+    assert {path: path.stat().st_mtime_ns for path in written} == written, "one cache"
 
 
 def test_samples_continue_in_a_resumed_run_with_another_accumulation(tmp_path: Path) -> None:
@@ -112,50 +119,54 @@ def test_unavailable_data_is_refused_before_anything_is_built(
     settings = [f"--set=data.source={books}", f"--set={setting}"]
     line = refused(on_one_rank("m7c.py", *TINY, *settings, folder=tmp_path))
     assert all(word in line for word in words), line
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.rglob("config.yaml"))
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[list[str]]:
+    """The settings of a run on a pipe that hangs after 97 samples for training, and some held out.
+
+    The run consumes 64 of them: the next block has 64 more.
+    """
+    texts = [f"{number} " + "x" * 33_000 for number in range(200)]
+    held_out = [is_validation(text.encode(), 0.05) for text in texts]
+    order = [held_out.index(True), *(n for n, held in enumerate(held_out) if not held)][:4]
+    lines = "".join(json.dumps({"text": texts[number]}) + "\n" for number in order)
+    os.mkfifo(tmp_path / "slow.jsonl")
+    pipe = os.open(tmp_path / "slow.jsonl", os.O_RDWR)
+    Thread(target=lambda: os.write(pipe, lines.encode()), daemon=True).start()  # waits for readers
+    settings = (f"data.source={tmp_path}/slow.jsonl", "data.seq_len=1024", "train.eval_samples=1")
+    yield [f"--set={setting}" for setting in (*settings, "train.eval_every=0")]
+    os.close(pipe)
 
 
 def test_a_hanging_source_ends_every_rank_with_one_message_and_a_checkpoint(
-    books: Path, tmp_path: Path
+    hanging: list[str], tmp_path: Path
 ) -> None:
-    """Of two files, one per rank, the second is a pipe that hangs."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text(books.read_text())
-    os.mkfifo(folder / "b.jsonl")
-    pipe = os.open(folder / "b.jsonl", os.O_RDWR)
-    lines = (f'{{"text": "document {number}"}}\n' for number in range(1_300))
-    os.write(pipe, "".join(lines).encode())  # more than the 1,000 that are shuffled together
-    try:
-        source = [f"--set=data.source={folder}", "--set=data.timeout=6"]
-        source += ["--set=train.eval_every=0"]
-        result = on_two_ranks("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
-    finally:
-        os.close(pipe)
+    arguments = [*TINY, *hanging, "--set=data.timeout=20", "--steps=1000", "--run-dir=run"]
+    result = on_two_ranks("m7c.py", *arguments, folder=tmp_path)
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if line.startswith("m7c: ")]
     assert errors, result.stderr[-2_000:]
-    words = ("rank 1", "b.jsonl", "data.timeout", "6 seconds", "nsa data prepare")
+    words = ("slow.jsonl", "data.timeout", "20 seconds", "slow.jsonl:4", "nsa data prepare")
     assert all(word in errors[0] for word in words), errors
     last = max(losses(tmp_path / "run"))
     assert last >= 3
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step{last:08d}"
 
 
-def test_a_killed_data_worker_ends_all_ranks_as_a_crash_with_a_checkpoint(
-    books: Path, tmp_path: Path
+def test_a_killed_writer_ends_all_ranks_as_a_crash_with_a_checkpoint(
+    hanging: list[str], tmp_path: Path
 ) -> None:
     """`nsa watch --restart` restarts after exit code 1, not after 2."""
-    run = harness.start(
-        *(tmp_path, f"--set=data.source={books}", "--steps=1000"),
-        *("--set=train.accumulation=16", "--set=train.eval_every=0"),
-    )
+    run = harness.start(tmp_path, *hanging, "--set=data.timeout=20", "--steps=1000")
     run.wait_for_step(2)
-    os.kill(workers_of(run.ranks.pids[1])[0], signal.SIGKILL)
+    (writer,) = (worker for pid in run.ranks.pids for worker in workers_of(pid))
+    os.kill(writer, signal.SIGKILL)
     run.end()
     assert run.codes == [1, 1], run.output[-2_000:]
     (error,) = (line for line in run.ranks.text("err").splitlines() if line.startswith("m7c: "))
-    assert "rank 1: its worker was ended by signal 9 (SIGKILL), possibly out of memory" in error
+    assert "its worker was ended by signal 9 (SIGKILL), possibly out of memory" in error
     saved = run.dir / f"checkpoints/step{run.last_step:08d}"
     assert saved.is_dir()
 
@@ -284,7 +295,7 @@ def test_prepared_data_determines_the_vocabulary_unless_the_user_does(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sizes.yaml").write_text("model: {vocab_size: 512}\n")
-    write_index(Path(), Index(replace(STAMP, vocab_size=400, eos_id=399), {}, 1, []))
+    write_index(Path(), Index(replace(STAMP, vocab_size=400, eos_id=399), {}, []))
     request = small_request("--set=data.source=.", *flags)
     assert request.config.model.vocab_size == vocabulary
     assert f"vocab_size: {vocabulary}\n" in request.config_files()["config.yaml"]

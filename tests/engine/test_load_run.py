@@ -13,13 +13,14 @@ from safetensors.torch import save_file
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
+from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
-from nsa.data.prepare import prepare
 from nsa.data.shards import read_index, write_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
 from nsa.data.validation_data import ValidationData
+from nsa.data.writer import prepare
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import load_run, read_config, run_tokenizer
 from nsa.export.hf_tokenizer import write_tokenizer
@@ -42,7 +43,7 @@ def prepare_dataset(folder: Path, documents: int) -> Path:
     source = write_lines(folder / "lines.jsonl", texts(documents, 200))
     config = DataConfig(source=source, held_out=0.2)
     config.tokenizer = train_tokenizer(open_source(config, source), 300, folder / "bpe").name
-    prepare(config, folder / "prepared", workers=1, progress=False)
+    prepare(config, folder / "prepared", progress=False)
     return folder / "prepared"
 
 
@@ -54,7 +55,7 @@ def test_loaded_model_has_the_validation_loss_that_training_logged(run: Path) ->
     loaded = load_run(run)
     config = loaded.config
     validation = ValidationData(
-        open_dataset(config.data),
+        TokenCache(open_dataset(config.data), run.parent / "data-cache"),
         sequences=config.train.eval_samples,
         micro_batch=8,
         world_size=1,

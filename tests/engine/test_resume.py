@@ -11,7 +11,6 @@ from nsa.checkpoint.commit import commit, manifest_text, new_draft, read_manifes
 from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig
-from nsa.engine.process_group import Ranks
 from nsa.engine.recipe import Recipe
 from nsa.engine.resume import check_schedule, read_checkpoint, read_state
 from nsa.engine.run_dir import record_run
@@ -190,12 +189,18 @@ def test_a_checkpoint_of_an_earlier_version_has_no_run_and_resumes(saved: Path) 
 
 def test_the_rolled_back_samples_of_an_earlier_version_are_ignored() -> None:
     saved = Checkpoint(Path("x"), {"step": 3, "passed_over": [8]}, Topology("0", "bf16", 1))
-    state, _ = read_state(saved, Ranks(1, 1, 2))
+    state, _ = read_state(saved)
     assert state == TrainState(step=3)
 
 
-def test_a_ranks_own_state_is_read_by_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
-    (tmp_path / "rank0.json").write_text('{"cursor": 3}')
-    saved = Checkpoint(tmp_path, {"step": 3}, Topology("0", "bf16", 2))
-    for ranks, state in ((2, {"cursor": 3}), (1, {}), (3, {})):
-        assert read_state(saved, Ranks(0, 0, ranks))[1] == state
+def test_the_cursor_of_a_stream_of_an_earlier_version_restarts_the_data_with_a_note(
+    tmp_path: Path,
+) -> None:
+    saved = Checkpoint(tmp_path, {"step": 3, "samples": 6, "data": "ab"}, Topology("0", "bf16", 2))
+    for feed, samples, data in (("null", 6, "ab"), ('{"under": {}, "workers": [null]}', 0, "")):
+        (tmp_path / "rank0.json").write_text(f'{{"feed": {feed}}}')
+        state, notes = read_state(saved)
+        assert (state.step, state.samples, state.data) == (3, samples, data)
+        assert ["the data starts at its first sample" in note for note in notes] == [True] * (
+            not data
+        )

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch, open_samples
+from nsa.data.batches import Batch
+from nsa.data.cache import TokenCache
 from nsa.data.dataset import open_dataset
 from nsa.engine.build import parameter_groups
 from nsa.engine.config import RunConfig, learning_rate, resolve_config
@@ -62,8 +63,8 @@ def config(uneven: Path) -> RunConfig:
 @pytest.fixture(scope="module")
 def batches(config: RunConfig) -> list[Batch]:
     """The global batch of each step."""
-    samples = open_samples(open_dataset(config.data), "train", config.train.seed)
-    assert samples is not None
+    cache = TokenCache(open_dataset(config.data), Path("unused"))
+    samples = cache.open_samples("train", config.train.seed)
     batches = [samples.batch(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS)]
     for batch in batches:
         counts = (batch.labels.view(4, -1) != IGNORE_INDEX).sum(1)

@@ -193,7 +193,7 @@ def test_the_held_out_split_of_prepared_data_is_evaluated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, prepared = str(folder / "lines.jsonl"), str(folder / "prepared")
-    flags = ["--tokenizer", "byte", "--held-out", "0.05", "--workers", "1"]
+    flags = ["--tokenizer", "byte", "--held-out", "0.05"]
     assert main(["data", "prepare", "--source", source, *flags, "--out", prepared]) == 0
     flags = [str(folder / "nsa"), "--source", prepared, "--tokens", "1000000"]
     (result,) = evaluate(folder, *flags)
@@ -391,5 +391,5 @@ def test_data_of_another_tokenizer_is_refused(folder: Path) -> None:
     other = ByteTokenizer()
     other.fingerprint = "another"
     with pytest.raises(ValueError, match=r"lines\.jsonl was prepared with the tokenizer 'byte'"):
-        open_eval_data(dataset, "val", 64, other)
-    assert open_eval_data(dataset, "val", 64, ByteTokenizer()).count == 4
+        open_eval_data(dataset, "val", 64, other, folder / "data-cache")
+    assert open_eval_data(dataset, "val", 64, ByteTokenizer(), folder / "data-cache").count == 4

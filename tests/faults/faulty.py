@@ -73,7 +73,7 @@ def plant(fault: Fault) -> None:
     import torch
 
     from nsa.checkpoint import Saver
-    from nsa.data.loader import BatchLoader
+    from nsa.data.batches import BatchLoader
     from nsa.model import LanguageModel
 
     def next_batch(self: Any) -> None:

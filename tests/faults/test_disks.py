@@ -53,7 +53,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Run:
     ("damage", "name"),
     [
         (flip_a_bit, "mp_rank_00_model_states.pt"),
-        pytest.param(truncate, "rank1.json", marks=full),
+        pytest.param(truncate, "rng_rank1.pt", marks=full),
         pytest.param(Path.unlink, "manifest.json", marks=full),
         pytest.param(Path.unlink, "state.json", marks=full),
     ],

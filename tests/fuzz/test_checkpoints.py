@@ -19,12 +19,7 @@ from safetensors.torch import load_file
 
 from nsa.checkpoint.commit import MANIFEST, manifest_text, newest_valid, sync_and_hash
 from nsa.checkpoint.state_file import read_state_file
-from nsa.data import DataConfig, loader
-from nsa.data.dataset import open_dataset
-from nsa.data.stream import stream_rows
-from nsa.engine.process_group import Ranks
 from nsa.engine.resume import read_state
-from tests.data.texts import texts, write_lines
 from tests.evaluate.models import write_model
 from tests.fuzz.hostile import damaged, files, mutated, run, time_limit, to_json, values
 
@@ -89,42 +84,9 @@ def test_any_state_json_loads_or_is_refused_in_one_line(
     def use() -> None:
         generate(checkpoint, rehash=True)
         with time_limit(), contextlib.suppress(ValueError):
-            read_state(read_state_file(checkpoint), Ranks(rank=0, world_size=1, local_rank=0))
+            read_state(read_state_file(checkpoint))
 
     fuzz_file(checkpoint / "state.json", 25, files(STATE), use)
-
-
-def test_any_rank_state_that_is_accepted_can_be_restored(
-    fuzz_file: Callable[..., None],
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is accepted can be restored: a stream from its cursors."""
-    file, ranks = checkpoint / "rank0.json", Ranks(0, 0, 1)
-    source = write_lines(tmp_path / "a.jsonl", texts(200))
-    dataset = open_dataset(DataConfig(source=source, seq_len=16, held_out=0.1))
-    monkeypatch.setattr(loader, "Worker", lambda work, name: work)
-    shape: dict[str, int] = {"rank": 0, "world_size": 1, "micro_batch": 2, "seed": 3}
-    _, cursor, _ = next(stream_rows(dataset, seed=3, part=0, parts=1, rows=2))
-    under = loader.StreamingBatches(dataset, state=None, **shape)._settings
-    feed = {"under": under, "workers": [cursor]}
-    state = {"feed": feed}
-    outcomes = set()
-
-    def use() -> None:
-        with time_limit(), contextlib.suppress(ValueError):
-            outcomes.add("read")
-            _, saved = read_state(read_state_file(checkpoint), ranks)
-            feed = saved.get("feed")
-            next(loader.StreamingBatches(dataset, state=feed, **shape)._worker())
-            outcomes.add("restored")
-
-    file.write_bytes(to_json(state))
-    use()
-    assert outcomes == {"read", "restored"}
-    fuzz_file(file, 38, files(state), use)
-    fuzz_file(file, 38, mutated(feed).map(lambda feed: to_json(state | {"feed": feed})), use)
 
 
 def test_any_config_of_a_checkpoint_loads_or_is_refused_in_one_line(

@@ -69,7 +69,7 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> No
     folder.mkdir()
     tokens = np.array([5, 60_000, 99], np.uint16)
     shard = write_shard(folder, SHARD, "train", stamp, [tokens], 3)
-    write_index(folder, Index(stamp, {}, 1, [shard]))
+    write_index(folder, Index(stamp, {}, [shard]))
     assert run("data", "check", folder) == 2
     with pytest.raises(
         DataError, match=r"prepared: holds the id 60000 at or after token 0, and"

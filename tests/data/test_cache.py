@@ -1,0 +1,403 @@
+"""Token cache: one order however it grew, shared by runs, and continued after kills."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nsa.data import cache as cache_module
+from nsa.data.batches import Samples, block_of
+from nsa.data.cache import TokenCache
+from nsa.data.config import DataConfig
+from nsa.data.dataset import OpenedSource, open_dataset
+from nsa.data.files import open_files
+from nsa.data.shards import INDEX, PLAN, find_index, read_index, verify_shards
+from nsa.data.source import DataError
+from nsa.data.tokenizer import train_tokenizer
+from nsa.data.worker import WorkerDied
+from nsa.data.writer import FIRST_SHARD, LOCK, prepare
+from tests.data.processes import ends_soon, workers_of
+from tests.data.texts import configure, documents_in, split, texts, write_lines, write_to_pipe
+from tests.ranks import spawn_ranks
+
+RUN = Path(__file__).parent / "caching_run.py"
+LARGE = texts(12_000)  # 450 KB: several shards
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read sources of any size while they grow."""
+    monkeypatch.setattr(OpenedSource, "is_small", False)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_lines(tmp_path_factory.mktemp("text") / "large.jsonl", LARGE)
+
+
+@pytest.fixture
+def open_cache(tmp_path: Path) -> Iterator[Callable[..., TokenCache]]:
+    """Open caches in one folder; they are closed at the end."""
+    with ExitStack() as stack:
+
+        def opened(config: DataConfig, needs: int = 0) -> TokenCache:
+            cache = TokenCache(open_dataset(config), tmp_path / "cache")
+            stack.callback(cache.close)
+            if needs:
+                cache.start({"train": needs})
+            return cache
+
+        yield opened
+
+
+def rows(samples: Samples, count: int, first: int = 0) -> list[list[int]]:
+    return samples.batch(range(first, first + count)).input_ids.tolist()
+
+
+def folder_of(root: Path) -> Path:
+    (folder,) = (path for path in (root / "cache").iterdir() if path.is_dir())
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK}
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def complete(config: DataConfig, open_cache: Callable[..., TokenCache]) -> Samples:
+    """The samples of a cache that is complete."""
+    samples: Samples = open_cache(config).open_samples("train", 3)
+    samples.stores[0].wait_for(10**9)
+    return samples
+
+
+def test_blocks_grow_from_16_to_512_samples_without_gaps() -> None:
+    blocks = list(dict.fromkeys(block_of(index) for index in range(2_048)))
+    assert [len(block) for block in blocks] == [16, 16, 32, 64, 128, 256, 512, 512, 512]
+    assert [index for block in blocks for index in block] == list(range(2_048))
+
+
+def test_the_order_is_the_same_while_the_cache_grows_and_when_it_is_complete(
+    large: str, open_cache: Callable[..., TokenCache], tmp_path: Path
+) -> None:
+    samples = open_cache(configure(large)).open_samples("train", 3)
+    first = rows(samples, 48)
+    assert len(samples.stores[0]) < 2 * FIRST_SHARD
+    following = rows(samples, 20_000, 48)
+    finished = complete(configure(large), open_cache)
+    assert read_index(folder_of(tmp_path)).finished
+    assert rows(finished, 20_048) == first + following
+    assert samples.fingerprint == finished.fingerprint
+    other = open_cache(configure(large)).open_samples("train", 4)
+    assert other.fingerprint != samples.fingerprint
+    assert rows(other, 48) != first
+
+
+def test_each_epoch_has_each_sample_once_shuffled_within_its_blocks(
+    large: str, open_cache: Callable[..., TokenCache]
+) -> None:
+    samples = complete(configure(large), open_cache)
+    (store,) = samples.stores
+    count = (len(store) - 1) // 16
+    starts = [samples.locate(position)[1] // 16 for position in range(2 * count)]
+    orders = starts[:count], starts[count:]
+    for order in orders:
+        for block in dict.fromkeys(map(block_of, range(count))):
+            stop = min(block.stop, count)
+            assert sorted(order[block.start : stop]) == list(range(block.start, stop))
+    assert orders[0] != orders[1]
+    assert orders[0] != list(range(count))
+    train, _ = split(LARGE)
+    assert documents_in(store.read(0, len(store))) == train
+
+
+def test_a_writer_stops_once_its_run_has_enough_and_a_longer_run_continues(
+    large: str, open_cache: Callable[..., TokenCache], tmp_path: Path
+) -> None:
+    first = open_cache(configure(large), needs=100)
+    short = rows(first.open_samples("train", 3), 100)
+    wait_until(lambda: not workers_of(os.getpid()))
+    index = find_index(folder_of(tmp_path))
+    assert index is not None
+    assert not index.finished
+    kept = contents(folder_of(tmp_path))
+    longer = complete(configure(large), open_cache)
+    assert rows(longer, 100) == short
+    after = contents(folder_of(tmp_path))
+    assert {name: after[name] for name in kept if name != PLAN} == {
+        name: content for name, content in kept.items() if name != PLAN
+    }
+    verify_shards(folder_of(tmp_path), read_index(folder_of(tmp_path)))
+
+
+def test_two_runs_share_a_cache_and_one_process_writes_it(
+    large: str, open_cache: Callable[..., TokenCache], tmp_path: Path
+) -> None:
+    both = [open_cache(configure(large), needs=20_000) for _ in range(2)]
+    assert len(workers_of(os.getpid())) == 1
+    samples = [cache.open_samples("train", 3) for cache in reversed(both)]
+    assert rows(samples[0], 20_000) == rows(samples[1], 20_000)
+    written = contents(folder_of(tmp_path))
+    again = open_cache(configure(large, timeout=1), needs=20_000)
+    assert not workers_of(os.getpid())
+    rows(again.open_samples("train", 3), 20_000)
+    assert contents(folder_of(tmp_path)) == written
+
+
+def test_a_run_takes_over_when_the_run_that_writes_is_closed(
+    large: str, open_cache: Callable[..., TokenCache]
+) -> None:
+    first, second = (open_cache(configure(large), needs=20_000) for _ in range(2))
+    samples = second.open_samples("train", 3)
+    first.close()
+    assert len(rows(samples, 20_000)) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        ({"seq_len": 32}, True),
+        ({"packing": "documents"}, True),
+        ({"timeout": 9.0}, True),
+        ({"held_out": 0.3}, False),
+        ({"text_field": "body"}, False),
+    ],
+)
+def test_a_cache_is_shared_by_runs_with_the_same_tokens(
+    change: dict[str, Any], shared: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join('{"text": "some text", "body": "other"}\n' for _ in range(2_000)))
+    for settings in ({}, change):
+        cache = TokenCache(open_dataset(configure(str(path), **settings)), tmp_path / "cache")
+        with closing(cache):
+            cache.open_samples("train", 1)
+    assert len(list((tmp_path / "cache").iterdir())) == 2 - shared
+
+
+def test_changed_files_get_a_new_cache(
+    tmp_path: Path, open_cache: Callable[..., TokenCache]
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(200))
+    before = open_cache(configure(source)).open_samples("train", 1)
+    write_lines(tmp_path / "a.jsonl", texts(201))
+    after = open_cache(configure(source)).open_samples("train", 1)
+    assert before.fingerprint != after.fingerprint
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("killed", ["run", "writer", "both"])
+def test_after_kill_9_the_next_run_continues_without_a_lost_or_repeated_sample(
+    large: str, tmp_path: Path, killed: str, ranks: int
+) -> None:
+    """The next run may have another number of ranks; this one is rank 0 of them."""
+    log, steps = tmp_path / "rows.txt", 3_000
+    (run,) = spawn_ranks(RUN, large, str(tmp_path), str(steps), "40", "0", "1", ranks=0).started
+    wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 40)
+    workers = workers_of(run.pid)
+    for pid in {"run": [run.pid], "writer": workers, "both": [run.pid, *workers]}[killed]:
+        os.kill(pid, signal.SIGKILL)
+    run.kill()
+    run.wait(10)
+    assert all(ends_soon(worker) for worker in workers)
+    arguments = (large, str(tmp_path), str(steps), "0", "0", str(ranks))
+    finished = spawn_ranks(RUN, *arguments, ranks=0)
+    assert finished.codes(60) == [0], finished.text("err")
+    with closing(TokenCache(open_dataset(configure(large)), tmp_path / "other")) as cache:
+        order = rows(cache.open_samples("train", 3), steps * 4)
+        cache.open_samples("val", 3).stores[0].wait_for(10**9)
+    saved = 35  # the last step before 40 that was saved
+    expected = [str(order[4 * step : 4 * step + 4]) for step in range(saved)]
+    expected += [str(order[4 * step : 4 * step + 4 // ranks]) for step in range(saved, steps)]
+    assert log.read_text().splitlines() == expected
+    ours, other = folder_of(tmp_path), next((tmp_path / "other").iterdir())
+    mine, theirs = contents(ours), contents(other)
+    for name in mine.keys() & theirs.keys() - {PLAN, INDEX}:
+        assert mine[name] == theirs[name], "cut at the same documents"
+
+
+def test_the_error_of_a_killed_writer_is_a_crash_and_the_next_run_continues(
+    pipe: tuple[str, Any], open_cache: Callable[..., TokenCache]
+) -> None:
+    name, writer = pipe
+    write_to_pipe(writer, texts(30))
+    cache = open_cache(configure(name), needs=10)
+    (worker,) = workers_of(os.getpid())
+    os.kill(worker, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(WorkerDied, match=r"slow\.jsonl-.*SIGKILL\), possibly out of memory"):
+            cache.open_samples("train", 1)
+
+
+def test_a_mixture_of_prepared_and_other_sources_has_its_fractions(
+    large: str, tmp_path: Path, open_cache: Callable[..., TokenCache]
+) -> None:
+    prepare(configure("synthetic"), tmp_path / "out", progress=False)
+    names = {large: 2.0, str(tmp_path / "out"): 1.0, "embedded": 1.0}
+    samples = open_cache(configure(names), needs=400).open_samples("train", 3)
+    located = [samples.locate(position)[0].name for position in range(400)]
+    assert [located.count(name) for name in names] == [200, 100, 100]
+    resumed = open_cache(configure(names), needs=400).open_samples("train", 3)
+    assert rows(resumed, 50, 350) == rows(samples, 400)[350:]
+    assert resumed.fingerprint == samples.fingerprint
+
+
+def test_shards_of_different_tokenizers_are_not_mixed(
+    large: str, tmp_path: Path, open_cache: Callable[..., TokenCache]
+) -> None:
+    train_tokenizer(open_files(Path(large), "text"), 300, tmp_path / "bpe")
+    prepare(configure(large), tmp_path / "bytes", progress=False)
+    config = configure({str(tmp_path / "bytes"): 1, large: 1}, tokenizer=f"hf:{tmp_path / 'bpe'}")
+    with pytest.raises(DataError, match=r"large\.jsonl.* have different tokenizers"):
+        open_cache(config)
+
+
+@pytest.mark.parametrize("how", ["truncated", "foreign"])
+def test_a_damaged_shard_is_refused_by_name(
+    large: str, tmp_path: Path, open_cache: Callable[..., TokenCache], how: str
+) -> None:
+    complete(configure(large), open_cache)
+    shard = folder_of(tmp_path) / "train-000-00001.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] if how == "truncated" else b"x" * len(content))
+    with pytest.raises(ValueError, match=rf"{shard}: (truncated|not a shard)") as refused:
+        complete(configure(large), open_cache)
+    assert "delete its folder to write it again" in str(refused.value)
+
+
+def test_a_link_in_place_of_a_lock_is_not_followed(
+    large: str, tmp_path: Path, open_cache: Callable[..., TokenCache]
+) -> None:
+    complete(configure(large), open_cache)
+    folder, precious = folder_of(tmp_path), tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (INDEX, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    (folder / LOCK).symlink_to(precious)
+    with pytest.raises((DataError, OSError), match="symbolic link"):
+        complete(configure(large), open_cache)
+    assert precious.read_text() == "mine"
+
+
+def test_the_timeout_names_the_hanging_source_and_its_last_document(
+    pipe: tuple[str, Any], open_cache: Callable[..., TokenCache]
+) -> None:
+    name, writer = pipe
+    write_to_pipe(writer, [b"x" * 90 for _ in range(600)])
+    samples = open_cache(configure(name, timeout=4), needs=10)
+    with pytest.raises(DataError) as raised:
+        samples.open_samples("train", 1)
+    message = str(raised.value)
+    for part in (name, "4 seconds", "slow.jsonl:600", "data.timeout", "nsa data prepare"):
+        assert part in message
+
+
+def test_a_run_waits_while_a_slow_source_yields_documents(
+    pipe: tuple[str, Any], open_cache: Callable[..., TokenCache]
+) -> None:
+    name, writer = pipe
+    cache = open_cache(configure(name, timeout=3))
+    program = """
+import json, time
+for number in range(12):
+    print(json.dumps({"text": f"{number}" + "x" * 9_000}), flush=True)
+    time.sleep(0.7)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=writer):
+        assert cache.open_samples("train", 1).stores
+
+
+def test_the_error_of_a_broken_document_passes_through_after_those_before_it(
+    tmp_path: Path, open_cache: Callable[..., TokenCache]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    write_lines(path, LARGE)
+    with path.open("a") as lines:
+        lines.write("{broken\n")
+    cache = open_cache(configure(str(path)))
+    samples = cache.open_samples("train", 3)
+    rows(samples, 1_000)
+    message = rf"a\.jsonl:{len(LARGE) + 1}: not a line of JSON .*data\.on_error=skip"
+    for _ in range(2):
+        with pytest.raises(DataError, match=message):
+            rows(samples, 40_000)
+    skipping = open_cache(configure(str(path), on_error="skip")).open_samples("train", 3)
+    assert rows(skipping, 1_000) == rows(samples, 1_000)
+    assert skipping.fingerprint == samples.fingerprint, "a stopped run may continue with skip"
+    rows(skipping, 40_000)
+    with pytest.raises(DataError, match=message):
+        complete(configure(str(path)), open_cache)
+
+
+def test_a_source_without_documents_leaves_no_cache(
+    tmp_path: Path, open_cache: Callable[..., TokenCache]
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [])
+    with pytest.raises(DataError, match=r"a\.jsonl' holds no documents"):
+        open_cache(configure(source)).open_samples("train", 1)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_full_disk_names_the_bytes_that_the_run_still_needs(large: str, tmp_path: Path) -> None:
+    private = ["unshare", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*private, "true"]).returncode:
+        pytest.skip("needs `unshare` to mount a small disk of its own, which is not allowed here")
+    folder = tmp_path / "run"
+    (folder / "cache").mkdir(parents=True)
+    run = f"{sys.executable} {RUN} {large} {folder} 5000 0 0 1"
+    mount = f"mount -t tmpfs -o size=400k tmpfs {folder}/cache || exit 9"
+    script = f"{mount}\n{run}; ls -A {folder}/cache/*\n"
+    path = os.pathsep.join(sys.path)
+    result = subprocess.run(
+        [*private, "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert "the disk is full: the run still needs " in result.stderr, result.stderr
+    assert "are free; free some space and run the same command again" in result.stderr
+    assert "bin." not in result.stdout, "no draft is left"
+
+
+def test_a_process_ends_with_open_caches(large: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom pathlib import Path\n"
+        "from nsa.data.cache import TokenCache\nfrom nsa.data.config import DataConfig\n"
+        "from nsa.data.dataset import open_dataset\n"
+        "config = DataConfig(source=sys.argv[1], seq_len=16, held_out=0.2)\n"
+        "cache = TokenCache(open_dataset(config), Path(sys.argv[2]))\n"
+        "cache.start({'train': 10**6})\n"
+        "cache.open_samples('train', 1).batch([0])\n"
+    )
+    run = spawn_ranks(program, large, str(tmp_path / "cache"), ranks=0)
+    assert (run.codes(60), run.text("err")) == ([0], "")
+
+
+def test_large_vocabularies_take_four_bytes(
+    large: str, tmp_path: Path, open_cache: Callable[..., TokenCache], monkeypatch: Any
+) -> None:
+    for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
+        tokenizer = cache_module.build_tokenizer(configure(large))
+        monkeypatch.setattr(type(tokenizer), "vocab_size", size)
+        monkeypatch.setattr(type(tokenizer), "fingerprint", str(size))
+        store = open_cache(configure(large)).open_samples("train", 1).stores[0]
+        assert store.read(0, 9).dtype == dtype
