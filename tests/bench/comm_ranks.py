@@ -31,8 +31,6 @@ SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that
     "all_reduce": 1.0,
     "all_gather": 1.0,  # logged is a rank's own part
     "reduce_scatter": 0.5,
-    "reduce": 0.5,  # the owner receives the sum, the other rank sends; each owns half
-    "broadcast": 0.5,
 }
 
 
@@ -86,7 +84,7 @@ class Rank:
         deepspeed.comm.configure(enabled=False)
         sent = 0.0
         for name, sizes in logger.get_raw_data().items():
-            factor = next((factor for op, factor in SENT.items() if name.startswith(op)), 0.0)
+            factor = next(factor for op, factor in SENT.items() if name.startswith(op))
             sent += factor * sum(size * record[0] for size, record in sizes.items())
         logger.reset_data()
         return sent
