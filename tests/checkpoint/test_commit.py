@@ -222,10 +222,14 @@ def test_the_universal_form_is_removed_with_its_checkpoint(tmp_path: Path) -> No
 def test_a_failed_removal_is_a_warning_and_the_others_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    (tmp_path / ".step00000001.removed.partial").write_text("a file where a folder should be")
+    (left := tmp_path / ".step00000001.removed.partial").write_text("not a folder")
     with pytest.warns(UserWarning, match="step00000001 could not be removed: Not a directory"):
         prune(tmp_path, 1)
     assert steps(tmp_path) == [1, 3]
+    left.unlink()
+    (left / "of a removal that was cut off").mkdir(parents=True)
+    prune(tmp_path, 1)
+    assert steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(

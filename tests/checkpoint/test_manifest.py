@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_valid
+from nsa.checkpoint import newest_valid, read_state_file
 from nsa.checkpoint.commit import manifest_text
 from tests.checkpoint.conftest import Rows
 from tests.disks import flip_a_bit, truncate
@@ -136,3 +136,31 @@ def test_a_copy_under_another_step_is_refused(folder: Path) -> None:
 
 def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "checkpoints") == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("state", None),
+        ("saved_under", None),
+        *(("saved_under", {"layout": layout}) for layout in ("4", 1)),
+        ("saved_under", {"precision": "fp8"}),
+        *(("saved_under", {"ranks": ranks}) for ranks in (0, 65_537, "all", True, 2.0)),
+        ("tokenizer", {"name": 3}),
+        *(("state", {"step": step}) for step in (-1, True, "3", 2**62)),
+    ],
+)
+def test_a_state_file_of_something_else_is_refused(
+    section: str, changes: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    content: dict[str, Any] = {
+        "state": {"step": 3},
+        "saved_under": {"layout": "1 or 2", "precision": "bf16", "ranks": 2},
+        "tokenizer": {"name": "byte", "fingerprint": "a1"},
+    }
+    (tmp_path / "state.json").write_text(json.dumps(content))
+    assert read_state_file(tmp_path).step == 3
+    content[section] = changes and content[section] | changes
+    (tmp_path / "state.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"state\.json.*; use another"):
+        read_state_file(tmp_path).step  # noqa: B018 (which checks it)

@@ -4,10 +4,12 @@ refused, and a kernel that is wrong on one rank falls back on all."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nsa.engine import checks
 from nsa.engine.build import check_length
 from nsa.engine.checks import check_gradients, inspect_gradients
 from tests.engine.gradient_check_ranks import build
@@ -62,6 +64,32 @@ def test_the_check_does_not_grow_with_the_sequence(seq_len: int, ranks: int, tok
     config = small()
     config.data.seq_len, config.train.sequence_parallel = seq_len, ranks
     assert check_length(config) == tokens
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "enabled", "skipped"),
+    [
+        ("cpu", "auto", True, "no GPU here"),
+        ("cuda", "blockwise", True, "model.attention.backend=blockwise"),
+        ("cuda", "auto", False, "monitor.kernel_check=false"),
+        ("cuda", "auto", True, None),
+        ("cuda", "triton", True, None),
+    ],
+)
+def test_kernels_are_checked_on_a_gpu_unless_the_run_has_none_of_them(
+    device: str,
+    backend: str,
+    enabled: bool,
+    skipped: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, alone = small(), SimpleNamespace(gather=lambda value, kind: [value])
+    config.model.attention.backend, config.monitor.kernel_check = backend, enabled
+    monkeypatch.setattr(checks, "check_kernels", lambda *_: [])  # there may be no GPU here
+    check, _ = checks.check_kernels_on_all_ranks(config, torch.device(device), alone)
+    assert (check.status, check.detail) == (
+        ("skip", skipped) if skipped else ("ok", "0 operations equal PyTorch's, 0.0 s")
+    )
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_falls_back_on_both() -> None:

@@ -159,6 +159,8 @@ def test_a_bad_value_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
     assert resumed.step == BAD_STEP, "a checkpoint was saved"
     assert resumed.losses == by_step
     assert resumed.weights == weights(skipped.dir)
+    starts = [beat for beat in aborted.beats(0) if beat["event"] == "start"]
+    assert [beat["skipped"] for beat in starts] == [0, 1]
     outcomes.record(
         "nan-abort",
         f"{value} {where}",

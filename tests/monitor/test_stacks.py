@@ -89,21 +89,23 @@ def test_each_signal_adds_a_dump_and_other_handlers_still_work(
 
 
 @pytest.mark.parametrize(
-    ("retired", "expected"),
+    ("retired", "state", "expected"),
     [
         (
             [True, True, True, False],
+            "scheduled",
             "gloo:all_reduce #4 of group 0 (default_pg, sizes [[8]]) pending",
         ),
-        ([True] * 4, "#4 of group 0 done"),
+        ([True] * 4, "scheduled", "#4 of group 0 done"),
+        ([False] * 4, "completed", "#4 of group 0 done"),  # as NCCL's recorder writes it
     ],
 )
 def test_a_summary_that_gloos_threads_wrote_out_of_order_is_corrected(
-    retired: list[bool], expected: str
+    retired: list[bool], state: str, expected: str
 ) -> None:
     """As once recorded: collectives 1 to 3 had ended, the summary named 1 as the last of them."""
     status = {"last_enqueued_collective": "4", "last_completed_collective": "1"}
-    entry = {"pg_id": 0, "profiling_name": "gloo:all_reduce", "state": "scheduled"}
+    entry = {"pg_id": 0, "profiling_name": "gloo:all_reduce", "state": state}
     entry |= {"process_group": ["0", "default_pg"], "input_sizes": [[8]]}
     entries = [
         {**entry, "collective_seq_id": number, "retired": ended}

@@ -72,9 +72,9 @@ def test_a_report_holds_facts_and_settings(
     write_env(tmp_path, recipe="m7c", profile="production", notes=["a | note"])
     halt = {"time": "now", "reason": "no step for 600 s", "rank": 1, "phase": "forward"}
     (tmp_path / "halt.json").write_text(json.dumps(halt))
-    (tmp_path / "fallbacks.csv").write_text(
-        "operation,backend,reason,calls\n"
-        'selected_attention,triton,"no GPU, here",12\nswiglu,triton,"no GPU, here",1\n'
+    (tmp_path / "fallbacks.csv").write_bytes(
+        b"operation,backend,reason,calls\n"
+        b'selected_attention,triton,"no GPU, here",12\nswiglu,triton,"no GPU, here",1\ntorn\xff'
     )
     (tmp_path / "config.yaml").write_text("train: {precision: bf16}\nmodel: {layers: 4}\n")
     text = write_report(tmp_path).read_text()
