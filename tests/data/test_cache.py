@@ -141,6 +141,7 @@ def test_a_writer_stops_once_its_run_has_enough_and_a_longer_run_continues(
     kept = contents(folder_of(tmp_path))
     longer = complete(configure(large), open_cache)
     assert rows(longer, 100) == short
+    assert documents_in(longer.stores[0].read(0, len(longer.stores[0]))) == split(LARGE)[0]
     after = contents(folder_of(tmp_path))
     assert {name: after[name] for name in kept if name != PLAN} == {
         name: content for name, content in kept.items() if name != PLAN
