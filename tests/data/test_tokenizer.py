@@ -50,7 +50,7 @@ GPT4_WORDS = (
 
 
 def texts_source(texts: Sequence[bytes]) -> Source:
-    return ListSource("texts", range(len(texts)), lambda at: Document(texts[at], f"text {at}"))
+    return ListSource("texts", len(texts), lambda at: Document(texts[at], f"text {at}"))
 
 
 @pytest.fixture(scope="module")
