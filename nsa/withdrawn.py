@@ -15,6 +15,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "checkpoint.background": (False, REMOVE),
     "checkpoint.keep_hours": (0.0, "set checkpoint.keep"),
     "monitor.csv": (True, REMOVE),  # gates, report and compare read metrics.csv
+    "monitor.health": (True, REMOVE),
     "monitor.heartbeat": (5.0, REMOVE),
     "monitor.private": (False, "run under umask 077"),
     "monitor.progress": (True, REMOVE),

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from nsa.data.batches import Samples, block_of
+from nsa.data.config import DataConfig
 from nsa.data.dataset import Dataset, OpenedSource
 from nsa.data.order import hash64
 from nsa.data.shards import INDEX, PLAN, Index, ShardStore, find_index, open_shards, read_index
@@ -41,7 +42,12 @@ from nsa.untrusted import read_text
 
 POLL_SECONDS = 0.05
 PREPARE = "write shards with `nsa data prepare` and name their folder in data.source"
-CACHE = "data-cache"  # folder beside those of the runs that share it
+CACHE = "data-cache"  # beside a run's folder
+
+
+def cache_folder(config: DataConfig, run_dir: Path) -> Path:
+    """Return the folder of the tokens that this run shares with others."""
+    return run_dir.parent / CACHE if config.cache is None else Path(config.cache)
 
 
 class TokenCache:

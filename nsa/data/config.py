@@ -31,6 +31,9 @@ class DataConfig:
     seq_len: int = 2_048  # T: tokens per sequence
     held_out: float = 0.05  # fraction of documents, by hash, that only validation reads
     timeout: float = 120.0  # seconds without a document, while a batch waits, that end the run
+    # folder of the tokens of sources that are not prepared, which runs share; null: data-cache
+    # beside the run's folder
+    cache: str | None = None
 
     def validate(self) -> None:
         one_of("data", self, packing=PACKINGS, on_error=ON_ERROR)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, BatchLoader
-from nsa.data.cache import CACHE, TokenCache
+from nsa.data.cache import TokenCache, cache_folder
 from nsa.data.dataset import open_dataset
 from nsa.data.validation_data import ValidationData
 from nsa.engine.config import RunConfig
@@ -73,7 +73,7 @@ def open_data(
         state.samples = 0
 
     dataset = open_dataset(config.data)
-    cache = TokenCache(dataset, run_dir.parent / CACHE)
+    cache = TokenCache(dataset, cache_folder(config.data, run_dir))
     _check_vocabulary(config, cache)
     shape = {"micro_batch": config.train.rows, "world_size": data_ranks.world_size}
     step = config.train.rows * config.train.accumulation * data_ranks.world_size

@@ -247,6 +247,8 @@ def _resolve_data(config: RunConfig, saved: RunConfig | None) -> None:
     if saved is not None and source == absolute_source(saved.data.source):
         source = saved.data.source
     config.data.source = source
+    if config.data.cache is not None:
+        config.data.cache = str(Path(config.data.cache).expanduser().absolute())
     if config.train.teacher is not None:  # its newest checkpoint: that of a resumed run is the same
         teacher = Path(config.train.teacher).expanduser().absolute()
         with contextlib.suppress(ValueError):  # `find_teacher` raises it, with the setting's name
@@ -349,7 +351,7 @@ def _check_changes(
         for one in (base, config)
     )
     changeable = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
-    order_stays = ("data.packing", "data.timeout", "data.on_error")
+    order_stays = ("data.packing", "data.timeout", "data.on_error", "data.cache")
     data_changed = False
     for name in sorted(before | after):
         old, new = before.get(name), after.get(name)

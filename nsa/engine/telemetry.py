@@ -118,7 +118,6 @@ def build_observers(
     """Return the observers of rank 0; the other ranks have none, and no writer of CSV files."""
     if csv_files is None:
         return Observers([])
-    monitor = request.config.monitor
     observers: list[tuple[Observer, BackgroundWriter]] = []
     if engine.monitor.enabled:
         config = asdict(request.config)
@@ -128,9 +127,8 @@ def build_observers(
         tracker = TrackerObserver(engine.monitor, hparams, request.config_files())
         observers.append((tracker, writer))
         engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
-    tables: list[Observer] = [FallbacksCsv(fallback_counts), metrics_csv()]
-    if monitor.health:
-        tables.append(selection_csv(request.config.model.attention.selector_loss > 0))
+    selection = selection_csv(request.config.model.attention.selector_loss > 0)
+    tables: list[Observer] = [FallbacksCsv(fallback_counts), metrics_csv(), selection]
     if request.config.train.teacher is not None:
         tables.append(teacher_csv())
     observers += [(table, csv_files) for table in tables]

@@ -77,7 +77,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
 
     `temporary`: folder for tokens, if the first run has none beside it.
     """
-    from nsa.data.cache import CACHE
+    from nsa.data.cache import cache_folder
     from nsa.data.dataset import open_dataset
     from nsa.engine.load_run import find_run, load_run
     from nsa.evaluate.results import make_folder, write
@@ -92,7 +92,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
     settings = _data_settings(args, config)
     lengths = _lengths(args, settings.seq_len)
     dataset = open_dataset(replace(settings, seq_len=lengths[-1]))
-    cache = next(iter(runs.values())).folder.parent / CACHE
+    cache = cache_folder(config.data, next(iter(runs.values())).folder)
     cache = cache if cache.is_dir() else temporary
     default_split = _default_split(dataset, runs)
     split = args.split or default_split

@@ -54,7 +54,6 @@ class MonitorConfig:
     log_every: int = 10  # steps between rows of metrics.csv and TensorBoard points
     tensorboard: bool = True  # event files under <run>/tensorboard
     kernel_check: bool = True  # on a GPU: compare each kernel with PyTorch before step 1
-    health: bool = True  # attention gates and block selection of each layer, at logged steps
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
     ladder: LadderConfig = field(default_factory=LadderConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from nsa.data.cache import CACHE
+from nsa.data.cache import cache_folder
 from nsa.data.dataset import open_dataset
 from nsa.engine.load_run import load_run
 from nsa.evaluate.perplexity import eval_batches, open_eval_data
@@ -38,7 +38,7 @@ def run(report: Report) -> None:
         layer.observer = lambda gates, index, *_: counts.append(count(index[0], spec))
     for length in LENGTHS:
         dataset = open_dataset(replace(stored.config.data, seq_len=length, packing="concat"))
-        cache = stored.folder.parent / CACHE
+        cache = cache_folder(stored.config.data, stored.folder)
         data = open_eval_data(dataset, "val", TOKENS, stored.tokenizer, cache)
         for batch, *_ in eval_batches(data, length, length, 1):
             stored.model.hidden(batch.input_ids)

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import yaml
 
 from nsa.data import builtin
 from nsa.data.shards import Index, write_index
@@ -66,6 +67,22 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly_from_the_cache_of_b
     ]
     assert validation[0] == validation[1]
     assert {path: path.stat().st_mtime_ns for path in written} == written, "one cache"
+
+
+def test_a_named_cache_is_shared_by_runs_of_different_folders(books: Path, tmp_path: Path) -> None:
+    source = [*TINY, f"--set=data.source={books}", "--steps=1"]
+    named = [*source, "--set=data.cache=tokens", "--run-dir=a/run"]
+    succeed(on_one_rank("m7c.py", *named, folder=tmp_path))
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*")}
+    assert [path for path in written if path.suffix == ".bin"]
+    (tmp_path / "other").mkdir()
+    again = [*source, f"--set=data.cache={tmp_path / 'tokens'}", "--run-dir=b/run"]
+    succeed(on_one_rank("m7c.py", *again, folder=tmp_path / "other"))
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert not [*tmp_path.rglob("data-cache")]
+    assert losses(tmp_path / "a/run") == losses(tmp_path / "other/b/run")
+    config = yaml.safe_load((tmp_path / "a/run/config.yaml").read_text())
+    assert config["data"]["cache"] == str(tmp_path / "tokens"), "resumes from any folder"
 
 
 def test_samples_continue_in_a_resumed_run_with_another_accumulation(tmp_path: Path) -> None:

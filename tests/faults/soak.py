@@ -32,7 +32,6 @@ SETTINGS = [
     "--set=checkpoint.every=10",
     "--set=checkpoint.keep=4",
     "--set=monitor.tensorboard=false",
-    "--set=monitor.health=false",
     *(f"--set=monitor.watch.{name}=15" for name in ("compute", "save", "silence")),
     "--set=monitor.watch.on_collapse=ignore",
 ]
