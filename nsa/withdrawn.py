@@ -14,13 +14,13 @@ REMOVE = "remove it"  # advice where nothing replaces it
 SETTINGS: dict[str, tuple[Any, str]] = {
     "checkpoint.background": (False, REMOVE),
     "checkpoint.keep_hours": (0.0, "set checkpoint.keep"),
-    "monitor.csv": (True, REMOVE),  # gates, report and compare read metrics.csv
-    "monitor.health": (True, REMOVE),
     "monitor.heartbeat": (5.0, REMOVE),
     "monitor.private": (False, "run under umask 077"),
+    "monitor.kernel_check": (True, REMOVE),
     "monitor.progress": (True, REMOVE),
     "monitor.report": (True, REMOVE),
     "monitor.ladder.sanity": (1, REMOVE),
+    "monitor.ladder.require_fall": (True, "it is False with train.start_from"),
     "monitor.ladder.max_memory_growth": (0.05, REMOVE),
     "monitor.ladder.max_pause": (120.0, REMOVE),
     "monitor.ladder.max_gpu_imbalance": (0.1, REMOVE),

@@ -50,7 +50,6 @@ def _sparsify(
         eval_every=steps // 10,
     )
     config.checkpoint.every = steps // 5
-    config.monitor.ladder.require_fall = False  # the model starts near its best loss
     config.monitor.ladder.min_tokens_per_s = 0.0  # its size is that of train.start_from
     return config
 

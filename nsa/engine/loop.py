@@ -117,6 +117,7 @@ def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
             selection=read_table(run_dir / SELECTION_FILE),
             histories=histories,
             sparse_after=run.config.train.switch_step,
+            new_weights=run.config.train.start_from is None,
             on_gpu=run.device.type == "cuda",
         )
         decision = judge(gate, inputs, monitor.ladder)

@@ -118,6 +118,7 @@ def build_observers(
     """Return the observers of rank 0; the other ranks have none, and no writer of CSV files."""
     if csv_files is None:
         return Observers([])
+    monitor = request.config.monitor
     observers: list[tuple[Observer, BackgroundWriter]] = []
     if engine.monitor.enabled:
         config = asdict(request.config)
@@ -127,8 +128,11 @@ def build_observers(
         tracker = TrackerObserver(engine.monitor, hparams, request.config_files())
         observers.append((tracker, writer))
         engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
-    selection = selection_csv(request.config.model.attention.selector_loss > 0)
-    tables: list[Observer] = [FallbacksCsv(fallback_counts), metrics_csv(), selection]
+    tables: list[Observer] = [FallbacksCsv(fallback_counts)]
+    if monitor.csv:
+        tables.append(metrics_csv())
+    if monitor.health:
+        tables.append(selection_csv(request.config.model.attention.selector_loss > 0))
     if request.config.train.teacher is not None:
         tables.append(teacher_csv())
     observers += [(table, csv_files) for table in tables]

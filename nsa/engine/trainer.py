@@ -232,7 +232,7 @@ def _create_parts(run: Run) -> None:
     run.guard = LossGuard(config.train, device)
     run.shutdown = ShutdownMonitor(request.time_limit)
     run.gates = schedule(config.monitor.ladder, config.train.steps)
-    layers = run.engine.module.sparse_layers() if rank == 0 else {}
+    layers = run.engine.module.sparse_layers() if config.monitor.health and rank == 0 else {}
     run.health = HealthRecorder(layers, config.model.attention.spec)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     dense = run.state.step < config.train.switch_step

@@ -126,7 +126,6 @@ def _continue_training(config: RunConfig) -> None:
         selector_steps=0,
         dense_steps=0,
     )
-    config.monitor.ladder.require_fall = False
 
 
 def _set_steps(base: RunConfig, config: RunConfig, tokens: float) -> None:

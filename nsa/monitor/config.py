@@ -21,7 +21,6 @@ class LadderConfig:
     # attention that selected blocks hold over that of random ones, in the best layer; from
     # `extended` on, with the selector loss
     min_recall: float = 1.05
-    require_fall: bool = True  # from `smoke` on, the loss must end below where it began
 
     def validate(self) -> None:
         at_least(0, "monitor.ladder", self, *asdict(self))
@@ -53,7 +52,8 @@ class MonitorConfig:
 
     log_every: int = 10  # steps between rows of metrics.csv and TensorBoard points
     tensorboard: bool = True  # event files under <run>/tensorboard
-    kernel_check: bool = True  # on a GPU: compare each kernel with PyTorch before step 1
+    csv: bool = True  # <run>/metrics.csv
+    health: bool = True  # attention gates and block selection of each layer, at logged steps
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
     ladder: LadderConfig = field(default_factory=LadderConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

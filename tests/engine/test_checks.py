@@ -67,24 +67,22 @@ def test_the_check_does_not_grow_with_the_sequence(seq_len: int, ranks: int, tok
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "enabled", "skipped"),
+    ("device", "backend", "skipped"),
     [
-        ("cpu", "auto", True, "no GPU here"),
-        ("cuda", "blockwise", True, "model.attention.backend=blockwise"),
-        ("cuda", "auto", False, "monitor.kernel_check=false"),
-        ("cuda", "auto", True, None),
-        ("cuda", "triton", True, None),
+        ("cpu", "auto", "no GPU here"),
+        ("cuda", "blockwise", "model.attention.backend=blockwise"),
+        ("cuda", "auto", None),
+        ("cuda", "triton", None),
     ],
 )
 def test_kernels_are_checked_on_a_gpu_unless_the_run_has_none_of_them(
     device: str,
     backend: str,
-    enabled: bool,
     skipped: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, alone = small(), SimpleNamespace(gather=lambda value, kind: [value])
-    config.model.attention.backend, config.monitor.kernel_check = backend, enabled
+    config.model.attention.backend = backend
     monkeypatch.setattr(checks, "check_kernels", lambda *_: [])  # there may be no GPU here
     check, _ = checks.check_kernels_on_all_ranks(config, torch.device(device), alone)
     assert (check.status, check.detail) == (

@@ -162,7 +162,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("train.accumulation=010", ["--set train.accumulation=010: ", "'010' is 8 in YAML 1.1"]),
         ("train.steps=0o17", ["train.steps = '0o17': must be a whole number"]),
         ("data.timeout=1e10", ["data.timeout = 10000000000.0: must be 604,800 or less"]),
-        ("monitor.tensorboard=1", ["monitor.tensorboard", "1", "true or false"]),
+        ("monitor.csv=1", ["monitor.csv", "1", "true or false"]),
         ("data.source={a: 1", ["--set data.source={a: 1", "not YAML"]),
         ("data.source={a: many}", ["data.source: a", "'many'", "a number"]),
         ("data.source={a:0.7, b:0.3}", ["data.source", "a space after each colon"]),

@@ -24,7 +24,6 @@ def test_an_import_continues_with_a_tenth_of_the_rate_and_of_the_steps(
     assert config.train.learning_rate == pytest.approx(SCRATCH.learning_rate / 10)
     assert config.train.min_learning_rate == pytest.approx(SCRATCH.min_learning_rate / 10)
     assert (config.train.steps, config.train.warmup_steps) == (5_000, 200)
-    assert not config.monitor.ladder.require_fall
     assert "its schedule: 5,000 steps at 6e-05\n" in capsys.readouterr().out
     again = imported(tmp_path / "run", tmp_path / "again").config.train
     assert (again.steps, again.learning_rate) == (5_000, config.train.learning_rate)

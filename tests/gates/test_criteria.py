@@ -139,7 +139,9 @@ def test_a_loss_that_does_not_fall_is_a_no_go_from_the_second_gate_on(tmp_path: 
     write_metrics(tmp_path, change=lambda step: {"loss": 3.0})
     level = criterion(tmp_path, "final / initial loss")
     assert (level.ok, level.value, level.limit) == (False, 1.0, "below 1")
-    assert criterion(tmp_path, "final / initial loss", require_fall=False).ok is None
+    trained = judge_files(tmp_path, SMOKE, CONFIG, new_weights=False).criteria[2]
+    assert (trained.name, trained.ok) == ("final / initial loss", None)
+    assert "train.start_from" in trained.evidence
     assert judge_files(tmp_path, SANITY, CONFIG).go
     write_metrics(tmp_path, change=lambda step: {"loss": 2.0 if step > 240 else 4.0})
     fell = criterion(tmp_path, "final / initial loss")  # 31 rows: the means of six
