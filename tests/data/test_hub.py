@@ -306,6 +306,46 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(
     assert later[1]["texts"] == ["document 0 é"]
 
 
+CACHED = """
+import json, sys
+from contextlib import closing
+from pathlib import Path
+from nsa.data.cache import TokenCache
+from nsa.data.config import DataConfig
+from nsa.data.dataset import open_dataset
+(job,) = json.loads(sys.argv[1])
+dataset = open_dataset(DataConfig(source=job["name"], seq_len=16, held_out=0.2))
+with closing(TokenCache(dataset, Path(job["folder"]))) as cache:
+    cache.start({"train": job["samples"]})
+    samples = cache.open_samples("train", 1)
+    rows = samples.batch(range(job["samples"])).input_ids.tolist()
+print(json.dumps({"rows": rows, "fingerprint": samples.fingerprint}))
+"""
+
+
+def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_complete(
+    tmp_path: Path,
+) -> None:
+    """The files on the hub change between the two runs that write it."""
+    write(tmp_path / "first", "parquet", *[2_000] * 6)
+    write(tmp_path / "second", "parquet", 1)
+
+    def run(samples: int, folder: str, hub: str) -> dict[str, Any]:
+        job = {"name": f"hf:{REPO}", "folder": str(tmp_path / folder), "samples": samples}
+        return Child(tmp_path / "home", job, code=CACHED, HF_ENDPOINT=hub).results()[0]
+
+    with serving(tmp_path / "first") as server:
+        whole = run(15_000, "whole", server.address)
+        part = run(100, "parts", server.address)
+        assert list((tmp_path / "parts").glob("*/prepare.json"))
+        server.versions["c" * 40] = tmp_path / "second"
+        rest = run(15_000, "parts", server.address)
+    assert part["rows"] == whole["rows"][:100]
+    assert rest["rows"] == whole["rows"]
+    assert {each["fingerprint"] for each in (whole, part, rest)} == {whole["fingerprint"]}
+    assert run(15_000, "parts", f"http://127.0.0.1:{free_port()}") == rest
+
+
 LOAD = {
     "full": f"import datasets; datasets.load_dataset({REPO!r})",
     "streamed": f"import datasets; list(datasets.load_dataset({REPO!r}, streaming=True)['train'])",
