@@ -534,7 +534,8 @@ def test_accumulated_micro_batches_count_by_their_labels() -> None:
     own = [model.model(ids[i]).selector_loss for i in parts]
     fractions = [(labels[i, 1:] != -100).sum() / items for i in parts]
     expected = base + sum(f * x for f, x in zip(fractions, own, strict=True))
-    torch.testing.assert_close(total, expected.float())  # transformers' loss is float32
+    # transformers computes the loss in float32.
+    torch.testing.assert_close(total.float(), expected.float())
 
 
 def test_device_maps_keep_the_model_on_one_device() -> None:
