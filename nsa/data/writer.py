@@ -55,6 +55,7 @@ FIRST_SHARD, LAST_SHARD = 1 << 16, 1 << 22  # tokens of a cache's shards, which 
 SETTINGS = ("subset", "split", "pattern", "text_field", "held_out")
 LOCK = ".lock"  # its text: the location of the last document read
 LOCATION_SECONDS = 0.5
+ORPHAN_SECONDS = 3.0
 DRAFT = re.compile(r"\..+\.(bin|json)\.\d+")  # of an interrupted write
 
 
@@ -120,6 +121,14 @@ def lock(folder: Path) -> BinaryIO | None:
             text = f"{folder}: cannot be written or locked ({error}); name another folder"
             raise DataError(text) from None
     return None
+
+
+def _wait_for_lock(folder: Path) -> BinaryIO | None:
+    """Lock a folder; the process of a command that was just killed ends a moment after it."""
+    end = time.monotonic() + ORPHAN_SECONDS
+    while (locked := lock(folder)) is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return locked
 
 
 def _open_or_create(path: str, flags: int) -> int:
@@ -309,7 +318,7 @@ def prepare(
     others = [path.name for path in out.iterdir()] if out.is_dir() and index is None else []
     if others := [name for name in others if name != LOCK and not DRAFT.fullmatch(name)]:
         raise DataError(f"--out {out}: it already holds {others[0]!r}; name a new folder")
-    if (locked := lock(out)) is None:
+    if (locked := _wait_for_lock(out)) is None:
         raise DataError(f"{out}: another process is writing into it")
     for line in dataset.notes if progress else ():
         print(line)
