@@ -276,9 +276,11 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     process = start(corpus, out)
     wait_for_shards(process, out, 1)
+    os.killpg(process.pid, signal.SIGSTOP)
     with pytest.raises(DataError, match=r"another process is writing into it"):
         prepare(config, out, shard_tokens=10_000, progress=False)
     process.kill()
+    os.killpg(process.pid, signal.SIGCONT)  # its writer notices the end
     process.communicate()
     for other, shard_tokens, difference in (
         (replace(config, source="embedded"), 10_000, r"source = '.*', not 'embedded'"),
