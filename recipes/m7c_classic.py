@@ -35,7 +35,7 @@ def tuned() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """The demo of m7c.py with NSA in all steps."""
+    """The demo of m7c_paper.py with φ = `mean`."""
     config = m7c_paper.demo()
     config.model.attention.compressor = "mean"
     return config

@@ -4,7 +4,8 @@
 
 Compressed blocks of 32 tokens every 16, 16 selected blocks of 64, and a window of 512. The
 compressed branch's attention ranks the blocks, and no other loss trains it. Data and schedule are
-those of m7c.py, which has one set of keys and values, an index and a dense first half instead.
+those of m7c.py, which has one set of keys and values, an index, a dense first half, and values that
+learn at half the rate instead.
 """
 
 from __future__ import annotations

@@ -49,6 +49,9 @@ from nsa.checkpoint.state_file import (
 from nsa.untrusted import data_only
 from nsa.validation import at_least
 
+# Of a group of parameters, besides the rate, which the training loop sets.
+OPTIMIZER_SETTINGS = ("betas", "eps", "momentum", "weight_decay", "decay", "lr_factor")
+
 RECOVERY_SCRIPT = "zero_to_fp32.py"  # of DeepSpeed; gathers weights without an engine
 
 
@@ -200,9 +203,17 @@ def all_finite(files: dict[str, Any]) -> bool:
 
 
 def load(engine: Any, saved: Checkpoint) -> None:
-    """Restore weights, optimizer and random numbers on every rank from a checkpoint."""
-    checkpoint = saved.folder
+    """Restore weights, optimizer and random numbers on every rank from a checkpoint.
+
+    DeepSpeed restores the optimizer's settings too; those of this launch come back afterwards.
+    """
+    checkpoint, optimizer = saved.folder, engine.optimizer
     check_loadable(checkpoint, saved.topology, engine_topology(engine))
+    clip = getattr(optimizer, "clip_grad", None)
+    settings = [
+        {name: group[name] for name in OPTIMIZER_SETTINGS if name in group}
+        for group in optimizer.param_groups
+    ]
     # DeepSpeed reads this at each load. An engine may load a universal checkpoint, then another.
     engine._config.load_universal_checkpoint = saved.topology.ranks == ANY_RANKS
     with data_only(checkpoint):
@@ -211,6 +222,10 @@ def load(engine: Any, saved: Checkpoint) -> None:
             path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
         if path is None:
             raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        if clip is not None:
+            optimizer.clip_grad = clip
         rng = checkpoint / rng_file(dist.get_rank())
         if rng.exists():  # the saved run may have had fewer ranks
             _restore_rng(torch.load(rng, map_location="cpu", weights_only=True))

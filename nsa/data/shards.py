@@ -218,7 +218,8 @@ def read_index(folder: Path) -> Index:
 
 def find_index(folder: Path) -> Index | None:
     """Read the index of a folder, finished or not; None if there is none."""
-    for name, shape in ((INDEX, INDEX_SHAPE), (PLAN, PLAN_SHAPE)):
+    # INDEX replaces PLAN: if neither was found in this order, it may have come in between.
+    for name, shape in ((INDEX, INDEX_SHAPE), (PLAN, PLAN_SHAPE), (INDEX, INDEX_SHAPE)):
         path = folder / name
         try:
             return _index(path, parse_json(read_text(path)), shape)

@@ -176,10 +176,10 @@ def _report(lock_file: int, location: list[str]) -> None:
     """Write the location of the last document into the lock file, for readers that wait."""
     written = ""
     while True:
-        if location[0] != written:
-            written = location[0]
-            text = written.encode()
-            os.ftruncate(lock_file, os.pwrite(lock_file, text, 0))
+        if (now := location[0]) != written:
+            with contextlib.suppress(OSError):  # a full disk: the next attempt may succeed
+                os.ftruncate(lock_file, os.pwrite(lock_file, now.encode(), 0))
+                written = now
         time.sleep(LOCATION_SECONDS)
 
 
@@ -213,10 +213,12 @@ def check_same(folder: Path, index: Index, plan: Index) -> None:
         )
 
 
-def remove_drafts(folder: Path) -> None:
+def remove_drafts(folder: Path, process: int | None = None) -> None:
+    """Remove what interrupted writes left, of one process or of all."""
+    ending = "" if process is None else f".{process}"
     for path in folder.iterdir():
-        if DRAFT.fullmatch(path.name):
-            path.unlink()
+        if DRAFT.fullmatch(path.name) and path.name.endswith(ending):
+            path.unlink(missing_ok=True)
 
 
 def _write_shards(job: Job, index: Index, documents: Documents) -> Generator[int, None, Index]:
@@ -332,13 +334,14 @@ def prepare(
         disable=not progress,
     )
     job = Job(source, tokenizer, out, plan_of(source, tokenizer, shard_tokens), needs={})
+    writer = start_writer(job, locked)
     try:
-        with bar, closing(start_writer(job, locked)) as writer:
+        with bar, closing(writer):
             for size in writer:
                 bar.update(size)
     except WorkerDied as error:
         raise DataError(f"{error}; {RERUN}: it resumes where it stopped") from None
     finally:
         if out.exists():
-            remove_drafts(out)
+            remove_drafts(out, writer.pid)
     return read_index(out)

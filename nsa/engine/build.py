@@ -132,7 +132,7 @@ def build_engine(
 def _start_master_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Copy weights into the optimizer, whose master weights start as rounded ones.
 
-    What does not learn in the selector's steps then keeps each bit of a start in fp32.
+    Weights that do not learn in the selector's steps then keep each bit of a start in fp32.
     """
     for name, parameter in model.named_parameters():
         if weights[name].dtype != parameter.dtype:

@@ -169,13 +169,13 @@ class RunConfig:
                 )
 
     def check_phases(self) -> None:
-        """Refuse dense first steps without an index, which runs of earlier versions may have."""
+        """Raise a ValueError for dense first steps without an index: only old runs have them."""
         for name in ("dense_steps", "selector_steps"):
             value = getattr(self.train, name)
             if value and not self.model.attention.has_index:
                 raise ValueError(
-                    f"train.{name} = {value}: needs an index, with three branches too since this "
-                    f"version; set model.attention.branches=sel, or {name} to 0"
+                    f"train.{name} = {value}: needs an index; three branches no longer have such "
+                    f"steps; set model.attention.branches=sel, or {name} to 0"
                 )
 
     def tokens_per_step(self, ranks: int) -> int:

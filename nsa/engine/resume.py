@@ -37,6 +37,8 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
             notes.append(f"changed since {path.name}: ZeRO stage: {before} -> {after}")
     if request.resumed_config is not None:
         check_schedule(request.resumed_config, request.config, saved.step)
+        if not has_muon(request.ds_config):  # which has one rate for all values
+            check_groups(request.resumed_config, request.config)
     if isinstance(ranks, int) and request.resumed_config is not None:
         tokens = request.config.tokens_per_step(world_size)
         before = request.resumed_config.tokens_per_step(ranks)
@@ -49,10 +51,9 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
 
 
 def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
-    """Refuse to make a run dense again or sparse in steps that were dense, and another optimizer.
+    """Raise a ValueError if resumed settings change the phase of a step that is done.
 
-    A run of an earlier version, with three branches, finishes its dense steps, and not those in
-    which only compressed keys learned.
+    Runs of an earlier version with three branches may finish dense_steps, but not selector_steps.
     """
     if step < config.train.selector_steps and not config.model.attention.has_index:
         raise ValueError(
@@ -60,20 +61,27 @@ def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
             f"without an index, and the run is at step {step}; finish them with the version that "
             "began it, or convert the dense model again: nsa import"
         )
+    for name, old, new in (
+        ("dense_steps", before.train.switch_step, config.train.switch_step),
+        ("selector_steps", before.train.selector_steps, config.train.selector_steps),
+    ):
+        if new == old or (step <= old and step <= new):
+            continue
+        fix = f"{step} or more" if step <= old else f"{old}, as before"
+        raise ValueError(
+            f"train.{name} = {new}: the run was dense in {min(old, step)} of its {step} steps; set "
+            f"it to {fix}, or start a fresh run in another folder"
+        )
+
+
+def check_groups(before: RunConfig, config: RunConfig) -> None:
+    """Raise a ValueError if values had a rate of their own and now have none, or the reverse."""
     if (before.train.value_rate == 1) != (config.train.value_rate == 1):
         raise ValueError(
             f"train.value_rate = {config.train.value_rate}: the run began with "
-            f"{before.train.value_rate}, and its optimizer's groups of weights are those of that; "
-            "leave it, or start a fresh run in another folder"
+            f"{before.train.value_rate}, and its optimizer state has other parameter groups; leave "
+            "it, or start a fresh run in another folder"
         )
-    old, new = before.train.switch_step, config.train.switch_step
-    if new == old or (step <= old and step <= new):
-        return
-    fix = f"{step} or more" if step <= old else f"{old}, as before"
-    raise ValueError(
-        f"train.dense_steps = {new}: the run was dense in {min(old, step)} of its {step} steps; "
-        f"set it to {fix}, or start a fresh run in another folder"
-    )
 
 
 def _count(ranks: int) -> str:

@@ -128,5 +128,5 @@ def test_ranks_that_share_sequences_must_divide_their_length() -> None:
 )
 @pytest.mark.parametrize("name", ["dense_steps", "selector_steps"])
 def test_a_new_run_without_an_index_cannot_begin_dense(attention: str, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index, with three branch"):
+    with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index; three branches no"):
         notes(f"--set={attention}", f"--set=train.{name}=5")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from nsa.checkpoint.commit import commit, manifest_text, new_draft, read_manifest, write_part
 from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.recipe import Recipe
-from nsa.engine.resume import check_schedule, read_checkpoint, read_state
+from nsa.engine.resume import check_groups, check_schedule, read_checkpoint, read_state
 from nsa.engine.run_dir import record_run
 from nsa.engine.run_request import RunRequest, TrainState
+from nsa.model import AttentionConfig, ModelConfig
+from tests.engine.runs import TINY, ds_config, on_one_rank, succeed, weights
 from tests.engine.small import gpus, small, small_request
 
 RECIPE = Recipe("small", "", {"demo": small, "production": small})
@@ -53,14 +58,16 @@ def saved(tmp_path: Path) -> Path:
         (0, 5, 3, "set it to 0, as before"),
     ],
 )
+@pytest.mark.parametrize("name", ["dense_steps", "selector_steps"])
 def test_a_run_switches_to_sparse_attention_once(
-    before: int, after: int, step: int, fix: str | None
+    name: str, before: int, after: int, step: int, fix: str | None
 ) -> None:
-    configs = [RunConfig(train=TrainConfig(dense_steps=n)) for n in (before, after)]
+    model = ModelConfig(attention=AttentionConfig(branches="sel"))
+    configs = [RunConfig(model, train=TrainConfig(**{name: n})) for n in (before, after)]
     if fix is None:
         check_schedule(*configs, step)
     else:
-        with pytest.raises(ValueError, match=rf"train\.dense_steps = {after}: .*{fix}"):
+        with pytest.raises(ValueError, match=rf"train\.{name} = {after}: .*{fix}"):
             check_schedule(*configs, step)
 
 
@@ -71,10 +78,10 @@ def test_values_keep_or_lack_a_rate_of_their_own(before: float, after: float, ke
     """They are a group of the optimizer, whose state a checkpoint holds."""
     configs = [RunConfig(train=TrainConfig(value_rate=rate)) for rate in (before, after)]
     if kept:
-        check_schedule(*configs, 3)
+        check_groups(*configs)
     else:
         with pytest.raises(ValueError, match=rf"value_rate = {after}: the run began with {before}"):
-            check_schedule(*configs, 3)
+            check_groups(*configs)
 
 
 def test_the_selectors_steps_of_three_branches_are_not_continued() -> None:
@@ -84,6 +91,28 @@ def test_the_selectors_steps_of_three_branches_are_not_continued() -> None:
         ValueError, match=r"selector_steps = 5: is withdrawn .* is at step 4; finish"
     ):
         check_schedule(config, config, 4)
+
+
+@pytest.mark.parametrize("zero", ["zero1_pcie", "zero2_pcie"])
+def test_changed_settings_of_the_optimizer_train_from_the_resume_on(
+    zero: str, tmp_path: Path
+) -> None:
+    """DeepSpeed's checkpoint holds them too, and must not bring the earlier ones back."""
+    start = [*TINY, "--steps=4", "--until=2", "--run-dir=start", ds_config(zero)]
+    succeed(on_one_rank("m7c.py", *start, folder=tmp_path))
+
+    def resumed(name: str, *flags: str) -> dict[str, Tensor]:
+        shutil.copytree(tmp_path / "start", tmp_path / name)
+        command = [f"--run-dir={name}", "--resume", *flags]
+        succeed(on_one_rank("m7c.py", *command, folder=tmp_path))
+        return weights(tmp_path / name, 4)
+
+    same = resumed("same")
+    value = "blocks.0.attention.v.weight"
+    for setting in ("train.value_rate=0.25", "train.weight_decay=50", "train.clip=1e-4"):
+        changed = resumed(setting, f"--set={setting}")
+        assert not torch.equal(changed[value], same[value]), setting
+        assert not torch.equal(changed["embed.weight"], same["embed.weight"]), setting
 
 
 def test_a_sparse_run_is_not_made_dense_by_a_resume(saved: Path) -> None:
