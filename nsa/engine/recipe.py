@@ -338,7 +338,7 @@ def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
     elif base.train.dense_steps == AUTO and config.model.attention.kind == "nsa":
         yield (
             "attention is sparse from the first step: train.dense_steps=auto needs an index, new "
-            f"weights and {SHORT_RUN} steps"
+            f"weights and {SHORT_RUN} steps; this run has {train.steps:,}"
         )
 
 

@@ -89,7 +89,7 @@ class AttentionConfig:
         if self.compressor == "mlp":
             raise ValueError(
                 "model.attention.compressor = 'mlp': compresses keys with values, and an index has "
-                "keys alone; set it to pool or mean with branches=sel"
+                "keys alone; set it to pool or mean, or branches to cmp+sel+win"
             )
         if spec.window != NSASpec.window:
             raise ValueError(
