@@ -21,23 +21,23 @@ PAPER = NSASpec(block_len=32, block_stride=16, select_len=64, select_top=16, win
 DEMO = NSASpec(block_len=16, block_stride=8, select_len=32, select_top=6, window=128)
 
 
-def three_branches(config: RunConfig, compressor: str, spec: NSASpec) -> RunConfig:
-    """Set the paper's branches with this φ, sparse from the first step."""
-    config.model.attention = AttentionConfig(compressor=compressor, spec=spec)
+def three_branches(config: RunConfig, spec: NSASpec) -> RunConfig:
+    """Set the paper's branches and φ, sparse from the first step."""
+    config.model.attention = AttentionConfig(compressor="mlp", spec=spec)
     config.train.dense_steps, config.train.value_rate = 0, 1.0
     return config
 
 
 def production() -> RunConfig:
     """50,000 steps with the paper's attention, and about as many parameters."""
-    config = three_branches(m7c.production(), "mlp", PAPER)
+    config = three_branches(m7c.production(), PAPER)
     config.model.mlp_width = 2_368
     return config
 
 
 def demo() -> RunConfig:
     """The demo of m7c.py with the paper's attention, in smaller blocks."""
-    return three_branches(m7c.demo(), "mlp", DEMO)
+    return three_branches(m7c.demo(), DEMO)
 
 
 if __name__ == "__main__":

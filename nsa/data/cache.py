@@ -3,8 +3,8 @@
     run 1  --starts-->  writer  -->  data-cache/<source>-<key>/train-000-00000.bin, ...
     run 1, run 2, their ranks   <--  memory-mapped, as soon as a shard is complete
 
-Whoever needs tokens that are not there starts the writer, unless another process has. It writes as
-many tokens as its run needs. Positions in the tokens never depend on how many of them are written.
+A process that lacks tokens starts the writer unless one is running. The writer writes as many
+tokens as its run needs. Positions in the tokens never depend on how many of them are written.
 """
 
 from __future__ import annotations

@@ -88,11 +88,12 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
     # Every error of the settings is raised before the first, slow evaluation.
     runs = {name: find_run(path) for name, path in labelled([args.path, *args.compare]).items()}
     tokenizers = {name: require_tokenizer(name, run) for name, run in runs.items()}
-    config = next(iter(runs.values())).config
+    first = next(iter(runs.values()))
+    config = first.config
     settings = _data_settings(args, config)
     lengths = _lengths(args, settings.seq_len)
     dataset = open_dataset(replace(settings, seq_len=lengths[-1]))
-    cache = cache_folder(config.data, next(iter(runs.values())).folder)
+    cache = cache_folder(config.data, first.folder)
     cache = cache if cache.is_dir() else temporary
     default_split = _default_split(dataset, runs)
     split = args.split or default_split

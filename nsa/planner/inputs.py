@@ -57,10 +57,8 @@ class Model:
         """Elements per token of attention's inputs (gates and index included) and output."""
         config = self.config
         key, value = config.head_dim, config.value_dim or config.head_dim
-        kv_sets = gates = len(config.attention.branch_names)
-        index = 2 * key if config.attention.has_index else 0
-        if config.attention.kind == "dense" or config.attention.has_index:
-            kv_sets, gates = 1, 0
+        gates = 0 if config.attention.has_one_set else len(config.attention.branch_names)
+        kv_sets, index = max(1, gates), 2 * key if config.attention.has_index else 0
         queries = config.heads * (key + gates + value)
         return queries + config.kv_heads * (kv_sets * (key + value) + index)
 

@@ -196,8 +196,7 @@ def _optimize(
 ) -> TrainedModel:
     """Train with AdamW, a step at each of the rates."""
     rng, losses = torch.Generator().manual_seed(seed), list[float]()
-    attention = model.config.attention
-    value_rate = VALUE_RATE if attention.kind == "dense" or attention.has_index else 1.0
+    value_rate = VALUE_RATE if model.config.attention.has_one_set else 1.0
     groups = parameter_groups(model, 0.0 if selector_only else 0.01, value_rate)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
     start = time.process_time()
