@@ -1,4 +1,4 @@
-"""Text for terminals, messages and Markdown: tables, the first line of an error."""
+"""Text for terminals, messages and Markdown: tables, one line of an error."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type without one."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def type_and_message(error: BaseException) -> str:
+    """Return an error's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
 
 def as_one_line(error: OSError) -> ValueError:

@@ -1,4 +1,4 @@
-"""Atomic commit: the files of all ranks become one checkpoint, or none; its manifest.
+"""Atomic commit: the files of all ranks become one checkpoint with a manifest, or none.
 
 .step00000010.partial/          the draft; removed by the next run after a crash
     *.pt state.json …           files of each rank, synced and hashed by that rank
@@ -7,7 +7,8 @@
 step00000010/                   the same folder, renamed: from here on it is a checkpoint
 latest                          written last
 
-So a folder without a valid manifest is unfinished, and a file that differs was damaged later.
+So a folder without a valid manifest is unfinished, and a file that differs from its entry in a
+valid manifest was damaged later.
 """
 
 from __future__ import annotations
@@ -32,21 +33,28 @@ from nsa.untrusted import matches, open_regular, parse_json, read_text
 
 LATEST = "latest"
 PARTIAL = ".partial"
-FULL = (
+FREE_SPACE = (
     "; free some space, or keep fewer checkpoints with checkpoint.keep (if `df -i` shows no "
     "free inodes: delete some files)"
 )
-REFUSED = "; fix the folder's permissions or mount, or choose another folder"
-FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), FULL),
+ALLOW_WRITES = "; fix the folder's permissions or mount, or choose another folder"
+FIXES = {  # by errno
+    errno.ENOSPC: FREE_SPACE,
+    errno.EDQUOT: FREE_SPACE,
     errno.EFBIG: "; raise the limit of a file's size (`ulimit -f unlimited`)",
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), REFUSED),
+    errno.EROFS: ALLOW_WRITES,
+    errno.EACCES: ALLOW_WRITES,
+    errno.EPERM: ALLOW_WRITES,
 }
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step(\d{8,})")
 CHUNK = 4 * 2**20
 MANIFEST_SHAPE = {
-    **{"step": int, "ranks": int, "finite": bool, "time": (float, int), "sha256": str},
+    "step": int,
+    "ranks": int,
+    "finite": bool,
+    "time": (float, int),
+    "sha256": str,
     "files": {str: {"bytes": int, "sha256": str}},
 }
 
@@ -79,14 +87,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
     if not matches(content, MANIFEST_SHAPE):
-        raise ValueError(f"{MANIFEST} cannot be read: it is not that of a checkpoint")
+        raise ValueError(f"{MANIFEST} cannot be read: it is no manifest of a checkpoint")
     if content.pop("sha256") != _content_hash(content):
         raise ValueError(f"{MANIFEST} was changed after it was written: its hash differs")
     if not 0 < content["ranks"] <= MAX_RANKS:
-        raise ValueError(f"{MANIFEST} is that of {content['ranks']} ranks")
-    match = NAME.match(checkpoint.name)  # step….universal, too
+        raise ValueError(f"{MANIFEST} has ranks = {content['ranks']}: must be 1 to {MAX_RANKS}")
+    match = NAME.match(checkpoint.name)  # also of step….universal
     if match and int(match[1]) != content["step"]:
-        raise ValueError(f"{MANIFEST} is that of step {content['step']}")
+        raise ValueError(f"{MANIFEST} has step = {content['step']}: not the folder's")
     names = set(content["files"])
     missing = {STATE, *map(rng_file, range(content["ranks"]))} - names
     if missing:
@@ -161,16 +169,20 @@ def _content_hash(content: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the block into a ValueError that names file (or `path`), cause and fix."""
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the block into a ValueError that names the file, the cause and the fix.
+
+    An error without a file's name is about `path`.
+    """
     try:
         yield
     except ValueError:
         raise
     except Exception as raised:
+        # torch's writer raises a second error when it is closed: find the OSError before it.
         error: BaseException = raised
         while not isinstance(error, OSError) and error.__context__ is not None:
-            error = error.__context__  # torch's writer raises a second error when it is closed
+            error = error.__context__
         if isinstance(error, OSError):
             cause = f"{error.strerror or error}{FIXES.get(error.errno or 0, '')}"
             raise ValueError(f"{error.filename or path}: {cause}") from raised
@@ -228,13 +240,13 @@ def commit(folder: Path, step: int, ranks: int, fields: dict[str, Any]) -> Path:
 def trial_commit(run_dir: Path) -> None:
     """Commit a checkpoint of a few bytes and remove it; raise a ValueError if the disk cannot.
 
-    Else a run would train to its end and save nothing.
+    Without this trial a run could train to its end and then fail to save.
     """
     folder = run_dir / "checkpoints"
     trial = (folder if folder.exists() else run_dir) / f".trial{PARTIAL}"
     shutil.rmtree(trial, ignore_errors=True)
     try:
-        with write_errors(trial):
+        with explain_write_errors(trial):
             (new_draft(trial, 0) / STATE).write_text("{}")
             write_part(draft_of(trial, 0), 0, [STATE], finite=True)
             commit(trial, 0, 1, {})
@@ -247,9 +259,9 @@ def trial_commit(run_dir: Path) -> None:
 
 
 def publish_checkpoint(draft: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
-    """Write a draft's manifest, and give the draft its name."""
+    """Write a draft's manifest, and rename the draft to `checkpoint`."""
     atomic_write_text(draft / MANIFEST, manifest_text(manifest))
-    if checkpoint.exists():  # damaged
+    if checkpoint.exists():  # a damaged one
         remove(checkpoint)
     publish(draft, checkpoint)
 
@@ -257,8 +269,8 @@ def publish_checkpoint(draft: Path, checkpoint: Path, manifest: dict[str, Any]) 
 def prune(folder: Path, keep: int) -> None:
     """Remove checkpoints beyond the `keep` newest; 0 keeps all.
 
-    The newest without NaN or inf stays. Damaged ones stay and do not count. Warn of failed
-    removals.
+    Also keep the newest checkpoint without NaN or inf, and damaged ones, which do not count. Warn
+    of failed removals.
     """
     paths = complete_by_size(folder) if keep else []
     finite = next((path for path in paths if read_manifest(path)["finite"]), None)
@@ -271,7 +283,10 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint and its universal form; rename first, so that a crash leaves no half."""
+    """Remove a checkpoint and its universal form.
+
+    Rename each folder first, so that a crash leaves no half of a checkpoint.
+    """
     for path in (checkpoint.with_name(f"{checkpoint.name}.universal"), checkpoint):
         if path.exists():
             removed = path.with_name(f".{path.name}.removed{PARTIAL}")

@@ -31,11 +31,11 @@ from nsa.checkpoint.commit import (
     commit,
     complete_by_size,
     draft_of,
+    explain_write_errors,
     new_draft,
     prune,
     remove_drafts,
     rng_file,
-    write_errors,
     write_part,
 )
 from nsa.checkpoint.state_file import (
@@ -119,7 +119,7 @@ class Saver:
         """Run an action on every rank; if it fails on any, raise SaveFailed on all."""
         draft, failed = draft_of(self.folder, step), None
         try:
-            with write_errors(draft):
+            with explain_write_errors(draft):
                 action()
         except ValueError as error:
             failed = error
@@ -136,7 +136,7 @@ class Saver:
     def _write(self, draft: Path, files: dict[str, Any], finite: bool) -> None:
         """Write this rank's files and its part of the manifest."""
         for name, content in files.items():
-            with write_errors(draft / name):
+            with explain_write_errors(draft / name):
                 if isinstance(content, str):
                     (draft / name).write_text(content, encoding="utf-8")
                     continue

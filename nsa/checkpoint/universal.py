@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 
 from nsa.checkpoint.commit import (
     PARTIAL,
+    explain_write_errors,
     find_problem,
     publish_checkpoint,
     read_manifest,
     rng_file,
     sync_and_hash,
-    write_errors,
 )
 from nsa.checkpoint.state_file import ANY_RANKS, STATE, Checkpoint, layout_of
 from nsa.system import isolated_environment
@@ -51,7 +51,7 @@ def to_universal(saved: Checkpoint) -> Checkpoint:
         return universal
     # A crash leaves a draft.
     unfinished = TemporaryDirectory(PARTIAL, f".{target.name}.", checkpoint.parent)
-    with write_errors(target), unfinished as draft:
+    with explain_write_errors(target), unfinished as draft:
         converted = Path(draft) / "converted"  # the converter also writes into the folder above
         _convert(checkpoint, converted)
         # The converter ignores state.json and the files of each rank.

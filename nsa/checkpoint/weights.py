@@ -15,7 +15,6 @@ import io
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,15 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.commit import MANIFEST, find_problem, newest_valid
-from nsa.checkpoint.state_file import ANY_RANKS, read_state_file
+from nsa.checkpoint.state_file import ANY_RANKS, Topology, read_state_file
 from nsa.dtypes import DTYPES
-from nsa.text import printable
+from nsa.text import printable, type_and_message
 from nsa.untrusted import data_only, open_regular, parse_json, parse_yaml, read_text
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"
-TRANSFORMERS = re.compile(r"^(model\.|lm_(?=head\.))")  # what it puts before this package's names
+TRANSFORMERS_PREFIX = re.compile(r"^(model\.|lm_(?=head\.))")  # what it puts before our names
 
 
 def find_weights(path: Path) -> Path:
@@ -39,10 +38,11 @@ def find_weights(path: Path) -> Path:
 
     Warn of damaged checkpoints that are skipped.
     """
-    if path.is_dir() and has_safetensors(path):
-        return path
+    problem: str | None
     if not path.is_dir():
-        problem: str | None = "there is no such folder"
+        problem = "there is no such folder"
+    elif has_safetensors(path):
+        return path
     elif (path / "checkpoints").is_dir():
         newest, notes = newest_valid(path / "checkpoints")
         if newest is not None:
@@ -69,15 +69,15 @@ def has_safetensors(folder: Path) -> bool:
 def read_weights(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return all weights by name, in `dtype` or as they were trained.
 
-    In float32 these are the optimizer's master weights, from which the trained ones are rounded.
-    Raise a ValueError if the files hold something else.
+    In float32 these are the optimizer's master weights, which the trained weights are rounded from.
+    Raise a ValueError if the files do not hold weights.
     """
     try:
         return _read_weights(folder, dtype)
     except (OSError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"the weights of '{folder}' cannot be read ({reason}); use another checkpoint"
+            f"the weights of '{folder}' cannot be read ({type_and_message(error)}); "
+            "use another checkpoint"
         ) from error
 
 
@@ -89,25 +89,33 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if topology.layout == "3":
         return _stage_3_weights(folder, dtype or DTYPES[topology.precision])
     saved = _load_mapped(folder / WEIGHTS)
-    trained: dict[str, Tensor] = saved["module"]
-    named: Iterable[tuple[str, Tensor]] = trained.items()
+    named: Iterable[tuple[str, Tensor]] = saved["module"].items()
     if dtype == torch.float32 and topology.precision != "fp32":
-        frozen = {name: trained[name] for name in _frozen(folder, trained)}  # no master weights
-        learned = {name: weight for name, weight in trained.items() if name not in frozen}
-        if topology.layout == "0":
-            named = _master_weights_stage_0(learned, saved["optimizer"]["fp32_groups"])
-        elif topology.ranks == ANY_RANKS:
-            files = sorted((folder / "zero").glob("*/fp32.pt"))
-            named = ((file.parent.name, _load_mapped(file)["param"]) for file in files)
-        else:
-            named = _master_weights_stage_1_2(folder, int(topology.ranks), learned)
-        named = chain(frozen.items(), named)
+        named = _master_weights(folder, topology, saved)
     # Copy: memory-mapped tensors would change or disappear with the file.
     return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in named}
 
 
-def _frozen(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the names that train.freeze, a setting of an earlier version, keeps as they are."""
+def _master_weights(
+    folder: Path, topology: Topology, saved: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the master weights of all stages but 3; frozen weights, which have none, as trained."""
+    trained: dict[str, Tensor] = saved["module"]
+    frozen = _frozen_names(folder, trained)
+    for name in frozen:
+        yield name, trained[name]
+    learned = {name: weight for name, weight in trained.items() if name not in frozen}
+    if topology.layout == "0":
+        yield from _master_weights_stage_0(learned, saved["optimizer"]["fp32_groups"])
+    elif topology.ranks == ANY_RANKS:
+        for file in sorted((folder / "zero").glob("*/fp32.pt")):
+            yield file.parent.name, _load_mapped(file)["param"]
+    else:
+        yield from _master_weights_stage_1_2(folder, int(topology.ranks), learned)
+
+
+def _frozen_names(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the names that match train.freeze, which earlier versions had: untrained weights."""
     file = folder / "config.yaml"
     config = parse_yaml(read_text(file)) if file.is_file() else {}
     patterns = str(config.get("train", {}).get("freeze") or "").split(",")
@@ -118,19 +126,16 @@ def set_weights(
     model: torch.nn.Module, weights: dict[str, Tensor], source: Path, *, assign: bool = False
 ) -> None:
     """Put weights into `model`; with `assign` they replace its parameters' tensors."""
-    expected = model.state_dict()
-    for name in sorted(expected.keys() | weights.keys()):
-        here, there = (
-            tuple(tensors[name].shape) if name in tensors else None
-            for tensors in (expected, weights)
-        )
-        if here != there:
+    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if shapes.get(name) != expected.get(name):
             raise ValueError(
-                f"the weights of '{source}' do not fit this model: {name} is {there} there and "
-                f"{here} here; set model.* as in that run's config.yaml"
+                f"the weights of '{source}' do not fit this model: {name} is {shapes.get(name)} "
+                f"there and {expected.get(name)} here; set model.* as in that run's config.yaml"
             )
         dtype = weights[name].dtype
-        if not dtype.is_floating_point or dtype.itemsize < 2:  # fp8 is no dtype of this model
+        if not dtype.is_floating_point or dtype.itemsize < 2:  # integers, and fp8
             raise ValueError(
                 f"the weights of '{source}': {name} is {dtype}; save the model in bfloat16"
             )
@@ -162,7 +167,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
             tensors = load_file(folder / name)
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged: {error}") from None
-        weights |= {TRANSFORMERS.sub("", key): tensor for key, tensor in tensors.items()}
+        weights |= {TRANSFORMERS_PREFIX.sub("", key): tensor for key, tensor in tensors.items()}
     return weights
 
 
@@ -193,7 +198,7 @@ def _master_weights_stage_0(
 def _master_weights_stage_1_2(
     folder: Path, ranks: int, trained: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Join the ranks' partitions; DeepSpeed's zero_to_fp32 does not support BF16_Optimizer."""
+    """Join the ranks' partitions: DeepSpeed's zero_to_fp32 does not support BF16_Optimizer."""
     pieces: dict[str, list[Tensor]] = {name: [] for name in trained}
     for rank in range(ranks):
         (file,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")

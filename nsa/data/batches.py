@@ -20,7 +20,7 @@ from nsa.data.order import Mixer, hash64, shuffled_index
 from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import TokenArray
 
-FIRST_BLOCK, LAST_BLOCK = 16, 512  # samples that are shuffled together in a store that grows
+MIN_BLOCK, MAX_BLOCK = 16, 512  # samples that are shuffled together in a store that grows
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,17 @@ class Batch:
     input_ids: torch.Tensor  # int64 [B, T], or [1, B·T] for packed documents
     labels: torch.Tensor  # int64, same shape, already shifted; -100: ignored
     cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1]: start of each, and the end
-    label_count: int | None = None  # labels that are not -100, of complete sequences; None: all are
+    label_count: int | None = None  # labels that are not -100, in complete sequences; None: all
 
     @property
     def tokens(self) -> int:
         return self.input_ids.numel()
 
     def positions(self, first: int = 0) -> torch.Tensor:
-        """Return each token's position in its document, [tokens]; `first`: where a part begins."""
+        """Return each token's position in its document, [tokens].
+
+        `first`: position of a `sequence_part` in its sequence.
+        """
         rows, length = self.input_ids.shape
         token = torch.arange(first, first + length, device=self.input_ids.device)
         if self.cu_seqlens is None:
@@ -64,9 +67,9 @@ class Batch:
 
 
 def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches on a device; a GPU copies the next one while it computes with this one.
+    """Yield the batches on a device; a GPU copies the next batch while it computes with this one.
 
-    Copies have a stream of their own. The compute stream waits for them, the host does not.
+    Copies run on a stream of their own. The compute stream waits for them, the host does not.
     """
     if device.type != "cuda" or not batches:
         yield from (batch.to(device) for batch in batches)
@@ -77,12 +80,12 @@ def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]
         with torch.cuda.stream(stream):
             return batch.pin_memory().to(device, non_blocking=True)
 
-    following = copy(batches[0])
-    for number in range(1, len(batches) + 1):
-        batch = following
+    copied = copy(batches[0])
+    for following in (*batches[1:], None):
+        batch = copied
         compute.wait_stream(stream)  # for this batch alone: the next copy has not started
-        if number < len(batches):
-            following = copy(batches[number])
+        if following is not None:
+            copied = copy(following)
         for x in (batch.input_ids, batch.labels, batch.cu_seqlens):
             if x is not None:
                 x.record_stream(compute)  # its memory belongs to the copies' stream
@@ -132,16 +135,16 @@ class Samples:
     def __post_init__(self) -> None:
         seq_len = self.seq_len
         for store in self.stores:
-            if self._count(store, 1) < 1:
+            if self._wait_for(1, store) < 1:
                 raise ValueError(
                     f"data.seq_len = {seq_len}: {store.name} has {len(store)} tokens in this "
                     f"split, fewer than the {seq_len + 1} of one sample (with few documents, up to "
                     "half are held out); lower data.seq_len or use a larger data.source"
                 )
         weighted = zip(self.stores, self.fractions, strict=True)
-        stored = (f"{store.fingerprint}*{fraction}" for store, fraction in weighted)
+        contents = (f"{store.fingerprint}*{fraction}" for store, fraction in weighted)
         # Identifies the samples and their order.
-        self.fingerprint = f"{hash64('order', seq_len, self.seed, *stored):016x}"
+        self.fingerprint = f"{hash64('order', seq_len, self.seed, *contents):016x}"
         self._mixer = Mixer(self.fractions, [store.name for store in self.stores])
 
     @property
@@ -163,12 +166,12 @@ class Samples:
     def locate(self, position: int) -> tuple[TokenStore, int]:
         """Return the store of a sample, and the index of its first token.
 
-        Of a store that grows, wait for the sample's block. A block is never shuffled before it is
+        In a store that grows, wait for the sample's block. A block is never shuffled before it is
         complete or the source ends, so the order does not depend on when it is read.
         """
         source, number = self._mixer.locate(position)
         store, first = self.stores[source], 0
-        count = self._count(store, block_of(number).stop)
+        count = self._wait_for(block_of(number).stop, store)
         epoch, index = divmod(number, count)
         stop, shuffle_key = count, hash64(self.seed, epoch, source)
         if store.grows:
@@ -179,15 +182,16 @@ class Samples:
         return store, index * self.seq_len
 
     def available(self, samples: int) -> tuple[int, str | None]:
-        """Return how many of `samples` precede the first repetition, and whose store ends there."""
+        """Return how many of `samples` precede the first repetition, and which store ends there."""
         for position in range(samples):
             source, number = self._mixer.locate(position)
-            if number >= self._count(self.stores[source], block_of(number).stop):
-                return position, self.stores[source].name
+            store = self.stores[source]
+            if number >= self._wait_for(block_of(number).stop, store):
+                return position, store.name
         return samples, None
 
-    def _count(self, store: TokenStore, samples: int) -> int:
-        """Return the samples in a store: `samples` or more, except at the end of its source."""
+    def _wait_for(self, samples: int, store: TokenStore) -> int:
+        """Wait until a store has `samples` samples or its source ends; return how many it has."""
         return (store.wait_for(samples * self.seq_len + 1) - 1) // self.seq_len
 
 
@@ -196,13 +200,14 @@ def block_of(index: int) -> range:
 
     The first blocks are small, so that a slow source does not delay step 1.
     """
-    size = min(LAST_BLOCK, max(FIRST_BLOCK, 1 << index.bit_length() >> 1))
+    power_of_2 = 1 << max(0, index.bit_length() - 1)  # the largest up to `index`
+    size = min(MAX_BLOCK, max(MIN_BLOCK, power_of_2))
     start = index // size * size
     return range(start, start + size)
 
 
 class BatchLoader:
-    """A rank's batches of samples in order; their only state is the number of samples consumed."""
+    """A rank's batches, in order; the only state is the number of samples consumed."""
 
     def __init__(
         self,
@@ -214,7 +219,7 @@ class BatchLoader:
         accumulation: int = 1,
         consumed: int = 0,
     ) -> None:
-        """Start at the step that begins after `consumed` samples of all ranks."""
+        """Start with the step after the first `consumed` samples of all ranks."""
         self.samples = samples
         self.samples_per_step = micro_batch * accumulation * world_size  # of all ranks together
         self._micro_batch, self._stride = micro_batch, micro_batch * world_size

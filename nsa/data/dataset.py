@@ -15,11 +15,11 @@ from nsa.data.hub import local_content, open_hub
 from nsa.data.shards import is_prepared
 from nsa.data.source import HeldOut, Source, is_builtin, is_path
 
-# A source has few documents if there are fewer than FEW_DOCUMENTS, and a hash is expected to hold
-# out fewer than FEW_IN_VALIDATION of them: it may hold out none.
+# A source has few documents if it has fewer than FEW_DOCUMENTS, and if a hash would on average hold
+# out fewer than FEW_IN_VALIDATION of them, so perhaps none.
 FEW_DOCUMENTS = 1_000
 FEW_IN_VALIDATION = 5
-VALIDATION_BYTES = 1 << 14  # held out of few documents: fits a sample of 2,048 tokens
+VALIDATION_BYTES = 1 << 14  # to hold out of few documents: enough for a sample of 2,048 tokens
 SMALL_BYTES = 1 << 24  # tokenised in seconds, so complete before step 1
 
 
@@ -31,7 +31,7 @@ class OpenedSource:
     name: str
     division: HeldOut
     is_prepared: bool = False  # a folder of shards, which were divided when they were written
-    content: str = ""  # digest of the documents, as far as it is known without reading them
+    content: str = ""  # digest of the documents; "" if only reading them would give one
     size: int | None = None  # bytes of text, if that is known
     notes: list[str] = field(default_factory=list)  # for the log
 
@@ -74,19 +74,19 @@ def _open(config: DataConfig, name: str) -> OpenedSource:
     source = OpenedSource(config, name, HeldOut(config.held_out), is_prepared(name))
     if source.is_prepared:
         return source
-    if not is_path(name) and not is_builtin(name):  # it takes seconds to open
+    if not is_path(name) and not is_builtin(name):  # of the hub: opening it takes seconds
         source.content = local_content(config, name)
         return source
-    files = source.documents
-    source.content, source.size = files.content, files.size()
-    if isinstance(files, Files):
-        if files.left_out:
+    documents = source.documents
+    source.content, source.size = documents.content, documents.size()
+    if isinstance(documents, Files):
+        if documents.left_out:
             source.notes = [
-                f"{name}: {len(files.files):,} files are read; {files.left_out:,} that are empty, "
-                "binary or huge are not"
+                f"{name}: {len(documents.files):,} files are read; {documents.left_out:,} that are "
+                "empty, binary or huge are not"
             ]
         limit = min(FEW_DOCUMENTS, math.ceil(FEW_IN_VALIDATION / config.held_out))
-        if size := files.size_if_few(limit):
+        if size := documents.size_if_few(limit):
             # The end of each document is held out: a hash may hold out none.
             fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
             source.division, source.size = HeldOut(fraction, by_position=True), size

@@ -18,6 +18,7 @@ from nsa.checkpoint import newest_valid
 from nsa.checkpoint.commit import (
     commit,
     draft_of,
+    explain_write_errors,
     find_problem,
     list_checkpoints,
     new_draft,
@@ -25,7 +26,6 @@ from nsa.checkpoint.commit import (
     read_manifest,
     remove_drafts,
     trial_commit,
-    write_errors,
     write_part,
 )
 
@@ -253,5 +253,8 @@ def test_an_error_of_the_disk_names_file_cause_and_fix(code: int, fix: str) -> N
         finally:
             raise RuntimeError("torch's writer, as it is closed")
 
-    with pytest.raises(ValueError, match=f"^file: {cause}{fix}"), write_errors(Path("draft")):
+    with (
+        pytest.raises(ValueError, match=f"^file: {cause}{fix}"),
+        explain_write_errors(Path("draft")),
+    ):
         fail()

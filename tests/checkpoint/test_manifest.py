@@ -67,11 +67,11 @@ def entries(manifest: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("forge", "problem"),
     [
-        (lambda m: m.update(step=3), "is that of step 3"),
+        (lambda m: m.update(step=3), "has step = 3: not the folder's"),
         (lambda m: m.update(step="soon"), "cannot be read"),
         (lambda m: m.update(files=list(entries(m))), "cannot be read"),
         (lambda m: m.update(ranks=float("inf")), "cannot be read"),
-        (lambda m: m.update(ranks=10**15), "is that of 1000000000000000 ranks"),
+        (lambda m: m.update(ranks=10**15), "has ranks = 1000000000000000: must be 1 to"),
         (lambda m: m.update(time="1e5"), "cannot be read"),
         (lambda m: entries(m).update({"a\0": entries(m)["state.json"]}), "cannot be read"),
         (lambda m: m.update(files={}), "does not name rng_rank0.pt"),
@@ -131,7 +131,7 @@ def test_a_copy_under_another_step_is_refused(folder: Path) -> None:
     shutil.copytree(folder / "step00000006", folder / "step00000009")
     newest, (note,) = newest_valid(folder)
     assert newest == folder / "step00000006"
-    assert note == "step00000009: manifest.json is that of step 6"
+    assert note == "step00000009: manifest.json has step = 6: not the folder's"
 
 
 def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(stages: Path, tmp_path: 
     older, newer = (tmp_path / "checkpoints" / f"step0000000{step}" for step in (3, 4))
     for path in (older, newer):
         shutil.copytree(checkpoint(stages, 3), path)
-    with pytest.warns(UserWarning, match=r"skipped: step00000004: manifest.json is that of"):
+    with pytest.warns(UserWarning, match=r"skipped: step00000004: manifest.json has step = "):
         assert find_weights(tmp_path) == older
     (older / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"step00000004: .*; step00000003: state.json has"):
