@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import shutil
@@ -27,10 +28,10 @@ _BAD_VERSIONS = (  # package, versions, status, problem
     ("deepspeed", "<0.17.6", WARN, "is older than 0.19.4"),  # only untested
 )
 _MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
-_LOGS = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
+_LOG_BYTES = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
 _SHM_NEEDED = 64 * MIB  # Docker's default; NCCL takes about 4 MiB per channel and peer
 _SHM_ADVISED = 1_024 * MIB
-_USED_MIB = 2_000  # more than a display takes
+_DISPLAY_MIB = 2_000  # what a display takes at most
 QUERY = "index,uuid,memory.used"
 
 
@@ -74,14 +75,14 @@ def node_checks(
 ) -> list[Check]:
     """Run all node checks; needs no process group.
 
-    `checkpoints`: the number that the run keeps, of `checkpoint_bytes` each. `ranks`: on this
-    machine; default one per GPU.
+    The run keeps `checkpoints` checkpoints of `checkpoint_bytes` each, and starts `ranks` ranks on
+    this machine, by default one per GPU.
     """
     in_torch = torch_gpus()
     count = len(in_torch.uuids)
     query = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
     listed = parse_gpus(output_of(*query))
-    used = [gpu for gpu in listed if gpu.uuid in in_torch.uuids] or listed
+    visible = [gpu for gpu in listed if gpu.uuid in in_torch.uuids] or listed
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     shm_free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else None
     peer_access = all(in_torch.peers.values()) and not p2p_disabled(os.environ)
@@ -90,10 +91,10 @@ def node_checks(
         compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
         shm_check(shm_free, count, peer_access),
         disk_check(run_dir, checkpoint_bytes, checkpoints),
-        *gpu_checks(used, in_torch, ranks or count),
+        *gpu_checks(visible, in_torch, ranks or count),
     ]
     if count > 1:
-        indices = {gpu.index for gpu in used}
+        indices = {gpu.index for gpu in visible}
         links = parse_topology(output_of("nvidia-smi", "topo", "-m"))
         links = {pair: link for pair, link in links.items() if indices.issuperset(pair)}
         checks.append(topology_check(links, in_torch.peers, in_torch.rocm))
@@ -106,12 +107,14 @@ def checkpoint_bytes(parameters: int) -> int:
 
 
 def kept_checkpoints(steps: int, every: int, keep: int, done: int = 0) -> int:
-    """Return how many checkpoints a run adds to its folder at most, resumed after `done` steps.
+    """Return how many checkpoints a run that resumes after `done` steps adds to its folder at most.
 
     `keep` + 1 of them exist while the newest is written.
     """
-    written = -(-(steps - done) // every) if every else 1
-    return max(1, min(written, keep + 1) if keep else written)
+    written = math.ceil((steps - done) / every) if every else 1
+    if keep:
+        written = min(written, keep + 1)
+    return max(1, written)
 
 
 def version_check(package: str, version: str | None) -> Check:
@@ -165,7 +168,7 @@ def disk_check(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Check:
     except OSError as error:
         detail = f"{folder} cannot be written to: {error.strerror or error}"
         return Check("disk", FAIL, detail, "choose another folder with --run-dir")
-    needed = checkpoint_bytes * checkpoints + _LOGS
+    needed = checkpoint_bytes * checkpoints + _LOG_BYTES
     plural = "" if checkpoints == 1 else "s"
     detail = (
         f"{free / GB:,.1f} GB free in {folder}; {checkpoints} checkpoint{plural} of "
@@ -190,7 +193,7 @@ class TorchGpus:
     """The GPUs that torch can use, or why it uses none."""
 
     uuids: list[str] = field(default_factory=list)
-    peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # pair: has peer access
+    peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # peer access of each pair
     problem: str = "it is a CPU build"  # why torch uses no GPU
     rocm: str | None = None  # the version of a ROCm build, whose GPUs are AMD's
 
@@ -202,7 +205,10 @@ def torch_gpus() -> TorchGpus:
     if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_available():
         try:
             torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:  # names a driver that is too old
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # says why, such as a driver that is too old
             problem = first_line(error)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
@@ -234,7 +240,7 @@ def gpu_checks(gpus: Sequence[Gpu], in_torch: TorchGpus, ranks: int) -> list[Che
         status, detail = FAIL, f"{detail}, fewer than the {ranks} ranks"
         fix = f"start {visible}: deepspeed --num_gpus {visible}; or check CUDA_VISIBLE_DEVICES"
     checks = [Check("gpus", status, detail, fix)]
-    busy = [f"GPU {gpu.index}: {gpu.used_mib:,} MiB" for gpu in gpus if gpu.used_mib > _USED_MIB]
+    busy = [f"GPU {gpu.index}: {gpu.used_mib:,} MiB" for gpu in gpus if gpu.used_mib > _DISPLAY_MIB]
     if busy:
         fix = "find the process with nvidia-smi; end a leftover rank by its process id"
         checks.append(Check("gpu in use", WARN, "; ".join(busy), fix))
@@ -268,13 +274,17 @@ def topology_check(
     `peers`: whether the first GPU of a pair can read the second's memory.
     """
     pairs = [f"GPU {first} and {second}: {link}" for (first, second), link in links.items()]
-    unread = "links of AMD's GPUs are not read: rocm-smi --showtopo prints them"
-    unread = unread if rocm else "nvidia-smi topo -m is not readable"
-    detail = "; ".join(pairs[:3]) or unread
-    detail += f"; and {len(pairs) - 3} more pairs" if pairs[3:] else ""
+    if pairs:
+        detail = "; ".join(pairs[:3])
+        detail += f"; and {len(pairs) - 3} more pairs" if pairs[3:] else ""
+    elif rocm:
+        detail = "links of AMD's GPUs are not read: rocm-smi --showtopo prints them"
+    else:
+        detail = "nvidia-smi topo -m is not readable"
     missing = [f"{first}->{second}" for (first, second), access in peers.items() if not access]
     if missing:
-        detail += f"; no peer access {', '.join(missing[:4])}{' and more' if missing[4:] else ''}: "
+        more = " and more" if missing[4:] else ""
+        detail += f"; no peer access {', '.join(missing[:4])}{more}: "
         detail += "data goes through /dev/shm, at about half the speed"
         fix = "normal on some boards and in virtual machines; else check the BIOS and iommu=pt"
         return Check("topology", WARN, detail, fix)

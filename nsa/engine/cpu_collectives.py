@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from nsa.data.worker import WorkerDied
 
 T = TypeVar("T")
-PEER_TIMEOUT = timedelta(minutes=30)  # on top of the slowest healthy rank
+PEER_TIMEOUT = timedelta(minutes=30)  # in addition to what the slowest healthy rank takes
 
 
 class AllRanksError(ValueError):
@@ -21,7 +21,7 @@ class AllRanksError(ValueError):
 
 
 class AllRanksCrash(AllRanksError):
-    """The same of an error that no setting causes: a restart may succeed."""
+    """An AllRanksError that no setting causes: a restart may succeed."""
 
 
 class RunAborted(Exception):
@@ -41,14 +41,14 @@ class CpuCollectives:
     def barrier(self, error: ValueError | None = None, stop: str | None = None) -> str | None:
         """Wait for all ranks; raise any rank's error on all, or return any rank's reason to stop.
 
-        Otherwise the other ranks would wait for one that has exited.
+        If only one rank raised or stopped, the others would wait for it.
         """
         return self.barrier_and_sum(0, error, stop)[0]
 
     def barrier_and_sum(
         self, number: int, error: ValueError | None = None, stop: str | None = None
     ) -> tuple[str | None, int]:
-        """Return what `barrier` does, and the sum of all ranks' `number`, in one all-reduce."""
+        """Return what `barrier` returns, and the sum of all ranks' `number`, in one all-reduce."""
         crashed = isinstance(error, WorkerDied)
         if self._group is None:
             if error is not None:
@@ -59,13 +59,13 @@ class CpuCollectives:
         failed, crashes, stopped, total = sums.tolist()
         if not failed and not stopped:
             return None, total
-        message = None if error is None else str(error)
-        messages = self.gather((message, stop), tuple[str | None, str | None])
-        errors = [message for message, _ in messages if message]
+        own = (None if error is None else str(error), stop)
+        by_rank = self.gather(own, tuple[str | None, str | None])
+        errors = [message for message, _ in by_rank if message]
         if errors:
-            kind = AllRanksCrash if crashes else AllRanksError
-            raise kind("; ".join(dict.fromkeys(errors))) from error
-        reasons = (f"{reason} on rank {r}" for r, (_, reason) in enumerate(messages) if reason)
+            error_type = AllRanksCrash if crashes else AllRanksError
+            raise error_type("; ".join(dict.fromkeys(errors))) from error
+        reasons = (f"{reason} on rank {r}" for r, (_, reason) in enumerate(by_rank) if reason)
         return next(reasons), total
 
     def gather(self, value: T, kind: Any) -> list[T]:
@@ -87,12 +87,13 @@ class CpuCollectives:
         dist.all_gather(buffers, buffer, group=self._group)
         values = []
         for rank, (size, buffer) in enumerate(zip(sizes, buffers, strict=True)):
+            received = buffer.numpy().tobytes()
             try:
-                values.append(adapter.validate_json(buffer[: int(size)].numpy().tobytes()))
+                values.append(adapter.validate_json(received[: int(size)]))
             except ValidationError:
                 raise ValueError(
-                    f"rank {rank} sent {buffer[:20].numpy().tobytes()!r}… instead of {kind}: it is "
-                    "no rank of this run, or runs other code; start the run again"
+                    f"rank {rank} sent {received[:20]!r}… instead of {kind}: it is no rank of this "
+                    "run, or runs other code; start the run again"
                 ) from None
         return values
 

@@ -77,7 +77,7 @@ def _train_steps(run: Run) -> str | None:
         loss = train_step(run, batches, labels)
         run.telemetry.step_end(run.state)
         if not run.engine.was_step_applied():
-            run.guard.recover(run.state.step, run.collectives, run.observers.on_message)
+            run.guard.handle_skipped_step(run.state.step, run.collectives, run.observers.on_message)
         run.throughput.step(run.config.tokens_per_step(run.ranks.world_size))
         if step == config.train.switch_step:
             run.observers.on_message(f"step {step}: attention is sparse from here on")

@@ -1,9 +1,9 @@
-"""LossGuard: keeps NaN and inf from the weights, counts loss spikes; skips or aborts bad steps.
+"""LossGuard: keeps NaN and inf from the weights, and counts non-finite losses and loss spikes.
 
 A loss that is not finite is multiplied by NaN, so after reduction its gradients are NaN on every
 rank. DeepSpeed checks the gradient norm before each update, so all ranks skip the step, without an
-additional collective. Every other loss is multiplied by exactly 1. Only after a step that was not
-applied do the ranks wait for their devices and exchange counts.
+additional collective. Every other loss is multiplied by exactly 1. Only after a skipped step do the
+ranks wait for their devices and exchange counts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WINDOW = 128  # recent micro-batch losses that a new one is compared with
 MIN_LOSSES = 32  # before any loss counts as a spike
 SPIKE_SCORE = 12.0  # robust standard deviations above the recent losses
 MAD_TO_STD = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
-MAX_BAD_STEPS = 20  # skipped since launch
-MIN_SPREAD = 0.01  # of the median, so that nearly equal losses do not turn noise into spikes
+MAX_BAD_STEPS = 20  # skipped since launch; one more aborts the run
+MIN_SPREAD = 0.01  # fraction of the median: noise on nearly equal losses is no spike
 
 
 class BadLosses(NamedTuple):
@@ -33,7 +33,7 @@ class BadLosses(NamedTuple):
 
 
 class LossGuard:
-    """Replaces losses of one rank that are not finite by NaN; counts them, and spikes."""
+    """Replaces one rank's non-finite losses with NaN; counts them and loss spikes."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.bad_steps = 0  # since launch
@@ -45,7 +45,8 @@ class LossGuard:
     def check(self, loss: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Return `loss`, or NaN if it is not finite.
 
-        `loss` is a micro-batch's mean times `weight`. Means are compared; 0 is no mean.
+        `loss` is a micro-batch's mean times `weight`. Means are compared with recent ones, unless
+        the weight is 0: then there is no mean.
         """
         value = loss.detach().float()
         not_finite = ~value.isfinite()
@@ -66,15 +67,15 @@ class LossGuard:
         return value - median > SPIKE_SCORE * torch.maximum(std, MIN_SPREAD * median.abs())
 
     def pop(self) -> BadLosses:
-        """Return and reset the counts; waits for the device."""
+        """Wait for the device; return the counts and reset them."""
         counts = BadLosses(*self._counts.tolist())
         self._counts.zero_()
         return counts
 
-    def recover(
+    def handle_skipped_step(
         self, step: int, collectives: CpuCollectives, on_message: Callable[[str], None]
     ) -> None:
-        """Skip `step`, whose update DeepSpeed refused on all ranks, or abort the run."""
+        """Log that DeepSpeed skipped `step` on all ranks, or abort the run."""
         bad_losses = collectives.gather(self.pop(), BadLosses)
         not_finite = [str(rank) for rank, losses in enumerate(bad_losses) if losses.not_finite]
         spikes = [str(rank) for rank, losses in enumerate(bad_losses) if losses.spikes]
@@ -101,8 +102,8 @@ class LossGuard:
 def skip_nonfinite_steps(optimizer: torch.optim.Optimizer) -> None:
     """Make a torch optimizer skip steps with NaN or inf gradients, as DeepSpeed's optimizers do.
 
-    DeepSpeed does not wrap the optimizer in stage 0 with fp32. That is a setup for debugging, so
-    waiting for the device does not matter.
+    Only in stage 0 with fp32 DeepSpeed uses the torch optimizer itself. That is for debugging, so
+    the wait for the device does not matter.
     """
     step = optimizer.step
     optimizer.overflow = False  # type: ignore[attr-defined]  # the engine reads it after step()

@@ -1,6 +1,6 @@
-"""What a run records: heartbeat, memory and traces of each rank, and rank 0's observers.
+"""Telemetry: heartbeat, memory and traces of each rank, and rank 0's observers.
 
-Observers write trackers, CSV files and progress. None of it uses collectives.
+Observers write trackers, CSV files and progress. Telemetry uses no collectives.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Telemetry:
         self.profiler.step_start(step)
 
     def enter(self, phase: str, micro_step: int = 0) -> None:
-        """Record that this rank enters another phase of a step."""
+        """Record the start of a phase of the step."""
         self.heartbeat.enter(phase, micro_step)
 
     def step_end(self, state: TrainState) -> None:
-        """Record the end of a step, which `state` already counts."""
+        """Record the end of step `state.step`."""
         self.profiler.step_end(state.step)
         self.memory.take(state.step, "after")
         self.heartbeat.step_end(state.step, state.tokens, state.skipped)
@@ -82,7 +82,7 @@ class Telemetry:
             self._write_dtypes = None
 
     def history(self) -> RankHistory:
-        """Return what this rank has recorded, from its files, written up to here."""
+        """Write this rank's pending lines, and return all that its files record."""
         if self.heartbeat.flush() and (self.csv_files is None or self.csv_files.flush()):
             return read_rank(self._run_dir, self._rank)
         return RankHistory(self._rank, problem="the disk did not take the newest lines")
@@ -104,8 +104,11 @@ def trackers(request: RunRequest) -> dict[str, Any]:
         "comet": {"experiment_name": run_dir.name, "samples_log_interval": 1},
         "csv_monitor": {"output_path": str(run_dir), "job_name": "csv_monitor"},
     }
-    given = request.ds_config
-    blocks = {name: block | given[name] for name, block in defaults.items() if name in given}
+    blocks = {
+        name: block | request.ds_config[name]
+        for name, block in defaults.items()
+        if name in request.ds_config
+    }
     if request.config.monitor.tensorboard:
         folder = str(request.run_dir / "tensorboard")
         blocks["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": ""}
@@ -115,7 +118,7 @@ def trackers(request: RunRequest) -> dict[str, Any]:
 def build_observers(
     request: RunRequest, engine: Any, csv_files: BackgroundWriter | None
 ) -> Observers:
-    """Return the observers of rank 0; the other ranks have none, and no writer of CSV files."""
+    """Return the observers of rank 0; on other ranks `csv_files` is None, and there are none."""
     if csv_files is None:
         return Observers([])
     monitor = request.config.monitor

@@ -1,12 +1,12 @@
-"""Start one rank of a run: from a RunRequest to the end of training.
+"""Trainer: one rank of a run, from a RunRequest to the end of training.
 
     prepare()   checkpoint, node checks, dataset                  no process group yet
     build()     process group, checks of all ranks, engine        writes the run's folder last
-    train()     the training loop; closes everything, however it ends
+    train()     the training loop; closes all parts, however it ends
 
-Cheap and likely failures come first. A run that prepare() or build() refuses leaves no folder
-but its token cache.
-dry_run() builds the same, takes one step on random tokens and writes nothing.
+Cheap checks, and those that often fail, come first. If prepare() or build() fails, only the token
+cache stays on the disk. dry_run() builds the same, takes one step on random tokens and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from nsa.engine.data import open_data
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.micro_batch import fit_on_all_ranks
 from nsa.engine.process_group import Ranks, crash, start_ranks, stop_ranks
-from nsa.engine.resume import find_initial_weights
 from nsa.engine.run import Run
 from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest, TrainState
@@ -70,7 +69,7 @@ from nsa.text import as_one_line
 
 
 def start(request: RunRequest, lock: FolderLock | None) -> None:
-    """Prepare, build and train on this rank; exit the process with code 0. Rank 0 has the lock."""
+    """Prepare, build and train on this rank; exit with code 0. Only rank 0 has a lock."""
     run = Run(request, lock)
     try:
         prepare(run)
@@ -90,14 +89,14 @@ def start(request: RunRequest, lock: FolderLock | None) -> None:
     except ValueError as error:
         if isinstance(error, AllRanksError | checkpoint.SaveFailed):
             raise
-        crash(error)  # of one rank, within a step: no setting to change
+        crash(error)  # an error of one rank in a step is no user's mistake
     stop_ranks()
 
 
 def prepare(run: Run) -> None:
     """Find the checkpoint, check the node and open the dataset."""
     request, ranks = run.request, run.ranks
-    if run.lock is not None:
+    if run.lock is not None:  # rank 0
         trial_commit(request.run_dir)
     run.resume_from, notes = resume.read_checkpoint(request, ranks.world_size)
     run.notes += notes
@@ -116,15 +115,17 @@ def prepare(run: Run) -> None:
 
 
 def _check_steps_left(request: RunRequest, step: int) -> None:
+    if request.stop_step == 0 or step < request.stop_step:
+        return
     # A finished run may be resumed: its last gate or report may be missing.
-    finished = step == request.stop_step == request.config.train.steps
-    before, now = request.resumed_config, request.config
-    if finished and before and (before.model, before.data) != (now.model, now.data):
-        raise ValueError(
-            f"{request.run_dir}: already at its last step, {step}, so changing model.* or data.* "
-            "does nothing; raise --steps, or resume without the change"
-        )
-    if step >= request.stop_step > 0 and not finished:
+    if step == request.stop_step == request.config.train.steps:
+        before, now = request.resumed_config, request.config
+        if before and (before.model, before.data) != (now.model, now.data):
+            raise ValueError(
+                f"{request.run_dir}: already at its last step, {step}, so changing model.* or "
+                "data.* does nothing; raise --steps, or resume without the change"
+            )
+    else:
         raise ValueError(
             f"{request.run_dir}: already at step {step}, not below the requested stop at "
             f"{request.stop_step}; raise --until or --steps"
@@ -168,8 +169,8 @@ def build(run: Run) -> None:
     kernels, kernel_rows = check_kernels_on_all_ranks(config, run.device, run.collectives)
     checks.append(kernels)
     if request.fits_micro_batch and config.train.sequence_parallel == 1:
-        request = _fit_micro_batch(run)
-        config = run.config
+        _fit_micro_batch(run)
+        request, config = run.request, run.config
     ds_config = request.ds_config | trackers(request)
     if run.ranks.rank == 0:
         warn(f"gradient check: one backward pass of {check_length(config)} tokens")
@@ -195,24 +196,21 @@ def build(run: Run) -> None:
     _create_parts(run)
 
 
-def _fit_micro_batch(run: Run) -> RunRequest:
+def _fit_micro_batch(run: Run) -> None:
     """Take a smaller micro-batch on all ranks if the planned one does not fit on one of them."""
     request, notes = fit_on_all_ranks(
         run.request, run.device, run.collectives, run.ranks.world_size
     )
-    if notes:
-        run.notes += notes
-        request = replace(request, notes=[*request.notes, *notes])  # also in env.json
-        run.request = request
-        run.data.cache.close()
-        run.data = open_data(
-            run.config, run.ranks, run.state, request.run_dir, request.data_changed
-        )
-    return request
+    if not notes:
+        return
+    run.notes += notes
+    run.request = replace(request, notes=[*request.notes, *notes])  # also in env.json
+    run.data.cache.close()
+    run.data = open_data(run.config, run.ranks, run.state, request.run_dir, request.data_changed)
 
 
 def _create_parts(run: Run) -> None:
-    """Create the loop's parts: observers, loss guard, shutdown monitor, gates, saver and others."""
+    """Create what the training loop calls, from the observers to the checkpoint saver."""
     request, config, device = run.request, run.config, run.device
     rank, world_size = run.ranks.rank, run.ranks.world_size
     run.info = RunInfo(
@@ -255,7 +253,7 @@ def _create_parts(run: Run) -> None:
 
 
 def train(run: Run) -> None:
-    """Run the training loop; close everything that reports on the run, however it ends."""
+    """Run the training loop; close observers, telemetry and data, however the loop ends."""
     run.shutdown.start()
     run.shutdown.watch(run.processes)
     try:
@@ -269,7 +267,7 @@ def train(run: Run) -> None:
         out_of_memory = run.telemetry.memory.out_of_memory(error)
         if out_of_memory is not None:
             warn(out_of_memory)
-        if run.saved_step and sys.version_info >= (3, 11):  # the traceback ends with it
+        if run.saved_step and sys.version_info >= (3, 11):  # the traceback ends with this note
             error.add_note(run.request.resume_hint)
         raise
     finally:
@@ -286,14 +284,16 @@ def dry_run(request: RunRequest) -> None:
     """Run the dry run on this rank; rank 0 prints the summary."""
     ranks = Ranks.from_environment()
     config = request.config
-    stored = find_teacher(config)
+    stored_teacher = find_teacher(config)
     data_notes = _check_data(config, ranks)
     device = start_ranks(ranks)
-    weights = find_initial_weights(config)
-    # A tracker would begin a run, or write into the working directory.
+    weights = resume.find_initial_weights(config)
+    # A tracker would start a run on its server, or write into the working directory.
     ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
     engine = build_engine(config, ds_config, device, weights)
-    teacher = None if stored is None else load_teacher(stored, config, engine.module, device)
+    teacher = None
+    if stored_teacher is not None:
+        teacher = load_teacher(stored_teacher, config, engine.module, device)
     shape = (config.train.rows, config.data.seq_len // config.train.sequence_parallel)
     tokens_per_step = config.tokens_per_step(ranks.world_size)
     if ranks.rank == 0:
@@ -311,8 +311,8 @@ def dry_run(request: RunRequest) -> None:
     for _ in range(config.train.accumulation):
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
         batch = Batch(tokens, tokens.roll(-1, dims=1))
-        more = {} if teacher is None else teacher.arguments(batch)
-        loss = engine(batch.input_ids, labels=batch.labels, **more)
+        teacher_arguments = {} if teacher is None else teacher.arguments(batch)
+        loss = engine(batch.input_ids, labels=batch.labels, **teacher_arguments)
         engine.backward(loss)
         engine.step()
     if ranks.rank == 0:

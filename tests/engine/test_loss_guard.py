@@ -117,10 +117,10 @@ def test_a_plain_optimizer_skips_a_step_that_is_not_finite() -> None:
     assert not torch.equal(weight.detach(), torch.ones(2))
 
 
-def recover(guard: LossGuard, messages: list[str]) -> None:
+def handle_skipped_step(guard: LossGuard, messages: list[str]) -> None:
     """Let a run of one rank recover from its step 7."""
     one_rank: Any = SimpleNamespace(gather=lambda value, kind: [value])
-    guard.recover(7, one_rank, messages.append)
+    guard.handle_skipped_step(7, one_rank, messages.append)
 
 
 def test_more_bad_steps_than_the_budget_end_the_run() -> None:
@@ -128,11 +128,11 @@ def test_more_bad_steps_than_the_budget_end_the_run() -> None:
     guard = new_guard()
     for _ in range(20):
         guard.check(torch.tensor(math.nan))
-        recover(guard, messages)
+        handle_skipped_step(guard, messages)
     cause = "step 7: a loss is not finite on rank 0"
     assert messages == [f"{cause}; step skipped ({n} of at most 20)" for n in range(1, 21)]
     with pytest.raises(RunAborted, match="21 bad steps since launch, more than 20"):
-        recover(guard, messages)
+        handle_skipped_step(guard, messages)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_cause_is_named_and_abort_ends_the_run_at_the_first_bad_step(
     for loss in losses:
         guard.check(torch.tensor(loss))
     with pytest.raises(RunAborted, match="before updating the weights") as aborted:
-        recover(guard, messages)
+        handle_skipped_step(guard, messages)
     assert str(aborted.value).startswith(f"step 7: {cause}; train.on_bad_step = abort")
     assert messages == []
 
@@ -160,8 +160,8 @@ def test_a_gradient_that_overflows_in_fp16_is_no_bad_step() -> None:
     """DeepSpeed lowers the loss scale, many times in the first steps."""
     messages: list[str] = []
     guard = new_guard(precision="fp16", on_bad_step="abort")
-    recover(guard, messages)
+    handle_skipped_step(guard, messages)
     assert (guard.bad_steps, messages) == (0, [])
     guard.check(torch.tensor(math.nan))
     with pytest.raises(RunAborted, match="a loss is not finite"):
-        recover(guard, messages)
+        handle_skipped_step(guard, messages)
