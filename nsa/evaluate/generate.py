@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nsa.data.tokenizer import Tokenizer
     from nsa.model import LanguageModel
 
-LONG_PROMPT = 8_192  # tokens of all prompts; shorter ones are read in seconds
+LONG_PROMPT = 8_192  # tokens of all prompts; the prefill of fewer takes seconds
 
 
 def add_parser(verbs: Any) -> None:
@@ -54,7 +54,7 @@ def _generate(args: argparse.Namespace) -> int:
         run = load_run(args.path, device=parse_device(args.device))
         tokenizer = require_tokenizer(str(args.path), run)
         ids = [torch.from_numpy(_prompt_ids(args, tokenizer, text)) for _, text in prompts]
-        show_prefill(run.model, sum(map(len, ids)))
+        show_prefill_progress(run.model, sum(map(len, ids)))
         steps = generate(
             run.model,
             ids,
@@ -84,24 +84,26 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
 
     if not args.chat:
         return tokenizer.with_start(tokenizer.encode(text)).astype("int64")
-    source = load_pretrained(tokenizer.name) if isinstance(tokenizer, HubTokenizer) else None
-    if source is None or not source.chat_template:
+    pretrained = load_pretrained(tokenizer.name) if isinstance(tokenizer, HubTokenizer) else None
+    if pretrained is None or not pretrained.chat_template:
         raise ValueError(
             f"--chat: the tokenizer {tokenizer.name!r} has no chat template; leave --chat out, or "
             "add chat_template.jinja to its folder"
         )
     message = {"role": "user", "content": text.decode("utf-8", "replace")}
     try:
-        chat = render_chat(source, [message])
+        chat = render_chat(pretrained, [message])
     except ValueError as error:
         file = tokenizer_folder(tokenizer.name) / "chat_template.jinja"
-        file = file if file.is_file() else file.with_name("tokenizer_config.json")
+        if not file.is_file():
+            file = file.with_name("tokenizer_config.json")
         raise ValueError(f"{file}: {error}; leave --chat out, or change it") from None
     with name_in_errors(f"data.tokenizer = {tokenizer.name!r}"):
-        return np.array(source(chat, add_special_tokens=False).input_ids, dtype=np.int64)
+        return np.array(pretrained(chat, add_special_tokens=False).input_ids, dtype=np.int64)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
+    """Return the title and the text of each prompt."""
     prompts = [(short_repr(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
     for file in args.file:
         try:
@@ -116,7 +118,7 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
     return prompts
 
 
-def show_prefill(model: LanguageModel, tokens: int) -> None:
+def show_prefill_progress(model: LanguageModel, tokens: int) -> None:
     """Show a progress bar over the layers of a long prefill; on a CPU each takes seconds."""
     if tokens < LONG_PROMPT:
         return
@@ -139,39 +141,46 @@ def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tok
 
     Titles are formatted as by `head`. Each step holds a token per text, -1 after a text's end.
     """
-    # A terminal obeys control characters; elsewhere the text stays exact.
-    shown = (lambda text: printable(text, "\n\t")) if sys.stdout.isatty() else str
+
+    def write(text: str, end: str = "\n") -> None:
+        if sys.stdout.isatty():  # a terminal obeys control characters; elsewhere text stays exact
+            text = printable(text, "\n\t")
+        print(text, end=end, flush=True)
+
     tokens = (step.tolist() for step in steps)
     if len(titles) == 1:
         for piece in decode_stream((token for (token,) in tokens), tokenizer):
-            print(shown(piece), end="", flush=True)
+            write(piece, end="")
         print(flush=True)
         return
     for number, (title, ids) in enumerate(zip(titles, zip(*tokens, strict=True), strict=True)):
-        print(f"{chr(10) if number else ''}==> {printable(title)} <==")
-        print(shown("".join(decode_stream(ids, tokenizer))))
+        if number:
+            print()
+        print(f"==> {printable(title)} <==")
+        write("".join(decode_stream(ids, tokenizer)))
 
 
 def decode_stream(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text that each token completes, and an incomplete character at the end.
 
-    Pending tokens are decoded after the previous piece: some tokenizers drop the first space.
+    Some tokenizers drop the first space of what they decode. So pending tokens are decoded after
+    those of the previous piece, whose text is then cut off.
     """
-    ids: list[int] = []  # tokens of the previous piece, then the pending ones
-    previous, printed = 0, 0  # tokens of the previous piece; characters of `text` already yielded
+    previous: list[int] = []  # tokens of the previous piece
+    pending: list[int] = []  # tokens whose last character may be incomplete
     text = ""  # of the pending tokens
+    yielded = 0  # characters of `text`
 
     def decode(tokens: list[int]) -> str:
         return tokenizer.decode(tokens).decode("utf-8", errors="replace")
 
     for token in tokens:
-        ids.append(token)
-        text = decode(ids)[len(decode(ids[:previous])) :]
+        pending.append(token)
+        text = decode(previous + pending)[len(decode(previous)) :]
         # Tokenizers decode an incomplete character to one or several of these marks.
-        complete = max(printed, len(text.rstrip("\ufffd")))
-        yield text[printed:complete]
-        printed = complete
+        complete = max(yielded, len(text.rstrip("\ufffd")))
+        yield text[yielded:complete]
+        yielded = complete
         if text and complete == len(text):
-            ids, printed, text = ids[previous:], 0, ""
-            previous = len(ids)
-    yield text[printed:]
+            previous, pending, text, yielded = pending, [], "", 0
+    yield text[yielded:]

@@ -32,7 +32,7 @@ from nsa.data.validation_data import VALIDATION_SEED
 from nsa.model import LanguageModel
 from nsa.model.loss import bucket_edges, token_losses
 
-ALL = "all"  # both splits, undivided; prepared shards have no such split
+ALL = "all"  # the undivided documents; prepared shards are already divided
 # A batch, and the sample and position of each of its labels, flattened.
 EvalBatch = tuple[Batch, Tensor, Tensor]
 Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to evaluate
@@ -57,16 +57,16 @@ def open_eval_data(
 ) -> EvalData:
     """Return the first `tokens` tokens of a dataset, in samples of `data.seq_len`.
 
-    They are cut and shuffled as in training; `folder` caches sources that are not prepared.
+    Samples are cut and shuffled as in training; `folder` caches sources that are not prepared.
     """
-    for source in dataset.sources:
-        if split == ALL and source.is_prepared:
-            raise DataError(
-                f"--split all: data.source = {source.name!r} was split when it was prepared; "
-                "choose held_out or train"
-            )
     count = max(1, tokens // dataset.config.seq_len)
     if split == ALL:
+        for source in dataset.sources:
+            if source.is_prepared:
+                raise DataError(
+                    f"--split all: data.source = {source.name!r} was split when it was prepared; "
+                    "choose held_out or train"
+                )
         dataset, split = dataset.undivided(), "train"
     with closing(TokenCache(dataset, folder)) as cache:
         for stamp in cache.stamps:
@@ -88,17 +88,19 @@ def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterat
         samples, tokens, evaluated = zip(*group, strict=True)
         batch = to_batch(np.stack(tokens), data.samples.stores[0].eos_id, data.samples.packing)
         for row, kept in zip(batch.labels.view(-1, seq_len), evaluated, strict=True):
-            row[: kept.start] = row[kept.stop :] = IGNORE_INDEX
+            row[: kept.start] = IGNORE_INDEX
+            row[kept.stop :] = IGNORE_INDEX
         yield batch, torch.tensor(samples).repeat_interleave(seq_len), batch.positions()
 
 
 def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[Window]:
+    """Cut samples into windows; the context of the first ones is the text before the sample."""
     for sample in range(data.count):
         store, start = data.samples.locate(sample)
-        for first in range(start, start + data.samples.seq_len, stride):
-            begin = max(0, first + stride - seq_len)
-            evaluated = slice(first - begin, first - begin + stride)
-            yield sample, store.read(begin, begin + seq_len + 1), evaluated
+        for first_new in range(start, start + data.samples.seq_len, stride):
+            begin = max(0, first_new + stride - seq_len)
+            context = first_new - begin
+            yield sample, store.read(begin, begin + seq_len + 1), slice(context, context + stride)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Mean:
 
     @classmethod
     def of(cls, losses: Tensor, counts: Tensor) -> Mean:
-        """Compute from the sum of losses and the number of tokens of each sample, [samples]."""
+        """Return the mean, from each sample's sum of losses and number of tokens, [samples]."""
         total = counts.sum()
         value = losses.sum() / total
         samples = int((counts > 0).sum())
@@ -129,7 +131,7 @@ class Losses:
 
     sums: Tensor  # float64 [samples, buckets]
     counts: Tensor  # predicted tokens, [samples, buckets]
-    edges: list[int]  # positions where buckets begin, and the end
+    edges: list[int]  # the first position of each bucket, and the end of the last
 
     @property
     def tokens(self) -> int:
@@ -140,7 +142,7 @@ class Losses:
         return Mean.of(self.sums.sum(1), self.counts.sum(1))
 
     def buckets(self) -> list[tuple[range, int, Mean]]:
-        """Return positions, tokens and mean of each bucket that has tokens."""
+        """Return the positions, number of tokens and mean of each bucket that has tokens."""
         return [
             (range(first, end), int(counts.sum()), Mean.of(sums, counts))
             for first, end, sums, counts in zip(
@@ -152,7 +154,8 @@ class Losses:
     def minus(self, other: Losses) -> Mean:
         """Return the mean difference from another model's losses on the same tokens.
 
-        Its error is paired, so the difficulty of a text, equal for both models, cancels.
+        The standard error is of paired losses, so the difficulty of a text, equal for both
+        models, cancels.
         """
         counts = self.counts.sum(1)
         assert torch.equal(counts, other.counts.sum(1))

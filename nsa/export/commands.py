@@ -17,7 +17,7 @@ def add_export_parser(verbs: Any) -> None:
     add("run_path", type=Path, metavar="run", help=about)
     add("--to", type=Path, required=True, metavar="DIR", help="a new folder")
     about = "dense: a plain Llama, Qwen2, Qwen3 or SmolLM3, which every tool loads without this "
-    about += "package; of a run with one set of keys and values"
+    about += "package; only for a run with one set of keys and values"
     add("--attention", choices=("dense",), help=about)
     about = "dtype of the weights; fp32: the optimizer's master weights (default: as trained)"
     add("--dtype", choices=("bf16", "fp32"), help=about)

@@ -22,6 +22,7 @@ from nsa.engine.load_run import read_config
 from nsa.export.hf_tokenizer import TOKENIZER_FILES
 from nsa.model.config import ROPE_TYPES, AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
+from nsa.text import type_and_message
 from nsa.untrusted import check_links, read_object, short_repr
 
 CONFIG = "config.json"
@@ -41,9 +42,9 @@ LLAMA_NAMES = {
     "self_attn.k_norm": "attention.k_norm",
 }
 LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
-# Architectures that transformers loads with the same blocks: what differs is in their settings.
+# Architectures with this model's blocks; they differ in settings only.
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-DIFFERENT = {  # what a known architecture has that this model has not
+UNSUPPORTED = {  # architectures, and what they have that this model lacks
     "gpt2": "learned positions and LayerNorm",
     "granite": "multipliers of embeddings, attention, residuals and logits",
     "gemma": "scaled embeddings and a gated GELU",
@@ -65,8 +66,8 @@ class SourceModel:
     config: RunConfig
     read_weights: Callable[[], dict[str, Tensor]]  # under this package's names; slow
     tokenizer_files: list[Path]
-    default_attention: str  # attention kind of the import without --attention
-    hf_config: dict[str, Any] | None  # config.json, if settings of training are unknown
+    default_attention: str  # attention.kind of an import without --attention
+    hf_config: dict[str, Any] | None  # config.json of a folder without config.yaml
 
     @property
     def has_tokenizer(self) -> bool:
@@ -74,10 +75,10 @@ class SourceModel:
 
 
 def read_model(folder: Path) -> SourceModel:
-    """Read a transformers folder of nsa or one of LLAMAS, or what `load_run` accepts."""
+    """Read a transformers folder of nsa or of one of LLAMAS, or what `load_run` accepts."""
     path = folder / CONFIG
     if not folder.exists():
-        fix = "name one of transformers' save_pretrained, or a run, a checkpoint or an export"
+        fix = "name a folder of transformers' save_pretrained, a run, a checkpoint or an export"
         if HUB_NAME.fullmatch(str(folder)):
             fix = "to import a model of the Hub, download it first: "
             fix += f"hf download {folder} --local-dir models/{folder.name}"
@@ -101,25 +102,28 @@ def read_model(folder: Path) -> SourceModel:
     if model_type not in ("nsa", *LLAMAS):
         raise ValueError(
             f"{path}: model_type = {model_type!r}: "
-            + (f"has {DIFFERENT[model_type]}; " if model_type in DIFFERENT else "")
+            + (f"has {UNSUPPORTED[model_type]}; " if model_type in UNSUPPORTED else "")
             + f"must be one of nsa, {', '.join(LLAMAS)}"
         )
     try:
         model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder, tree)
     except ValueError:
         raise
-    except Exception as error:  # a value of another type than the settings have
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{path}: not a configuration of {model_type}: {reason}") from error
+    except Exception as error:  # a value of the wrong type
+        raise _bad_config(path, model_type, error) from error
     if model.hf_config is not None:
-        model.config.data.tokenizer = f"hf:{folder}"  # may be missing
+        model.config.data.tokenizer = f"hf:{folder}"  # even if the folder has no tokenizer
     return model
 
 
-def parse_config(tree: dict[str, Any], file: Path) -> Any:
-    """Return transformers' config of a tree of `file`, which is not read again.
+def _bad_config(file: Path, model_type: str, error: Exception) -> ValueError:
+    return ValueError(f"{file}: not a configuration of {model_type}: {type_and_message(error)}")
 
-    Raise a ValueError if it is none of LLAMAS.
+
+def parse_config(tree: dict[str, Any], file: Path) -> Any:
+    """Return transformers' config object for `tree`, the content of `file`.
+
+    Raise a ValueError if the model type is not in LLAMAS.
     """
     model_type = tree.get("model_type")
     if model_type not in LLAMAS:
@@ -127,8 +131,7 @@ def parse_config(tree: dict[str, Any], file: Path) -> Any:
     try:
         return CONFIG_MAPPING[model_type].from_dict(deepcopy(tree))
     except Exception as error:  # what transformers raises depends on the wrong value
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{file}: not a configuration of {model_type}: {reason}") from error
+        raise _bad_config(file, model_type, error) from error
 
 
 def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
@@ -149,11 +152,11 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
 
 def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
     llama = parse_config(tree, folder / CONFIG)
-    longest = _longest(llama)
-    _refuse_others(folder, llama, longest)
+    context_length = _context_length(llama)
+    _check_supported(folder, llama, context_length)
     model_type = tree["model_type"]
     config = RunConfig()
-    config.data.seq_len = min(config.data.seq_len, longest)
+    config.data.seq_len = min(config.data.seq_len, context_length)
     heads = llama.num_attention_heads
     config.model = ModelConfig(
         layers=llama.num_hidden_layers,
@@ -187,21 +190,21 @@ def rope_settings(llama: Any) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_type": rope_type, "rope_extension": extension}
 
 
-def _longest(llama: Any) -> int:
-    """Return how many tokens attention sees: all positions, or those of a sliding window."""
+def _context_length(llama: Any) -> int:
+    """Return how many tokens a query can attend to: all positions, or a sliding window's."""
     window = getattr(llama, "sliding_window", None)
     if window is None or not getattr(llama, "use_sliding_window", True):
         return int(llama.max_position_embeddings)
     return int(min(window, llama.max_position_embeddings))
 
 
-def _refuse_others(folder: Path, llama: Any, longest: int) -> None:
-    """Raise a ValueError that names the first property that this model does not have."""
+def _check_supported(folder: Path, llama: Any, context_length: int) -> None:
+    """Raise a ValueError that names the first setting that this model does not support."""
     rope = {"rope_type": "default", **llama.rope_parameters}
     usual = min(RunConfig().data.seq_len, llama.max_position_embeddings)
-    window = longest if longest < usual else None  # a longer one is no limit in training
-    older = f"one of {', '.join(ROPE_TYPES)}; import a checkpoint from before the extension"
-    for name, value, supported, only in (
+    window = context_length if context_length < usual else None  # a longer one is never reached
+    rope_types = f"one of {', '.join(ROPE_TYPES)}; import a checkpoint from before the extension"
+    for name, value, supported, shown in (
         ("quantization_config", getattr(llama, "quantization_config", None), (None,), "None"),
         ("attention_bias", getattr(llama, "attention_bias", False), (False,), "False"),
         ("mlp_bias", getattr(llama, "mlp_bias", False), (False,), "False"),
@@ -209,11 +212,11 @@ def _refuse_others(folder: Path, llama: Any, longest: int) -> None:
         ("sliding_window", window, (None,), f"None, or {usual} and more"),
         ("attention_dropout", getattr(llama, "attention_dropout", 0.0), (0.0,), "0"),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,), "1"),
-        ("rope_type", rope["rope_type"], tuple(ROPE_TYPES), older),
+        ("rope_type", rope["rope_type"], tuple(ROPE_TYPES), rope_types),
     ):
         if value not in supported:
             raise ValueError(
-                f"{folder / CONFIG}: {name} = {short_repr(value)}: this model supports only {only}"
+                f"{folder / CONFIG}: {name} = {short_repr(value)}: this model supports only {shown}"
             )
 
 
@@ -234,7 +237,7 @@ def _no_rope_every(folder: Path, llama: Any) -> int:
 def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -> dict[str, Tensor]:
     """Rename a Llama's weights; their layouts (heads, RoPE pairs) are this model's."""
     head = weights.pop(HEAD) if tied and HEAD in weights else None
-    if head is not None:  # safetensors' save_model stores shared weights under one name
+    if head is not None:  # perhaps the only one: safetensors' save_model stores shared weights once
         weights.setdefault(EMBEDDING, head)
     if EMBEDDING not in weights:
         raise ValueError(
@@ -251,12 +254,13 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
         if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store this constant
             continue
         layer = LAYER.fullmatch(name)
-        new_name = {EMBEDDING: "embed.weight"}.get(name)
-        if name in (HEAD, "norm.weight"):
+        if name == EMBEDDING:
+            new_name = "embed.weight"
+        elif name in (HEAD, "norm.weight"):
             new_name = name
-        if layer is not None and layer[2] in LLAMA_NAMES:
+        elif layer is not None and layer[2] in LLAMA_NAMES:
             new_name = f"blocks.{layer[1]}.{LLAMA_NAMES[layer[2]]}.{layer[3]}"
-        if new_name is None:
+        else:
             raise ValueError(f"{folder}: weight {name}: this model has no such weight")
         renamed[new_name] = weight
     return renamed

@@ -18,11 +18,11 @@ from nsa.monitor.config import LadderConfig
 MAX_PAUSE = 120.0  # seconds without a step, outside evaluation and saving
 MAX_STEP_SPREAD = 2.0  # p90 / median step time
 MIN_GPU_BUSY = 0.8  # mean GPU utilization of each rank, 0 to 1
-MAX_GPU_IMBALANCE = 0.1  # highest - lowest GPU utilization of a rank
+MAX_GPU_IMBALANCE = 0.1  # highest minus lowest GPU utilization of the ranks
 MAX_MEMORY_GROWTH = 0.05  # growth of peak memory in the run's second half, a fraction
 MIN_TIMED_STEPS = 20  # logged steps needed to judge the spread of step times
 MIN_STEPS_FOR_GROWTH = SHORT_RUN  # in shorter runs caches still fill in the first half
-# Before, attention is spread evenly, so that any blocks hold as much.
+# In earlier steps attention is spread evenly, so random blocks hold as much as selected ones.
 MIN_STEPS_FOR_RECALL = SHORT_RUN
 RECALL_STEPS = 40  # newest logged steps that recall is a mean of
 MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
@@ -37,8 +37,8 @@ class GateInputs:
     metrics: Table  # rows of metrics.csv
     selection: Table  # rows of selection.csv
     histories: list[RankHistory]  # of each rank
-    sparse_after: int = 0  # steps in which attention is dense, train.dense_steps
-    new_weights: bool = True  # not train.start_from, whose loss may be low already
+    sparse_after: int = 0  # train.dense_steps: attention is dense up to this step
+    new_weights: bool = True  # False with train.start_from, whose loss may be low already
     on_gpu: bool = False
 
     @cached_property
@@ -46,14 +46,14 @@ class GateInputs:
         return [row for row in self.metrics.rows if 1 <= row["step"] <= self.step]
 
     def values(self, column: str) -> tuple[list[tuple[float, float]], str]:
-        """Return (step, value) of the logged steps, and a text that names their source."""
+        """Return (step, value) of each logged step, and a text that names the values' source."""
         values = [(row["step"], row[column]) for row in self.rows if column in row]
         return values, self.source(column, len(values))
 
     def timed(self, column: str) -> list[float]:
-        """Return the finite values of a column without each launch's first step.
+        """Return the finite values of a column, without those of each launch's first step.
 
-        That step compiles and fills caches; its row has no tokens/s.
+        A first step compiles and fills caches; its row has no tokens/s.
         """
         return [
             row[column]
@@ -79,15 +79,17 @@ def judge(gate: Gate, inputs: GateInputs, config: LadderConfig) -> GateResult:
     for first_gate, name, limit, comparison, measure in _criteria(config):
         if GATE_NAMES.index(gate.name) < GATE_NAMES.index(first_gate):
             continue
-        shown = f"{comparison} {limit:g}" if limit else ""
+        if not limit:
+            criteria.append(Criterion(name, None, None, "", "switched off in monitor.ladder"))
+            continue
+        shown_limit = f"{comparison} {limit:g}"
         try:
-            if not limit:
-                raise NotMeasured("switched off in monitor.ladder")
             value, source = measure(inputs)
-            ok = _COMPARE[comparison](value, limit)
-            criteria.append(Criterion(name, ok, finite_number(value), shown, source))
         except NotMeasured as reason:
-            criteria.append(Criterion(name, None, None, shown, str(reason)))
+            criteria.append(Criterion(name, None, None, shown_limit, str(reason)))
+        else:
+            ok = _COMPARE[comparison](value, limit)
+            criteria.append(Criterion(name, ok, finite_number(value), shown_limit, source))
     return gate_result(gate.name, gate.step, criteria)
 
 
@@ -104,10 +106,10 @@ def preflight(checks: Iterable[Check]) -> GateResult:
 
 
 def _steps_recorded(inputs: GateInputs) -> Criterion:
-    """Require each step up to the gate, and every rank's last one, in a row or a heartbeat.
+    """Require a record of each step up to the gate, and the gate's step from every rank.
 
-    A row covers the `log_every` steps up to its own; heartbeats of rank 0 fill the gaps between
-    rows. Without any row (monitor.csv=false) only the ranks' last steps count.
+    A row of metrics.csv covers the `log_every` steps up to its own; heartbeats of rank 0 fill the
+    gaps between rows. Without rows (monitor.csv=false) only the ranks' last steps count.
     """
     spans = [(int(row["step"]) - inputs.log_every, int(row["step"])) for row in inputs.rows]
     gaps = list(_gaps([*spans, *inputs.histories[0].spans], inputs.step)) if spans else []
@@ -129,7 +131,7 @@ def _steps_recorded(inputs: GateInputs) -> Criterion:
 def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
     """Yield the first and last step of each gap that the spans (from, to] leave in 1 … `step`."""
     reached = 0
-    for start, end in sorted((start, end) for start, end in spans):
+    for start, end in sorted(spans):
         if start > reached and reached < step:
             yield reached + 1, min(start, step)
         reached = max(reached, end)
@@ -138,7 +140,7 @@ def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, in
 
 
 def _loss_finite(inputs: GateInputs) -> Criterion:
-    """Tolerate one non-finite loss per skipped step, whose gradients never reached the weights."""
+    """Tolerate one non-finite loss per skipped step: its gradients never reached the weights."""
     losses, source = inputs.values("loss")
     bad = [step for step, loss in losses if not math.isfinite(loss)]
     skipped = max(history.skipped or 0 for history in inputs.histories)
@@ -147,8 +149,9 @@ def _loss_finite(inputs: GateInputs) -> Criterion:
     if bad and skipped:
         source += f"; {skipped:,} steps were skipped"
     limit = f"at most {skipped}, the skipped steps" if skipped else "none"
-    ok, value = (len(bad) <= skipped, float(len(bad))) if losses else (None, None)
-    return Criterion("non-finite losses", ok, value, limit, source)
+    if not losses:
+        return Criterion("non-finite losses", None, None, limit, source)
+    return Criterion("non-finite losses", len(bad) <= skipped, float(len(bad)), limit, source)
 
 
 def _loss_ratio(inputs: GateInputs) -> Measurement:
@@ -200,10 +203,9 @@ def _utilization(inputs: GateInputs, reduce: Callable[[list[float]], float]) -> 
 
 
 def _recall(inputs: GateInputs) -> Measurement:
-    """Return the attention that selected blocks hold over that of random ones, in the best layer.
+    """Return the best layer's ratio of attention on selected blocks to attention on random blocks.
 
-    Where attention is even, as in the first steps, any selection is as good as a random one; so
-    one layer is enough.
+    One layer is enough: where attention is spread evenly, no selection is better than a random one.
     """
     if inputs.step < MIN_STEPS_FOR_RECALL:
         raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_RECALL} are needed")
@@ -247,13 +249,14 @@ def _peak_memory(inputs: GateInputs) -> Measurement:
 
 
 def _memory_growth(inputs: GateInputs) -> Measurement:
-    # Sparse attention needs other memory than dense: only its steps are compared.
+    # Sparse attention needs other memory than dense attention: compare sparse steps only.
     first = inputs.sparse_after if inputs.sparse_after < inputs.step else 0
     if inputs.step - first < MIN_STEPS_FOR_GROWTH:
         raise NotMeasured(f"{inputs.step - first:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
+    middle = (first + inputs.step) / 2
     growth = {}
     for history in inputs.histories:
-        early = [memory for step, memory in history.memory if 2 * step <= first + inputs.step]
+        early = [memory for step, memory in history.memory if step <= middle]
         # A long run's early heartbeats are gone; peaks only rise, so its first peak was as high.
         early = early or [memory for _, memory in history.memory[:1]]
         if not early:
@@ -269,7 +272,7 @@ _COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.l
 def _criteria(
     config: LadderConfig,
 ) -> list[tuple[str, str, float, str, Callable[[GateInputs], Measurement]]]:
-    """Return the first gate that has the criterion, name, limit (0: off), comparison and value."""
+    """Return each criterion: first gate that has it, name, limit (0: off), comparison, value."""
     busy = partial(_utilization, reduce=min)
     spread = partial(_utilization, reduce=lambda values: max(values) - min(values))
     smoke, extended = "smoke", "extended"

@@ -148,7 +148,9 @@ def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(
     assert "hf download org/Small-1B --local-dir models/Small-1B" in error
     assert main(["import", str(tmp_path / "nowhere"), "--to", "run"]) == 2
     error = capsys.readouterr().err
-    assert "nowhere': there is no such folder; name one of transformers' save_pretrained" in error
+    assert (
+        "nowhere': there is no such folder; name a folder of transformers' save_pretrained" in error
+    )
 
 
 def test_training_from_a_folder_of_transformers_names_the_import(llama_folder: Path) -> None:
