@@ -34,9 +34,9 @@ from nsa.spec import NSASpec
 # Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
 CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
-# Settings of ModelConfig that a layer takes besides its sizes; norm_eps is that of qk_norm.
-SHARED = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
-CONVERTED = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
+# Settings of ModelConfig that a layer takes besides its sizes; norm_eps belongs to qk_norm.
+MODEL_SETTINGS = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
+AUTOCAST_DTYPES = {torch.float32, torch.float16, torch.bfloat16}  # autocast converts these
 _UNUSED_LOSS = (
     "the selector loss of the last forward pass was not used, so it trains nothing: add "
     "selector_loss * layer.take_selector_loss() to the training loss"
@@ -54,14 +54,13 @@ class Attention(nn.Module):
     Dense attention has one branch, "all", and no gates.
     """
 
-    # Of the last selector loss: its queries [S], and the target [B, Hkv, S, M].
+    # Queries [S] and target [B, Hkv, S, M] of the last selector loss.
     selector_target: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # Of the last forward pass; `take_selector_loss` clears it.
-        self.selector_loss: Tensor | None = None
+        self.selector_loss: Tensor | None = None  # of the last forward pass, until it is taken
         attention, dense = config.attention, config.attention.kind == "dense"
         self.branches = ("all",) if dense else attention.branch_names
         self.heads, self.kv_heads = config.heads, config.kv_heads
@@ -72,12 +71,11 @@ class Attention(nn.Module):
         self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=bias)
         self.k = nn.Linear(config.width, kv_sets * self.kv_heads * self.key_dim, bias=bias)
         self.v = nn.Linear(config.width, kv_sets * self.kv_heads * self.value_dim, bias=bias)
-        self.rope = True  # False: a layer that does not rotate
+        self.rope = True  # False: a layer without RoPE
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
             self.k_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
-        # Ranks blocks where there is one set of keys and values, which needs no gates. The other
-        # weights start as those of the dense model with the same seed.
+        # fork_rng: with or without an index, a seed gives the same other weights.
         with torch.random.fork_rng(devices=()):
             self.index = Index(config) if attention.has_index else None
         gates = 0 if attention.has_one_set else len(self.branches)
@@ -152,8 +150,7 @@ class Attention(nn.Module):
     ) -> RotaryPooled:
         """Split a projection [B, T, P] and apply RoPE, the gates' sigmoid and the mean φ to it.
 
-        `all_sets`: also return each token's keys and values that only the compressor reads, for
-        the cache.
+        `all_sets`: also return the keys and values that only the compressor reads, for the cache.
         """
         layout = self.layout
         if metadata.sequence is not None:
@@ -178,15 +175,15 @@ class Attention(nn.Module):
     def ranking_loss(
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """Return the selector loss and its target, of what `branch_kv` returned."""
+        """Return the selector loss and its target; `kv` is what `branch_kv` returned."""
         raise NotImplementedError
 
     def take_selector_loss(self) -> Tensor | None:
         """Return the last forward pass's selector loss, and clear it.
 
-        None if it is not configured, in evaluation, or if already taken. Multiply it by
-        `selector_loss` of the settings and add it to the training loss: an index shares the layer's
-        graph, so a backward pass of its own would need `retain_graph`.
+        Return None if the loss is not configured or already taken, and in evaluation. Multiply the
+        loss by the setting `selector_loss` and add it to the training loss: an index shares the
+        layer's graph, so a separate backward pass would need `retain_graph`.
         """
         loss, self.selector_loss = self.selector_loss, None
         return loss
@@ -215,15 +212,15 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None)
 class NSAttention(Attention):
     """Sparse attention of hidden states: a drop-in for a causal attention layer.
 
-    With branches = "sel" one set of keys and values: a query attends, in one softmax, to the blocks
-    that an index selects. Else Native Sparse Attention: compressed, selected and window branches,
-    mixed by one gate per query head and branch; a disabled branch has no parameters, and without
-    the compressed branch, blocks are selected by the mean of the selected branch's keys. RoPE and
-    the projections are included.
+    With branches = "sel" the layer has one set of keys and values: a query attends, in one softmax,
+    to the blocks that an index selects. Otherwise it is Native Sparse Attention: compressed,
+    selected and window branches, mixed by one gate per query head and branch. A disabled branch has
+    no parameters; without the compressed branch, blocks are selected by the mean of the selected
+    branch's keys. RoPE and the projections are included.
 
-    `observer`, if set, receives gates [B, T, Hq, 3] if there are any, selected blocks [B, T, Hkv,
-    n], cu_seqlens and the selector loss of every forward pass, including recomputed ones, and those
-    in which an index learns beside dense attention. It must not modify them.
+    `observer`, if set, receives gates [B, T, Hq, 3] or None, selected blocks [B, T, Hkv, n],
+    cu_seqlens and the selector loss of every forward pass. Recomputed passes call it too, and so do
+    passes in which an index learns beside dense attention. It must not modify these tensors.
 
     With `selector_loss`, outside of `LanguageModel`: after each forward pass in training add
     `selector_loss * layer.take_selector_loss()` to your loss, or it trains nothing.
@@ -232,7 +229,7 @@ class NSAttention(Attention):
     observer: Callable[[Tensor | None, Tensor, Tensor | None, Tensor | None], None] | None = None
     compiled: bool = False  # `compile_blocks` sets it: an observer cannot be traced
     dense: bool = False  # `LanguageModel.attend_densely` sets it
-    # In compiled code, what the observer receives, until `call_observer`.
+    # What compiled code keeps for `call_observer`.
     observed: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None] | None = None
 
     def __init__(
@@ -245,15 +242,15 @@ class NSAttention(Attention):
         head_dim: int | None = None,  # None: hidden_size / heads
         value_dim: int | None = None,  # None: head_dim
         rope_theta: float = 10_000.0,
-        **settings: Any,  # SHARED, and the other fields of AttentionConfig
+        **settings: Any,  # MODEL_SETTINGS, and the other fields of AttentionConfig
     ) -> None:
         if head_dim is None and (heads < 1 or hidden_size % heads):
             raise ValueError(
                 f"heads = {heads}: does not divide hidden_size = {hidden_size}; give head_dim"
             )
-        shared = {name: settings.pop(name) for name in SHARED if name in settings}
+        shared = {name: settings.pop(name) for name in MODEL_SETTINGS if name in settings}
         names = [f.name for f in fields(AttentionConfig) if f.name not in ("kind", "spec")]
-        names += SHARED
+        names += MODEL_SETTINGS
         if unknown := [name for name in settings if name not in names]:
             raise ValueError(
                 f"NSAttention has no setting {unknown[0]!r}; choose one of {', '.join(names)}; "
@@ -287,22 +284,22 @@ class NSAttention(Attention):
         if self.branches == ("win",):  # nothing to compress
             return
         mean, pre_rope = isinstance(self.compress, MeanCompressor), not self.compress.rotate_first
-        # No other branch reads the first set.
-        only_compressed = "cmp" in self.branches and (mean or pre_rope)
+        # The compressed branch's keys and values, the first set, are then not read by token.
+        skips_first_set = "cmp" in self.branches and (mean or pre_rope)
         self.layout = self.layout._replace(
-            first_set=int(only_compressed), mean=mean, pre_rope=pre_rope
+            first_set=int(skips_first_set), mean=mean, pre_rope=pre_rope
         )
 
     def start_index(self) -> None:
         """Let the index start as the attention that it predicts."""
         assert self.index is not None
         start = index_start(self.state_dict(), self.kv_heads)
-        self.index.load_state_dict(start, strict=False)  # φ is not part of it
+        self.index.load_state_dict(start, strict=False)  # without φ, which starts as the mean
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
-        """Add the index's queries and keys, or compressed keys and values.
+        """Add an index's queries and keys as "index", or compressed keys and values as "cmp".
 
-        Without a compressed branch these only select blocks.
+        Without a compressed branch the latter only select blocks.
         """
         kv = super().branch_kv(parts, metadata)
         if self.index is not None:
@@ -316,7 +313,8 @@ class NSAttention(Attention):
             assert parts.compressed is not None
             kv["cmp"] = parts.compressed
         elif "cmp" in kv:
-            kv["cmp"] = self.compress(*(parts.compressed or parts.kv_sets[0]), metadata)
+            k, v = parts.compressed or parts.kv_sets[0]
+            kv["cmp"] = self.compress(k, v, metadata)
         return kv
 
     def ranking_loss(
@@ -324,17 +322,18 @@ class NSAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         assert metadata.sampled is not None
         q_cmp, k_cmp = kv["index"] if self.index else (None, self.ranking_keys(x, metadata))
-        options: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
+        common = self._common(metadata)
         k = kv["sel"][0]
-        return selector_loss(q, k_cmp, k, metadata.sampled, self.spec, q_cmp=q_cmp, **options)
+        return selector_loss(q, k_cmp, k, metadata.sampled, self.spec, q_cmp=q_cmp, **common)
 
     def ranking_keys(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Return the compressed branch's keys [B, N, Hkv, Dk] as a function of detached x.
 
-        They are projected and compressed again, a twelfth of M7C's projection and φ, so that the
-        selector loss trains the ranking and not the hidden states that other layers read.
+        They are projected and compressed a second time, so that the selector loss trains the
+        ranking and not the hidden states that other layers read. For M7C this is a twelfth of the
+        work of projection and φ.
         """
-        x, rows = x.detach(), self.kv_heads * self.key_dim  # the first rows, which φ reads
+        x, rows = x.detach(), self.kv_heads * self.key_dim  # of the first set, which φ reads
         if is_plain(self.k, nn.Linear):
             bias = None if self.k.bias is None else self.k.bias[:rows]
             k = F.linear(x, self.k.weight[:rows], bias)
@@ -364,21 +363,21 @@ class NSAttention(Attention):
         if self.dense:
             o = causal_attention(q, *kv["sel"], metadata.cu_seqlens)
             if self.index is not None:
+                # Blocks are selected for the observer alone.
                 if not self.compiled and self.observer is not None and "index" in kv:
                     self._observe(None, self._select(kv, metadata), metadata.cu_seqlens)
                 return o
-            # The dense steps of an earlier version's run, in which the selected branch alone has
-            # values and gates are ½; the others get a gradient of 0, as ZeRO expects.
+            # The dense steps of an earlier version's run: the selected branch alone has values, and
+            # its gate is ½. Keys and values of the others get a gradient of 0, as ZeRO expects.
             return o / 2 + sum((0.0 * x).sum() for x in kv["cmp"])
         if self.index is not None:  # one softmax over the keys of the blocks that it selects
-            common: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
             block_index = self._select(kv, metadata)
-            o = selected_attention(q, *kv["sel"], block_index, self.spec, **common)
+            o = selected_attention(q, *kv["sel"], block_index, self.spec, **self._common(metadata))
             self._observe(None, block_index, metadata.cu_seqlens)
             return o
         assert gates is not None
         if self.branches != BRANCHES:
-            return self._attend_subset(q, gates, kv, metadata.cu_seqlens)
+            return self._attend_subset(q, gates, kv, metadata)
         pairs = *kv["cmp"], *kv["sel"], *kv["win"]
         rest = gates, metadata.cu_seqlens, self.spec, self.key_dim**-0.5
         o, block_index = nsa_attention_and_blocks(GatedInputs(q, *pairs, *rest), self.backend)
@@ -387,16 +386,19 @@ class NSAttention(Attention):
 
     def _select(self, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
         """Return the blocks that the index selects, [B, T, Hkv, n]."""
-        common: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
-        return select_blocks(*kv["index"], None, self.spec, **common)
+        return select_blocks(*kv["index"], None, self.spec, **self._common(metadata))
+
+    def _common(self, metadata: AttentionMetadata) -> dict[str, Any]:
+        """Return the arguments that all ops of this layer take."""
+        return {"cu_seqlens": metadata.cu_seqlens, "backend": self.backend}
 
     def _observe(
         self, gates: Tensor | None, block_index: Tensor, cu_seqlens: Tensor | None
     ) -> None:
         loss = None if self.selector_loss is None else self.selector_loss.detach()
         if self.compiled:
-            given = None if gates is None else gates.detach()
-            self.observed = given, block_index, cu_seqlens, loss
+            gates = None if gates is None else gates.detach()
+            self.observed = gates, block_index, cu_seqlens, loss
         elif self.observer is not None:
             self.observer(gates, block_index, cu_seqlens, loss)
 
@@ -407,13 +409,13 @@ class NSAttention(Attention):
             self.observer(*observed)
 
     def _attend_subset(
-        self, q: Tensor, gates: Tensor, kv: BranchKV, cu_seqlens: Tensor | None
+        self, q: Tensor, gates: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
         """Call one op per branch, without fusion or observer.
 
         Without a compressed branch, compressed keys only select blocks and get no gradient.
         """
-        common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
+        common = self._common(metadata)
         outputs: dict[str, Tensor] = {}
         if "cmp" in kv:
             with torch.set_grad_enabled(torch.is_grad_enabled() and "cmp" in self.branches):
@@ -430,7 +432,7 @@ class NSAttention(Attention):
 def check_spec(spec: Any) -> None:
     """Raise a ValueError if `spec` is no NSASpec.
 
-    Not by isinstance: an export's code may hold the class twice.
+    The name of its class is compared, because an export's code may hold the class twice.
     """
     if type(spec).__name__ != "NSASpec":
         fields = ", ".join(f"{k}={v}" for k, v in spec.items()) if isinstance(spec, dict) else "..."
@@ -446,11 +448,12 @@ def check_hidden_states(x: Tensor, width: int, weight: Any, attention_mask: Any)
         )
     if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != width:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, {width}]")
-    # Quantized weights have a dtype that says nothing, and autocast may convert both.
-    known = isinstance(weight, Tensor) and weight.is_floating_point()
-    if not known or x.dtype == weight.dtype:
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return  # quantized weights multiply x of any dtype
+    if x.dtype == weight.dtype:
         return
-    if not ({x.dtype, weight.dtype} <= CONVERTED and torch.is_autocast_enabled(x.device.type)):
-        raise ValueError(
-            f"x has dtype {x.dtype} and the layer {weight.dtype}; convert one: x.to({weight.dtype})"
-        )
+    if torch.is_autocast_enabled(x.device.type) and {x.dtype, weight.dtype} <= AUTOCAST_DTYPES:
+        return
+    raise ValueError(
+        f"x has dtype {x.dtype} and the layer {weight.dtype}; convert one: x.to({weight.dtype})"
+    )

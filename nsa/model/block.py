@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.model.attention import SHARED, Attention, CachedAttention, NSAttention
+from nsa.model.attention import MODEL_SETTINGS, Attention, CachedAttention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.config import ModelConfig
 from nsa.model.fused import add_norm, parallel_linear
@@ -76,7 +76,7 @@ def attention_layer(config: ModelConfig) -> Attention:
     """Build a block's attention."""
     if config.attention.kind == "dense":
         return Attention(config)
-    names = "kv_heads", "head_dim", "value_dim", "rope_theta", *SHARED
+    names = "kv_heads", "head_dim", "value_dim", "rope_theta", *MODEL_SETTINGS
     settings = {name: getattr(config, name) for name in names}
     settings |= {k: v for k, v in vars(config.attention).items() if k != "kind"}
     return NSAttention(config.width, config.heads, **settings)

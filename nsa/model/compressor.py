@@ -63,15 +63,15 @@ class MeanCompressor(Compressor):
 class BlockMLP(nn.Module):
     """Adds learned intra-block position embeddings to a block's vectors, then a two-layer MLP.
 
-    With a linear φ, the position embeddings would only add a constant to its output. `hidden` is
-    the width between the layers.
+    Without a nonlinearity the position embeddings would only add a constant to the output.
+    `hidden_size` is the width between the two layers.
     """
 
-    def __init__(self, block_len: int, size: int, hidden: int) -> None:
+    def __init__(self, block_len: int, size: int, hidden_size: int) -> None:
         super().__init__()
         self.position = nn.Parameter(torch.zeros(block_len, size))
-        self.up = nn.Linear(block_len * size, hidden, bias=False)
-        self.down = nn.Linear(hidden, size, bias=False)
+        self.up = nn.Linear(block_len * size, hidden_size, bias=False)
+        self.down = nn.Linear(hidden_size, size, bias=False)
 
     def forward(self, blocks_BNlKD: Tensor) -> Tensor:
         x = (blocks_BNlKD.transpose(2, 3) + self.position).flatten(-2)
@@ -85,8 +85,8 @@ class MLPCompressor(Compressor):
 
     def __init__(self, block_len: int, key_size: int, value_size: int) -> None:
         super().__init__()
-        self.key = BlockMLP(block_len, key_size, hidden=key_size)
-        self.value = BlockMLP(block_len, value_size, hidden=key_size)
+        self.key = BlockMLP(block_len, key_size, hidden_size=key_size)
+        self.value = BlockMLP(block_len, value_size, hidden_size=key_size)
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key(k), block_rotary), self.value(v)
@@ -121,7 +121,7 @@ class BlockPool(nn.Module):
         position: Tensor = self.position
         scale: Tensor = self.scale
         heads, sequence = x.shape[2], metadata.sequence
-        if sequence is not None:  # this rank has some of the heads
+        if sequence is not None:  # x holds only this rank's heads
             own = slice(sequence.rank * heads, (sequence.rank + 1) * heads)
             weight, position = weight[own], position[own]
             scale = scale.view(-1, x.shape[3])[own].flatten()
@@ -134,14 +134,16 @@ class BlockPool(nn.Module):
 
 
 class PoolCompressor(Compressor):
-    """Learned weighted means of pre-RoPE keys, then RoPE is applied, and of values."""
+    """One BlockPool pools pre-RoPE keys, then RoPE is applied; another pools values."""
 
     rotate_first = False
 
-    def __init__(self, block_len: int, kv_heads: int, key: int, value: int, backend: str) -> None:
+    def __init__(
+        self, block_len: int, kv_heads: int, key_size: int, value_size: int, backend: str
+    ) -> None:
         super().__init__()
-        self.key = BlockPool(block_len, kv_heads, key)
-        self.value = BlockPool(block_len, kv_heads, value)
+        self.key = BlockPool(block_len, kv_heads, key_size)
+        self.value = BlockPool(block_len, kv_heads, value_size)
         self.backend = backend
 
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:

@@ -24,12 +24,7 @@ from nsa.ops.rotary import RotaryPooled
 Prompts = Sequence[Tensor] | Tensor
 
 
-def prefill(
-    model: LanguageModel,
-    prompts: Prompts,
-    *,
-    reserve: int = 0,
-) -> tuple[Tensor, KVCache]:
+def prefill(model: LanguageModel, prompts: Prompts, *, reserve: int = 0) -> tuple[Tensor, KVCache]:
     """Return the logits [B, V] after each prompt, and the cache to continue from.
 
     Prompts are 1-dim tensors of any lengths from 1 up, or rows of a tensor [B, T]. They are packed
@@ -93,11 +88,11 @@ def extend_states(
 
     Tokens may be embeddings [B, T, width] here. Each block's input is appended to `hidden`.
     """
-    states, inputs = [], []  # of each step
+    states, inputs = [], []  # of each step; `inputs` holds a list of all blocks' inputs
     for column in tokens.unbind(1):
-        blocks: list[Tensor] | None = None if hidden is None else []
-        states.append(step_states(model, column, cache, blocks))
-        inputs.append(blocks or [])
+        block_inputs: list[Tensor] = []
+        states.append(step_states(model, column, cache, None if hidden is None else block_inputs))
+        inputs.append(block_inputs)
     if hidden is not None:
         hidden += [torch.stack(steps, 1) for steps in zip(*inputs, strict=True)]
     return torch.stack(states, 1)
@@ -137,18 +132,18 @@ def generate(
         return sample(logits, uniform.to(logits.device), temperature, top_p)
 
     def decode() -> Iterator[Tensor]:
-        # No more than is needed, and no more than the first doubling would add.
+        # At most what the text needs, and at most what the cache's first doubling would add.
         reserve = min(max_new_tokens, max(len(row) for row in rows))
         logits, cache = prefill(model, rows, reserve=reserve)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
-        for left in range(max_new_tokens, 0, -1):
+        for number in range(1, max_new_tokens + 1):
             tokens = next_token(logits)
             yield torch.where(ended, -1, tokens)
             if stops:
                 ended = ended | torch.isin(tokens, torch.tensor(stops, device=tokens.device))
                 if bool(ended.all()):
                     return
-            if left > 1:
+            if number < max_new_tokens:
                 logits = step(model, tokens, cache)
 
     return decode()  # an inner generator, so that invalid arguments raise before the first token
@@ -197,7 +192,8 @@ def _run_blocks(
     Each block's input is appended to `hidden`.
     Blocks and attention are called as modules, so forward hooks run here too.
     """
-    x, delta = (tokens if tokens.is_floating_point() else model.embed(tokens))[None], None
+    embeddings = tokens if tokens.is_floating_point() else model.embed(tokens)
+    x, delta = embeddings[None], None
     for block, layer_cache in zip(model.blocks, cache.layers, strict=True):
         if hidden is not None:
             hidden.append((x if delta is None else x + delta)[0])
@@ -212,15 +208,15 @@ def _prefill_attention(
     x: Tensor,
     metadata: AttentionMetadata,
 ) -> Tensor:
-    """Attention of all prompts' tokens; stores their keys and values in the cache."""
+    """Attend from all tokens of the prompts; store their keys and values in the cache."""
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
     if layer.index is None:
         kv = layer.branch_kv(parts, metadata)
         compressed: Sequence[Tensor] = kv.get("cmp", ())
-    else:  # its keys too if attention is dense for now
+    else:  # not branch_kv, which omits the index's keys while attention is dense
         assert parts.indexed is not None
-        queries, of_tokens = parts.indexed
-        compressed = (layer.index.compress(of_tokens, metadata),)
+        queries, token_keys = parts.indexed
+        compressed = (layer.index.compress(token_keys, metadata),)
         kv = {"sel": parts.kv_sets[0], "index": (queries, *compressed)}
     cache.fill(_token_entries(cache, layer, parts), placement)
     cache.fill(_block_entries(cache, compressed), placement)
@@ -234,7 +230,7 @@ def _step_attention(
     x: Tensor,
     metadata: AttentionMetadata,
 ) -> Tensor:
-    """Attention of the newest token of each sequence, after storing its keys and values."""
+    """Store the keys and values of each sequence's newest token, then attend from it."""
     lengths = cache.lengths
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
     layer_cache.append(_token_entries(layer_cache, layer, parts), lengths - 1)
@@ -262,7 +258,7 @@ def _step_attention(
 
 
 def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> Content:
-    """The keys and values to store in each buffer that has one entry per token."""
+    """Return the keys and values to store in each buffer that has one entry per token."""
     content = {}
     for buffer in cache.buffers:
         if buffer.entries == "tokens":
@@ -277,13 +273,13 @@ def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> 
 
 
 def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> Content:
-    """Compressed keys and values by buffer; without a compressed branch only keys are stored."""
+    """Return compressed keys and values by buffer; without a compressed branch only keys."""
     buffers = [buffer for buffer in cache.buffers if buffer.entries == "blocks"]
     return dict(zip(buffers, compressed, strict=False))
 
 
 def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotary: Rotary) -> None:
-    """Compress and store the block that ends with the newest token, in sequences that have one."""
+    """Compress and store each sequence's block that ends with its newest token, if there is one."""
     length, stride = layer.spec.block_len, layer.spec.block_stride
     k = cache.last("k", lengths, length)[None]  # [1, B, l, Hkv, Dk]
     if layer.index is not None:
@@ -298,7 +294,7 @@ def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotar
 
 
 def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tensor:
-    """Attention of one token [B, Hq, Dk] over all tokens of its sequence: [B, Hq, Dv]."""
+    """Return the attention [B, Hq, Dv] of one token [B, Hq, Dk] over all tokens of its sequence."""
     buffers = (layer_cache.buffers[layer_cache.plan[name]] for name in ("k_all", "v_all"))
     k, v = (buffer[:, : cache.longest] for buffer in buffers)
     mask = None  # the fastest kernels take no mask

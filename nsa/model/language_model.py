@@ -85,9 +85,10 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         for number, layer in enumerate(self.blocks, 1):
             assert isinstance(layer, Block)
-            layer.attention.rope = not config.no_rope_every or number % config.no_rope_every != 0
+            if config.no_rope_every and number % config.no_rope_every == 0:
+                layer.attention.rope = False
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.head: nn.Linear | None = None  # the embedding
+        self.head: nn.Linear | None = None  # None: the embedding is the head
         if not config.tied_head:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.initialize()
@@ -105,12 +106,12 @@ class LanguageModel(nn.Module):
         """Return logits [B, T, V], or with `labels` [B, T] the mean loss times `loss_weight`.
 
         labels are already shifted: labels[b, t] is the token after input_ids[b, t]. The mean is
-        over labels that are not -100, or 0 without any. The weight does not apply to the selector
-        loss, a mean over queries. With `selector_only` the mean loss has a gradient of 0, so that
-        only compressed keys learn and yet each parameter has a gradient, as ZeRO expects.
+        over labels that are not -100, and 0 if there are none. `loss_weight` does not apply to the
+        selector loss, a mean over queries. With `selector_only` the mean loss has a gradient of 0:
+        only what ranks blocks learns, and yet each parameter has a gradient, as ZeRO expects.
 
         `teacher` is another model's head: its input [B · T, width] and weight. It adds the
-        gradient of KL(teacher ‖ this model), or with `divergence` the result is
+        gradient of KL(teacher ‖ this model). With `divergence` the result is instead the
         `token_divergence` of each label, [B · T, 4].
         """
         if labels is not None and labels.shape != input_ids.shape:
@@ -133,14 +134,14 @@ class LanguageModel(nn.Module):
             loss = loss * loss_weight
         if selector_only:
             loss = loss.detach() + 0.0 * loss
-        others = []  # of which loss gets the gradient, not the value: it stays comparable
+        further_losses = []
         if selector_loss is not None:
-            others.append(self.config.attention.selector_loss * selector_loss)
+            further_losses.append(self.config.attention.selector_loss * selector_loss)
         if teacher is not None and not selector_only:
             kl = distillation_loss(head, teacher, labels, self.sequence)
-            others.append(loss_weight * kl)
-        for other in others:
-            loss = loss + (other - other.detach())
+            further_losses.append(loss_weight * kl)
+        for further in further_losses:  # add the gradient, not the value: it stays comparable
+            loss = loss + (further - further.detach())
         return loss
 
     def hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -162,20 +163,21 @@ class LanguageModel(nn.Module):
             self.sequence,
             loss_offset=self.loss_offset(input_ids),
         )
-        x, selector_loss = self.run_blocks(self.embed(input_ids), metadata)
-        return x, selector_loss
+        return self.run_blocks(self.embed(input_ids), metadata)
 
     def loss_offset(self, tokens: Tensor) -> Tensor | None:
-        """Return an integer that shifts the selector loss's queries; None: do not compute it.
+        """Return an integer that shifts the selector loss's queries; None: compute no such loss.
 
-        It is from the data: other queries in each step, without a random generator.
+        `tokens` are ids or embeddings. Their sum gives other queries in each step without a random
+        generator.
         """
         # Not self.training: the Hugging Face model shares the blocks, and train() sets theirs.
         training = self.blocks.training and torch.is_grad_enabled()
         if not (training and self.config.attention.selector_loss):
             return None
-        offset = tokens.detach().sum()  # a sum of embeddings: its digits
-        offset = (offset.float() * 2**16).long() if offset.is_floating_point() else offset
+        offset = tokens.detach().sum()
+        if offset.is_floating_point():
+            offset = (offset.float() * 2**16).long()
         return offset if self.sequence is None else self.sequence.sum(offset)
 
     def run_blocks(
@@ -186,14 +188,14 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Run all blocks on embeddings x [B, T, width].
 
-        Return the head's input and the sum of the layers' selector losses, or None without
-        `metadata.sampled`. `intercept` gets each block's input and returns what the block reads.
+        Return the head's input and the sum of the layers' selector losses, which is None without
+        `metadata.sampled`. `intercept` receives each block's input and returns the one to use.
         """
         recompute = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
         )
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
-        if recompute and not x.requires_grad:  # reentrant segments train nothing without
+        if recompute and not x.requires_grad:  # required by reentrant segments
             x = x.detach().requires_grad_()
         delta: Tensor | None = None
         losses = []
@@ -215,14 +217,14 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, std: float = INIT_STD) -> None:
-        """Initialize weights with this standard deviation, the mlp φ's position embeddings too.
+        """Initialize weights and the mlp φ's position embeddings with this standard deviation.
 
         Projections into the residual stream are scaled by 1/√(2·layers), because 2·layers of them
         add up.
         """
         residual_scale = (2 * self.config.layers) ** -0.5
         for name, module in self.named_modules():
-            if ".index." in name:  # it starts as the attention that it predicts
+            if ".index." in name:  # `start_index` sets it
                 continue
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
@@ -241,12 +243,12 @@ class LanguageModel(nn.Module):
                     nn.init.zeros_(block.attention.gates.weight)  # gates start at ½
 
     def attend_densely(self, dense: bool) -> None:
-        """Attend to all tokens; False: to those of selected blocks again."""
+        """Attend to all tokens if `dense`, otherwise to selected blocks again."""
         for layer in self.sparse_layers().values():
             layer.dense = dense
 
     def sparse_layers(self) -> dict[str, NSAttention]:
-        """Return the attention layers that call an observer, by name: those that can rank."""
+        """Return the attention layers that select blocks and call an observer, by name."""
         return {
             name: module
             for name, module in self.named_modules()
@@ -282,14 +284,17 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, name: str = "input_ids") -> None:
-    """Raise a ValueError for tokens that are no ids; on a GPU only their dtype is read."""
+    """Raise a ValueError for tokens that are no ids; on a GPU check only their dtype."""
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} has dtype {tokens.dtype}; it must be int64 or int32")
     if tokens.device.type != "cpu" or torch.compiler.is_compiling() or not tokens.numel():
         return
-    known = tokens[tokens != IGNORE_INDEX] if name == "labels" else tokens
-    if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < vocab_size:
-        wrong = int(known.max()) if int(known.max()) >= vocab_size else int(known.min())
+    ids = tokens[tokens != IGNORE_INDEX] if name == "labels" else tokens
+    if not ids.numel():
+        return
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = highest if highest >= vocab_size else lowest
         ignored = f", or {IGNORE_INDEX}" if name == "labels" else ""
         raise ValueError(
             f"{name} contains {wrong}; ids are 0 to {vocab_size - 1} with this vocabulary{ignored}"

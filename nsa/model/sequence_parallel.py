@@ -31,11 +31,11 @@ class SequenceParallel:
         _groups[group.group_name] = group
 
     def tokens_to_heads(self, packed_BtP: Tensor, layout: PackedLayout) -> Tensor:
-        """Exchange tokens for heads: a projection [B, T/S, P] to one [B, T, P/S].
+        """Exchange tokens for heads: turn a projection [B, T/S, P] into one [B, T, P/S].
 
-        Its columns are those of `shard(layout)`, without padding.
+        The result has the columns of `shard(layout)`, without padding.
         """
-        by_rank = [
+        by_rank = [  # each [S, B, T/S, columns of one rank's heads]
             part.unflatten(3, (self.size, -1)).movedim(3, 0).flatten(3)
             for part in layout.parts(packed_BtP)
         ]
@@ -43,13 +43,13 @@ class SequenceParallel:
         return received.transpose(0, 1).flatten(1, 2)
 
     def shard(self, layout: PackedLayout) -> PackedLayout:
-        """The layout of 1/S of the heads."""
+        """Return the layout of one rank's heads."""
         heads, kv_heads = layout.heads // self.size, layout.kv_heads // self.size
         return layout._replace(heads=heads, kv_heads=kv_heads)
 
     def heads_to_tokens(self, o_BTHD: Tensor) -> Tensor:
-        """[B, T, heads/S, D] to [B, T/S, heads, D]."""
-        by_rank = o_BTHD.unflatten(1, (self.size, -1)).transpose(0, 1)
+        """Exchange heads for tokens: turn [B, T, heads/S, D] into [B, T/S, heads, D]."""
+        by_rank = o_BTHD.unflatten(1, (self.size, -1)).transpose(0, 1)  # [S, B, T/S, heads/S, D]
         return exchange(by_rank, self._group.group_name).movedim(0, 2).flatten(2, 3)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -59,10 +59,10 @@ class SequenceParallel:
         return total
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """Return the sum of all ranks' `total` (0-dim) over the sum of their `count`, or 0.
+        """Return the sum of all ranks' `total` (0-dim) divided by the sum of their `count`.
 
-        The gradient is multiplied by S: ZeRO averages gradients over all ranks, but those of a
-        sequence's ranks must be summed.
+        The result is 0 if all counts are 0. Its gradient is multiplied by S: ZeRO averages
+        gradients over all ranks, but those of a sequence's ranks must be summed.
         """
         sums = self.sum(torch.stack((total, count.to(total.dtype))))
         divisor = sums[1].clamp(min=1)
