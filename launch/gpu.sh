@@ -60,7 +60,7 @@ stages() {
     stage - aot 80 "${aot[@]}" --benchmarks --arch "$arch" --out "$results/aot.json" "${small[@]}"
     stage - aot-tune 80 "${aot[@]}" --tune --arch "$arch" --out "$results/aot-tune.json" "${small[@]}"
     stage - tests 180 "${pytest[@]}" tests/ops/triton "--deselect=$sanitizer"
-    stage - tests-bench 45 "${pytest[@]}" tests/bench/test_{gpu_benches,harness}.py
+    stage - tests-bench 45 "${pytest[@]}" tests/bench/test_benches.py
     stage - sanitizer 540 "${pytest[@]}" "$sanitizer"
     bench - kernels 50 module "${attention[@]}" --kinds parts
     bench - flex 60 module "${attention[@]}" --kinds module --against flex-causal
@@ -186,7 +186,8 @@ pytest=("$python" -m pytest -m gpu -v --tb=short -p no:cacheprovider)
 sanitizer=tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing
 aot=("$python" -m tests.bench aot)
 tuner=(nsa.ops.tune 12x2x64 64x4x128) small=() llama=()
-show_card='from tests.bench.harness import *; print(row_json(environment("", pick_device("auto"))))'
+show_card='from argparse import Namespace; from tests.bench.harness import Report'
+show_card+='; print(Report(Namespace(out=None)).data["environment"])'
 declare -A tiny=() # the last flags of a benchmark in a rehearsal: of two, the last counts
 if [ -n "$rehearse" ]; then
     small=(--operation window_attention --jobs 1) tuner=(pytest -q tests/ops/triton/test_tune.py)
@@ -194,7 +195,7 @@ if [ -n "$rehearse" ]; then
     tiny=(
         [module]='--shapes 4x2x16 --lengths 128 --tokens 128'
         [train]='--layers 1 --vocab 64 --lengths 128 --tokens 128'
-        [decode]='--layers 1 --lengths 128 --batches 1'
+        [decode]='--lengths 128 --batches 1'
         [profile]="--tokens 64 $model"
     )
     read -ra llama <<< "--steps 1 --seq-len 32 --sequences 1 --length 64 --needles 100 --depths 2"

@@ -29,10 +29,16 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|URL|URI|DSN|PROXY")
 
 def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
     """Write `env.json`: the caller's `facts`, then those of this process and machine."""
+    env = facts | environment()
+    atomic_write_text(run_dir / "env.json", json.dumps(env, indent=2) + "\n")
+    return env
+
+
+def environment() -> dict[str, Any]:
+    """Return the hardware, software and code of this process."""
     cores = os.cpu_count()
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    env = {
-        **facts,
+    return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [sys.executable, *sys.argv],
         "git_commit": git_commit(Path(__file__).resolve()),
@@ -44,6 +50,7 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
             "model": cpu_model(),
             "cores": cores,
             "usable_cores": len(affinity(0)) if affinity else cores,
+            "threads": torch.get_num_threads(),
             "memory_gb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
         },
         "cuda": _cuda(),
@@ -53,8 +60,6 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
             if name.startswith(_VARIABLES) and not _SECRET.search(name)
         },
     }
-    atomic_write_text(run_dir / "env.json", json.dumps(env, indent=2) + "\n")
-    return env
 
 
 def git_commit(source: Path) -> str | None:
@@ -84,6 +89,7 @@ def _cuda() -> dict[str, Any] | None:
     return {
         "version": torch.version.cuda,
         "rocm": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
         "driver": driver_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "devices": [device.name for device in devices],

@@ -1,7 +1,7 @@
 """`python -m tests.bench <name>`: benchmarks, counts and experiments; needs a clone.
 
-Each name is a module with `run(report)` and, if it has flags besides --out, `add_flags(parser)`.
-`run` adds rows to the report, or returns entries to add to it. `harness.py` has what they share.
+Each name is a module with `add_flags(parser)`, and `run(report)`, which adds rows to the report or
+returns entries to add to it. `harness.py` has what they share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from nsa.validation import Parser
 
@@ -30,24 +29,19 @@ BENCHMARKS = {  # name: one line of help
 }
 
 
-def module_of(name: str) -> ModuleType:
-    """Import a benchmark."""
-    return import_module("tests.compile.aot" if name == "aot" else f"tests.bench.{name}")
-
-
 def parser(arguments: Sequence[str]) -> Parser:
     """Return the parser with the flags of the benchmark in `arguments`; import only that one."""
     top = Parser(prog="python -m tests.bench", description="Run a benchmark.")
     commands = top.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
-    selected = next((word for word in arguments if not word.startswith("-")), None)
     for name, about in BENCHMARKS.items():
-        command = commands.add_parser(name, help=about, description=about)
-        if name == selected:
-            module = module_of(name)
-            if hasattr(module, "add_flags"):
-                module.add_flags(command)
-            if "--out" not in command._option_string_actions:
-                command.add_argument("--out", type=Path, help="write the results to this JSON file")
+        command = commands.add_parser(
+            name, help=about, description=about, conflict_handler="resolve"
+        )
+        if name in arguments[:1]:
+            module = import_module("tests.compile.aot" if name == "aot" else f"tests.bench.{name}")
+            command.add_argument("--out", type=Path, help="write the results to this JSON file")
+            module.add_flags(command)
+            command.set_defaults(function=module.run)
     return top
 
 
@@ -57,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser(words).parse_args(words)
     from tests.bench.harness import Report  # late: imports PyTorch
 
+    run = vars(flags).pop("function")
     report = Report(flags, " ".join(["python -m tests.bench", *words]))
-    report.data |= module_of(flags.benchmark).run(report) or {}
+    report.data |= run(report) or {}
     report.finish()
     if report.data.get("failures"):
         raise SystemExit(1)

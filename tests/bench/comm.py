@@ -14,19 +14,21 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nsa.resources import resource_path
 from nsa.system import free_port
 from nsa.text import markdown_table
-from tests.bench.harness import Report, cell
+from tests.bench.harness import Report
 from tests.netns import RANKS, Link, link
+
+if TYPE_CHECKING:
+    from tests.bench.comm_ranks import Rank
 
 # Muon sends what AdamW sends, and its arithmetic would blur which part of a step is communication.
 CONFIGS = {
@@ -57,20 +59,6 @@ MICRO_BATCHES, MIN_STEPS = 10, 3  # timed at each rate
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class CommCase:
-    """One engine to measure."""
-
-    config: str  # a file of ds_configs/
-    accumulation: int
-    reduce_dtype: str
-
-    def ds_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's JSON, without what the recipe owns."""
-        raw: dict[str, Any] = json.loads(CONFIGS[self.config].read_text())
-        return raw | {"communication_data_type": self.reduce_dtype}
-
-
 class RankPair:
     """Two rank processes (comm_ranks.py) that carry out the same requests."""
 
@@ -98,19 +86,21 @@ class RankPair:
 
 
 def _start_rank(rank: int, backend: str, link: Link | None, address: tuple[str, int]) -> None:
+    global _this_rank
     os.setsid()  # Ctrl-C is for the benchmark, which then ends its ranks
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
     if link:
         link.enter(rank)
-    from tests.bench import comm_ranks  # late: it imports DeepSpeed
+    from tests.bench.comm_ranks import Rank, join  # late: it imports DeepSpeed
 
-    comm_ranks.start(rank, backend, address)
+    _this_rank = Rank(join(rank, RANKS, backend, address))
+
+
+_this_rank: Rank  # of a rank's process
 
 
 def _call(action: str, arguments: tuple[Any, ...]) -> Any:
-    from tests.bench import comm_ranks
-
-    return getattr(comm_ranks.this_rank, action)(*arguments)
+    return getattr(_this_rank, action)(*arguments)
 
 
 class Bench:
@@ -122,17 +112,15 @@ class Bench:
         rates: Sequence[float | None],
         model: Mapping[str, Any],
         tokens: int,
-        compute: bool = True,
     ) -> None:
         self.link, self.rates, self.model, self.tokens = link, rates, model, tokens
         self.pair = RankPair("gloo" if link else "nccl", link)
-        # Collectives of the fake backend return at once.
-        self.compute_only = [RankPair("fake")] if compute else []
+        self.compute_only = RankPair("fake")  # its collectives return at once
 
     def close(self) -> None:
         """End all ranks."""
-        for pair in (self.pair, *self.compute_only):
-            pair.close()
+        self.pair.close()
+        self.compute_only.close()
 
     def collectives(self) -> list[Row]:
         """Time each collective alone, at each rate."""
@@ -146,32 +134,34 @@ class Bench:
                 rows.append(row | {"seconds": round(statistics.median(seconds), 5)})
         return rows
 
-    def measure(self, case: CommCase) -> Iterator[Row]:
-        """Yield a row per rate.
+    def measure(self, config: str, accumulation: int, reduce_dtype: str) -> Iterator[Row]:
+        """Yield a row per rate, of a file of ds_configs/.
 
         Compute-only steps alternate with the others, so that a slow minute of a shared machine
         affects both.
         """
-        ds_config = case.ds_config()
-        arguments = self.model, self.tokens, case.accumulation, ds_config
+        ds_config: dict[str, Any] = json.loads(CONFIGS[config].read_text())
+        ds_config["communication_data_type"] = reduce_dtype
         self._throttle(None)
-        for pair in (self.pair, *self.compute_only):
-            parameters = pair.request("build", *arguments)
+        for pair in (self.pair, self.compute_only):
+            parameters = pair.request("build", self.model, self.tokens, accumulation, ds_config)
             pair.request("steps", WARMUP_STEPS)
         payload = self.pair.request("payload")
-        steps = max(MIN_STEPS, MICRO_BATCHES // case.accumulation)
+        steps = max(MIN_STEPS, MICRO_BATCHES // accumulation)
         measured, compute = [], []
         for rate in self.rates:
             self._throttle(rate)
             _, idle = self.pair.request("steps", 0)
             seconds, sent = self.pair.request("steps", steps)
             measured.append((rate, (sent - idle) / steps if self.link else payload, seconds))
-            for pair in self.compute_only:
-                compute += pair.request("steps", -(-steps // 2))[0]
+            compute += self.compute_only.request("steps", -(-steps // 2))[0]
+        alone = statistics.median(compute)
         for rate, sent, seconds in measured:
             step = statistics.median(seconds)
-            row = {
-                **asdict(case),
+            yield {
+                "config": config,
+                "accumulation": accumulation,
+                "reduce_dtype": reduce_dtype,
                 "stage": ds_config["zero_optimization"]["stage"],
                 "rate_gbit": rate,
                 "parameters": parameters,
@@ -179,12 +169,9 @@ class Bench:
                 "payload_bytes_per_parameter_per_step": round(payload / parameters, 4),
                 "step_seconds_all": [round(second, 4) for second in seconds],
                 "step_seconds": round(step, 4),
+                "compute_seconds": round(alone, 4),
+                "exposed_seconds": round(step - alone, 4),
             }
-            if compute:
-                alone = statistics.median(compute)
-                row["compute_seconds"] = round(alone, 4)
-                row["exposed_seconds"] = round(step - alone, 4)
-            yield row
 
     def _throttle(self, rate: float | None) -> None:
         if self.link:
@@ -199,7 +186,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report) -> None:
-    """Measure every case; print a line and save after each one."""
+    """Measure every case; print and save each row."""
     flags = report.flags
     if flags.show is not None:
         print("\n".join(config_table(json.loads(flags.show.read_text())["rows"])))
@@ -220,21 +207,10 @@ def run(report: Report) -> None:
         for reduce_dtype, config, accumulation in product(
             ("bf16", "fp32"), flags.config, flags.accumulation
         ):
-            for row in bench.measure(CommCase(config, accumulation, reduce_dtype)):
+            for row in bench.measure(config, accumulation, reduce_dtype):
                 report.data["parameters"] = row.pop("parameters")
                 report.add(row)
-                _print(row)
-
-
-def _print(row: Row) -> None:
-    rate = "not throttled" if row["rate_gbit"] is None else f"{row['rate_gbit']:g} Gbit/s"
-    exposed = row.get("exposed_seconds")
-    print(
-        f"{row['config']}, accumulation {row['accumulation']}, {row['reduce_dtype']}, {rate}: "
-        f"{row['bytes_per_parameter_per_step']:.2f} bytes a parameter, "
-        f"{row['step_seconds'] * 1e3:.0f} ms, {cell(exposed, '.3f')} s exposed",
-        flush=True,
-    )
+                print(row, flush=True)
 
 
 def config_table(rows: Sequence[Row]) -> list[str]:

@@ -34,9 +34,6 @@ SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that
 }
 
 
-this_rank: Rank  # of this process, set by `start`
-
-
 class Rank:
     """The engine under measurement; a method per action."""
 
@@ -149,9 +146,3 @@ def join(rank: int, ranks: int, backend: str, address: tuple[str, int]) -> torch
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     deepspeed.init_distributed(backend, verbose=False)
     return device
-
-
-def start(rank: int, backend: str, address: tuple[str, int]) -> None:
-    """Join the process group; requests call methods of `this_rank`."""
-    global this_rank
-    this_rank = Rank(join(rank, RANKS, backend, address))

@@ -8,9 +8,10 @@ its fastest form.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,36 +24,37 @@ from tests.bench.harness import (
     Result,
     Step,
     add_gpu_flags,
-    cell,
     lengths,
-    print_table,
+    print_results,
     ratio,
     time_step,
 )
-from tests.bench.train import KINDS, model_config
+from tests.bench.train import KINDS
 
-FIGURES = {"attention_ms": 1.0, "read_bytes_per_token": 1e-3}  # and their units
+FIGURES = ("attention_ms", "read_bytes_per_token")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    skip = "skip cases with more tokens in their caches (%(default)s)"
-    add_gpu_flags(parser, "1k,2k,4k,8k,16k,32k,64k", tokens=524_288, tokens_help=skip)
+    add_gpu_flags(parser, tokens=524_288)
+    context = "1k,2k,4k,8k,16k,32k,64k"
+    parser.add_argument("--lengths", type=lengths, default=context, help="(%(default)s)")
     parser.add_argument("--batches", type=lengths, default="1,8", help="batch sizes (1,8)")
 
 
 def run(report: Report) -> None:
-    """Measure every length and batch within the time limit; print a table per batch."""
+    """Measure every length and batch within the time limit; print a table per case."""
     flags = report.flags
-    for batch in flags.batches:
-        for length in flags.lengths:
-            if batch * length <= flags.tokens:
-                report.attempt(f"T={length} batch {batch}", partial(_case, length, batch, report))
-        _print(batch, [row for row in report.data["rows"] if row["batch"] == batch])
+    for batch, length in product(flags.batches, flags.lengths):
+        if batch * length <= flags.tokens:
+            report.attempt(f"T={length} batch {batch}", partial(_case, length, batch, report))
 
 
 @torch.no_grad()
 def _case(length: int, batch: int, report: Report) -> None:
-    configs = {kind: model_config(report, kind) for kind in KINDS}
+    configs = {
+        kind: ModelConfig(attention=replace(attention, backend=report.backend))
+        for kind, attention in KINDS.items()
+    }
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, device=report.device).to(report.dtype)
@@ -62,20 +64,23 @@ def _case(length: int, batch: int, report: Report) -> None:
         timing = time_step(call, report.device, report.flags.seconds, graph=True)
         result |= {"attention_timing": timing, "attention_ms": timing["median"]}
 
-    calls = {kind: partial(attention, config, length, draw) for kind, config in configs.items()}
+    calls = {kind: partial(layer, config, length, draw) for kind, config in configs.items()}
     results = report.each(calls, FIGURES, measure)
-    row: Result = {"length": length, "batch": batch, "layers": report.flags.layers}
-    for kind in results.keys() - {"dense"}:
-        row[f"dense_over_{kind}"] = {
+    ratios = {
+        f"dense_over_{kind}": {
             what: ratio(results["dense"][what], results[kind][what]) for what in FIGURES
         }
-    report.add(row | {"implementations": results})
+        for kind in ("nsa", "index")
+    }
+    row = {"length": length, "batch": batch, "layers": configs["dense"].layers}
+    report.add(row | {"implementations": results} | ratios)
+    print_results(f"T={length} batch {batch}", FIGURES, results, ratios)
 
 
 def read_bytes(config: ModelConfig, length: int, dtype: torch.dtype) -> int:
     """Count the bytes that attention reads for the last of `length` tokens, in all layers."""
     spec, last = config.attention.spec, length - 1
-    key, value = config.head_dim, config.value_dim or config.head_dim
+    key = value = config.head_dim
     numbers = length * (key + value)
     if config.attention.has_index:
         numbers = spec.visible_selected(last) * (key + value) + spec.visible_compressed(last) * key
@@ -85,44 +90,21 @@ def read_bytes(config: ModelConfig, length: int, dtype: torch.dtype) -> int:
     return numbers * config.layers * config.kv_heads * dtype.itemsize
 
 
-def attention(config: ModelConfig, length: int, draw: Callable[..., Tensor]) -> Step:
+def layer(config: ModelConfig, length: int, draw: Callable[..., Tensor]) -> Step:
     """Return a layer's attention for one token of each sequence; `draw` takes shapes."""
-    spec, heads = config.attention.spec, config.kv_heads
-    key, value = config.head_dim, config.value_dim or config.head_dim
-    q = draw(config.heads, key)
+    spec, heads, size = config.attention.spec, config.kv_heads, config.head_dim
+    q, k, v = draw(config.heads, size), draw(length, heads, size), draw(length, heads, size)
     if config.attention.kind == "dense":  # the query heads of a group are rows of one query
-        k, v = (draw(length, heads, size).transpose(1, 2) for size in (key, value))
-        return partial(scaled_dot_product_attention, q.unflatten(1, (heads, -1)), k, v)
+        q, k, v = q.unflatten(1, (heads, -1)), k.transpose(1, 2), v.transpose(1, 2)
+        return partial(scaled_dot_product_attention, q, k, v)
     lengths = torch.full((len(q),), length, device=q.device)
     call = partial(decode_attention, q, backend=config.attention.backend)
     blocks, window = spec.compressed_len(length), min(spec.window, length)
+    k_cmp = draw(blocks, heads, size)
     if config.attention.has_index:
-        caches = (
-            draw(blocks, heads, key),
-            None,
-            draw(length, heads, key),
-            draw(length, heads, value),
-        )
-        index = draw(heads, key)
-        return partial(
-            call, *caches, None, None, None, lengths, spec, q_cmp=index, branches=("sel",)
-        )
-    caches = [draw(n, heads, size) for n in (blocks, length, window) for size in (key, value)]
+        caches = k_cmp, None, k, v, None, None
+        index = draw(heads, size)
+        return partial(call, *caches, None, lengths, spec, q_cmp=index, branches=("sel",))
+    v_cmp, k_win, v_win = (draw(n, heads, size) for n in (blocks, window, window))
     gates = q.new_full((*q.shape[:2], 3), 0.5)
-    return partial(call, *caches, gates, lengths, spec)
-
-
-def _print(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    heads = [f"batch {batch}, context length"]
-    for what in ("attention ms", "KB read"):
-        heads += [f"{kind} {what}" for kind in KINDS]
-        heads += [f"dense/{kind}" for kind in KINDS if kind != "dense"]
-    lines, errors = [heads], dict[str, Result]()
-    for row in rows:
-        results, cells = row["implementations"], [f"{row['length']:,}"]
-        for what, unit in FIGURES.items():
-            cells += [cell(ratio(results[kind][what], 1 / unit)) for kind in KINDS]
-            cells += [cell(row[f"dense_over_{kind}"][what]) for kind in KINDS if kind != "dense"]
-        lines.append(cells)
-        errors |= {f"T={row['length']} {kind}": results[kind] for kind in KINDS}
-    print_table(lines, errors)
+    return partial(call, k_cmp, v_cmp, k, v, k_win, v_win, gates, lengths, spec)

@@ -32,17 +32,17 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.tune import Heads
+from nsa.ops.tune import M7C, Heads, parse_heads
+from nsa.system import package_version
 from tests.bench import peers
 from tests.bench.harness import (
     Report,
     Result,
     Step,
     add_gpu_flags,
-    cell,
     figure,
-    peak_bytes,
-    print_table,
+    lengths,
+    print_results,
     ratio,
     time_step,
     words_of,
@@ -63,6 +63,7 @@ REFERENCES = {
     "scalable-flash-nsa": "nsa",
     "flash-sparse-attention": "nsa",
 }
+LIBRARIES = ("fla-core", "flash-nsa", "flash-sparse-attention", "flash-attn")
 AGAINST: dict[str, Callable[[Inputs], Implementation]] = {
     "sdpa-flash": partial(peers.sdpa, "sdpa-flash"),
     "sdpa-cudnn": partial(peers.sdpa, "sdpa-cudnn"),
@@ -71,19 +72,29 @@ AGAINST: dict[str, Callable[[Inputs], Implementation]] = {
 }
 
 
+def shapes(text: str) -> dict[str, Heads]:
+    """Parse "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
+    try:
+        return {name: parse_heads(M7C if name == "m7c" else name) for name in text.split(",")}
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--tune ")) from error
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    lengths = "1k,2k,4k,6k,8k,16k,32k,64k,128k"
-    add_gpu_flags(parser, lengths, shapes_default="m7c,64x4x128")
-    about = "kinds of case (%(default)s)"
-    parser.add_argument("--kinds", type=words_of(*KINDS), default=",".join(KINDS), help=about)
+    add_gpu_flags(parser)
+    add, every = parser.add_argument, "1k,2k,4k,6k,8k,16k,32k,64k,128k"
+    about = "m7c, or heads x KV heads x key size [x value size] (%(default)s)"
+    add("--shapes", type=shapes, default="m7c,64x4x128", help=about)
+    add("--lengths", type=lengths, default=every, help="of sequences (%(default)s)")
+    add("--kinds", type=words_of(*KINDS), default=",".join(KINDS), help="of case (%(default)s)")
     about = "dense attention of the kind module; FlexAttention compiles for a minute (%(default)s)"
     default = "sdpa-flash,sdpa-cudnn,flex-causal"
-    parser.add_argument("--against", type=words_of(*AGAINST), default=default, help=about)
+    add("--against", type=words_of(*AGAINST), default=default, help=about)
 
 
 def run(report: Report) -> None:
     """Measure every case within the time limit; print a table per case."""
-    report.data["libraries"] = peers.versions()
+    report.data["libraries"] = {name: package_version(name) for name in LIBRARIES}
     for name, heads in report.flags.shapes.items():
         if report.on_gpu:
             torch.compiler.reset()  # lengths of one shape share FlexAttention's compiled code
@@ -107,14 +118,7 @@ def _case(kind: str, name: str, heads: Heads, seq_len: int, report: Report) -> N
     }
     row = {"kind": kind, "shape": name, "heads": heads, "length": seq_len}
     report.add(row | {"batch": batch, "implementations": results, "ratios": ratios})
-    title = f"{kind} {name} T={seq_len} batch {batch}"
-    lines = [[title, "fwd ms", "fwd+bwd ms", "peak GB", "/ base", "/ base", "/ base"]]
-    for other, result in results.items():
-        over = ratios.get(other, {})
-        times = figure(result, "forward"), figure(result, "forward_backward")
-        cells = [*times, ratio(result["peak_bytes"], 1e9), *(over.get(what) for what in FIGURES)]
-        lines.append([other, *map(cell, cells)])
-    print_table(lines, results)
+    print_results(f"{kind} {name} T={seq_len} batch {batch}", FIGURES, results, ratios)
 
 
 def measure(
@@ -125,10 +129,7 @@ def measure(
     `outputs` are those of the case's REFERENCES.
     """
     device, seconds = report.device, report.flags.seconds
-    result["note"] = x.note
     result["forward"] = time_step(x.forward, device, seconds)
-    if name in REFERENCES.values():
-        outputs[name] = x.forward()
     reference = REFERENCES.get(name)
     if reference in outputs:
         relative = difference(x.forward(), outputs[reference])
@@ -137,8 +138,10 @@ def measure(
     if x.differentiable:
         step = x.forward_backward
         result["forward_backward"] = time_step(step, device, seconds)
-        result["peak_bytes"] = peak_bytes(step, x.held(), device)
+        result["peak_bytes"] = report.peak_bytes(step)
     result["kernels"] = summary(trace(step, 1, device), 1)["kernels"]
+    if name in REFERENCES.values():
+        outputs[name] = x.forward()  # last, so that the peak is without it
 
 
 def random_inputs(heads: Heads, batch: int, seq_len: int, spec: NSASpec, report: Report) -> Inputs:
@@ -245,15 +248,10 @@ def _shared_keys(
         g_cmp, g_sel, _ = (gate[..., None] for gate in gates.unbind(-1))
         return torch.addcmul(o_sel * g_sel, o_cmp, g_cmp)
 
-    tensors = inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates
-    return partial(Implementation, nsa, *tensors, note=peers.SHARED_KV_NOTE)
+    return partial(Implementation, nsa, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates)
 
 
 def difference(x: Tensor, y: Tensor) -> float:
-    """Return ‖x − y‖ / ‖y‖, without float32 copies of the outputs."""
-    parts = [
-        torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()])
-        for a, b in zip(x.split(4096, 1), y.split(4096, 1), strict=True)
-    ]
-    error, norm = torch.stack(parts).double().sum(0).sqrt().tolist()
-    return error / norm
+    """Return ‖x − y‖ / ‖y‖."""
+    x, y = x.float(), y.float()
+    return ((x - y).norm() / y.norm()).item()

@@ -19,7 +19,7 @@ from nsa.data.dataset import open_dataset
 from nsa.engine.load_run import load_run
 from nsa.evaluate.perplexity import eval_batches, open_eval_data
 from nsa.spec import NSASpec
-from tests.bench.harness import Report, print_table
+from tests.bench.harness import Report, cell, print_table
 
 GROUP, ROWS = 6, (32, 64, 128)  # query heads per KV head; rows of a tile
 LENGTHS, TOKENS = (2_048, 8_192), 32_768  # of a sequence; of all, per length
@@ -45,7 +45,7 @@ def run(report: Report) -> None:
         report.add({x: sum(y[x] for y in counts) / len(counts) for x in counts[0]})
         counts.clear()
     rows = report.data["rows"]
-    print_table([list(rows[0]), *([f"{x:,.4g}" for x in row.values()] for row in rows)])
+    print_table([list(rows[0]), *([cell(x) for x in row.values()] for row in rows)])
 
 
 def count(index: torch.Tensor, spec: NSASpec) -> dict[str, float]:

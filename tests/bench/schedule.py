@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.bench.harness import Report, Result, cell, print_table
-from tests.ops.triton.program_costs import (
-    SELECTIONS,
-    flash_costs,
-    program_costs,
-    selections,
-    simulated,
-)
+from tests.ops.triton.program_costs import flash_costs, program_costs, selections, simulated
 
 CARDS = {"a100": ("sm_80", 108), "h100": ("sm_90", 132)}  # chip, multiprocessors
 
@@ -29,17 +23,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=CARDS, default="a100", dest="card", help="(%(default)s)")
     add("--micro-batch", type=int, default=8, help="sequences (%(default)s)")
     add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
-    about = "blocks that queries select: at random, the last, the first (%(default)s)"
-    add("--selection", choices=SELECTIONS, default=SELECTIONS[0], help=about)
 
 
 def run(report: Report) -> dict[str, Any]:
-    """Count the attention kernels of M7C's and of its dense twin's micro-batch."""
+    """Count the attention kernels of M7C's and of its dense twin's micro-batch; random blocks."""
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
     result = {kind: count(kind, report.flags) for kind in ("nsa", "dense")}
     for kind, kernels in result.items():
         columns = list(kernels[0])[1:]
-        lines = [[x["kernel"], *(cell(x[y], ",.4g") for y in columns)] for x in kernels]
+        lines = [[x["kernel"], *(cell(x[y]) for y in columns)] for x in kernels]
         print_table([[kind, *columns], *lines])
     return result
 
@@ -56,7 +48,7 @@ def count(kind: str, flags: argparse.Namespace) -> list[Result]:
     batch, offsets = flags.micro_batch, np.array([0, flags.seq_len])
     with choosing_for(chip):
         operations = record_operations(config, batch, flags.seq_len)
-    masks = selections(flags.selection, offsets, config.attention.spec, batch * config.kv_heads)
+    masks = selections("random", offsets, config.attention.spec, batch * config.kv_heads)
     rows: list[Result] = []
     for x in (launch for operation in operations for launch in operation.launches):
         if x.launch is None:

@@ -10,29 +10,28 @@ Finished runs are kept, interrupted ones resumed.
 from __future__ import annotations
 
 import argparse
-import json
 import runpy
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
 from nsa.engine.config import RunConfig, resolve_config
 from nsa.engine.load_run import load_run
 from nsa.model import parameter_count
-from nsa.model.loss import token_losses
 from nsa.resources import resource_path
 from nsa.text import markdown_table
-from tests.bench.harness import Report, add_seeds, margin, mean_and_range, mean_losses, words_of
-from tests.bench.runs import Training
+from tests.bench.harness import Report, margin, mean_losses, words_of
+from tests.bench.runs import document_losses, kept, train_run
 
 RECIPE = resource_path("recipes/m7c.py")
+SOURCE = "embedded:torch"
 LENGTH = 2_048
 NEAR = 512  # tokens back: M7C's last blocks, and the paper's window
 BRANCHES = (  # the paper's three
@@ -48,13 +47,6 @@ INDEX = (  # one set of keys and values
     "attention.spec.select_top=22",
     "attention.spec.local_blocks=8",
 )
-MODELS = {
-    "nsa": (*BRANCHES, "attention.compressor=pool", "attention.selector_loss=1"),
-    "mean": (*BRANCHES, "attention.compressor=mean", "attention.selector_loss=0"),
-    "dense": ("attention.kind=dense",),
-    "index": INDEX,
-}
-HALVES = {"half index": "index"}  # dense for the first half of the steps
 SETTINGS = (  # of the recipe's demo
     "train.eval_every=0",  # evaluate at the end only
     "train.eval_samples=16",
@@ -80,92 +72,74 @@ RARE = 0.25  # the rarest ids that together are this share of the tokens evaluat
 PLACES = (0, 512, 1_024, 1_536, LENGTH)
 
 
+def models(steps: int) -> dict[str, tuple[str, ...]]:
+    """Return the settings of each model, of which one is dense for half of the steps."""
+    return {
+        "nsa": (*BRANCHES, "attention.compressor=pool", "attention.selector_loss=1"),
+        "mean": (*BRANCHES, "attention.compressor=mean", "attention.selector_loss=0"),
+        "dense": ("attention.kind=dense",),
+        "half index": (*INDEX, f"train.dense_steps={steps // 2}"),
+    }
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--runs", type=Path, default="runs/text", help="folder of the runs (%(default)s)")
     add("--steps", type=int, default=2_000, help="per run (%(default)s)")
-    add_seeds(parser)
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and data (1 2 3)")
     about = "a setting of every run; repeatable"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    add("--jobs", type=int, default=1, help="concurrent runs, one thread each (%(default)s)")
-    add("--limit", type=float, help="stop and save after this many seconds")
-    add("--source", default="embedded:torch", help="data.source (%(default)s)")
     about = "models to train; the others are compared with the first (%(default)s)"
-    names = *MODELS, *HALVES
-    add("--models", type=words_of(*names), default=",".join(names), help=about)
+    add("--models", type=words_of(*models(0)), default=",".join(models(0)), help=about)
 
 
 def run(report: Report) -> dict[str, Any]:
-    """Train the runs that are not finished, evaluate the finished ones; print the table."""
+    """Train the runs that are not finished, evaluate all; print the table."""
     flags = report.flags
     tokenizer = flags.runs / "tokenizer"
     common = (
-        *SETTINGS, f"data.source={flags.source}", f"data.tokenizer=hf:{tokenizer.absolute()}",
+        *SETTINGS, f"data.source={SOURCE}", f"data.tokenizer=hf:{tokenizer.absolute()}",
         *flags.set, f"train.steps={flags.steps}",
     )  # fmt: skip
     if not tokenizer.exists():
         config = demo_config(common)
-        source = open_source(config.data, flags.source)
-        train_tokenizer(source, config.model.vocab_size, tokenizer)
-    half = f"train.dense_steps={flags.steps // 2}"
-    models = {
-        name: (*MODELS[HALVES[name]], half) if name in HALVES else MODELS[name]
-        for name in flags.models
-    }
-    trainings = {
-        (name, seed): Training(
-            RECIPE,
-            "demo",
-            flags.runs / f"{name}-seed{seed}",
-            flags.steps,
-            (*common, f"train.seed={seed}", *changes),
-            one_thread=True,
-        )
+        train_tokenizer(open_source(config.data, SOURCE), config.model.vocab_size, tokenizer)
+    changes = {name: models(flags.steps)[name] for name in flags.models}
+    settings = {
+        flags.runs / f"{name}-seed{seed}": (*common, f"train.seed={seed}", *changes[name])
         for seed in flags.seeds
-        for name, changes in models.items()
+        for name in changes
     }
-    for training in trainings.values():
-        check(training)
-    # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
-    with ThreadPoolExecutor(flags.jobs) as pool:
-        failures = [x for x in pool.map(partial(train, report.end), trainings.items()) if x]
-    finished = {key: training for key, training in trainings.items() if training.finished()}
-    documents = evaluated_documents(next(iter(finished.values()))) if finished else torch.empty(0)
+    for folder, own in settings.items():
+        check(folder, own)
+    for folder, own in settings.items():
+        train_run(RECIPE, "demo", folder, flags.steps, own, OMP_NUM_THREADS="1")
+    documents = evaluated_documents(demo_config(common).data)
     result: dict[str, Any] = {
         "documents": len(documents),
         "parameters": {
-            name: parameter_count(demo_config((*common, *changes)).model)
-            for name, changes in models.items()
+            name: parameter_count(demo_config((*common, *changes[name])).model) for name in changes
         },
         "losses": {
-            name: {str(y): losses(run, documents) for (x, y), run in finished.items() if x == name}
-            for name in models
+            name: {
+                str(seed): losses(flags.runs / f"{name}-seed{seed}", documents)
+                for seed in flags.seeds
+            }
+            for name in changes
         },
-        "failures": failures,
     }
-    print("\n".join([*lines(result), *failures]))
+    print(*lines(result), sep="\n")
     return result
 
 
-def check(training: Training) -> None:
+def check(folder: Path, settings: Sequence[str]) -> None:
     """Raise if the folder has a run with other settings."""
-    file, config = training.folder / "config.yaml", demo_config(training.settings)
+    file, config = folder / "config.yaml", demo_config(settings)
     if file.exists() and resolve_config(config, file) != config:
         raise ValueError(
-            f"--runs {training.folder.parent}: {file} has different settings from this command; "
+            f"--runs {folder.parent}: {file} has different settings from this command; "
             "choose another folder, or the --steps of that run"
         )
-
-
-def train(end: float, run: tuple[tuple[str, int], Training]) -> str | None:
-    """Train one run; return its failure or None."""
-    (name, seed), training = run
-    try:
-        training.train(end)
-    except RuntimeError as error:
-        return f"{name}, seed {seed} {error}"
-    print(f"{name}, seed {seed}: trained", flush=True)
-    return None
 
 
 def demo_config(settings: Sequence[str]) -> RunConfig:
@@ -173,9 +147,8 @@ def demo_config(settings: Sequence[str]) -> RunConfig:
     return resolve_config(runpy.run_path(str(RECIPE))["demo"](), assignments=list(settings))
 
 
-def evaluated_documents(training: Training) -> Tensor:
+def evaluated_documents(data: DataConfig) -> Tensor:
     """Return the first LENGTH + 1 tokens of held-out files, longer ones only: [documents, ..]."""
-    data = demo_config(training.settings).data
     tokenizer, (source,), rows = build_tokenizer(data), open_dataset(data).sources, list[Tensor]()
     for document in source.documents.read_all():
         ids = tokenizer.encode(source.division.text_for(document.text, "val"))
@@ -184,28 +157,22 @@ def evaluated_documents(training: Training) -> Tensor:
         if len(rows) == DOCUMENTS:
             break
     if not rows:
-        raise ValueError(f"--source {source.name}: no held-out file has {LENGTH:,} tokens")
+        raise ValueError(f"{source.name}: no held-out file has {LENGTH:,} tokens")
     return torch.stack(rows)
 
 
-def losses(training: Training, documents: Tensor) -> dict[str, float]:
+def losses(folder: Path, documents: Tensor) -> dict[str, float]:
     """Return a run's mean losses by place; they are kept in its folder."""
-    kept = training.folder / "text.json"
-    if not kept.exists():
-        run = load_run(training.folder, device="cpu", dtype=torch.float32)
-        model = run.model
-        with torch.no_grad():
-            loss = torch.stack(
-                [
-                    token_losses(model.hidden(row[None, :-1])[0], model.head_weight, row[1:])
-                    for row in documents
-                ]
-            )
+
+    @torch.no_grad()
+    def measure() -> dict[str, Any]:
+        model = load_run(folder, device="cpu", dtype=torch.float32).model
+        loss = torch.stack([document_losses(model, row) for row in documents])
         far = far_repeats(documents)
-        means = mean_losses(loss, PLACES)
-        means |= {"far repeats": loss[far].mean().item(), "repeats": far.sum().item()}
-        kept.write_text(json.dumps(means))
-    return dict(json.loads(kept.read_text()))
+        repeats = {"far repeats": loss[far].mean().item(), "repeats": far.sum().item()}
+        return mean_losses(loss, PLACES) | repeats
+
+    return kept(folder / "text.json", measure)
 
 
 def far_repeats(documents: Tensor) -> Tensor:
@@ -230,16 +197,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     """Return the rows as a Markdown table: means of seeds, and paired differences to the first."""
     names, rows = list(result["losses"]), []
     base = result["losses"][names[0]]
-    places = list(next(iter(base.values()), {}))[:-1]
+    places = [*mean_losses(torch.zeros(LENGTH), PLACES), "far repeats"]
     for name in names:
-        runs = result["losses"][name]
-        cells = []
+        runs, cells = result["losses"][name], []
         for place in places:
-            differences = [runs[seed][place] - base[seed][place] for seed in runs if seed in base]
-            cell = mean_and_range([run[place] for run in runs.values()], ".3f")
-            if name != names[0] and differences:
-                mean = sum(differences) / len(differences)
-                cell = f"{cell}; {mean:+.3f} ± {margin(differences):.3f}"
-            cells.append(cell)
+            text = f"{fmean(run[place] for run in runs.values()):.3f}"
+            if name != names[0]:
+                differences = [runs[seed][place] - base[seed][place] for seed in runs]
+                text += f"; {fmean(differences):+.3f} ± {margin(differences):.3f}"
+            cells.append(text)
         rows.append([name, *cells, f"{result['parameters'][name]:,}"])
     return markdown_table(["model", *places, "parameters"], rows)

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +37,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--micro-batch", type=int, default=8, help="sequences (%(default)s)")
     add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
-    add("--layers", type=int, default=12, help="transformer blocks (%(default)s)")
-    add("--vocab", type=int, default=50_304, help="rows of the embedding (%(default)s)")
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
     add("--compressor", choices=COMPRESSORS, default="mean", help="of three branches (%(default)s)")
     add("--selector-loss", action="store_true", help="count the selector loss too")
-    add("--operations", action="store_true", help="list operations and launches by name too")
 
 
 def run(report: Report) -> dict[str, Any]:
@@ -59,37 +55,14 @@ def run(report: Report) -> dict[str, Any]:
         "dense": KINDS["dense"],
     }
     for kind, attention in models.items():
-        config = ModelConfig(
-            layers=flags.layers,
-            vocab_size=flags.vocab,
-            attention=attention,
-            activation_checkpointing=flags.checkpointing,
-        )
+        config = ModelConfig(attention=attention, activation_checkpointing=flags.checkpointing)
         dense = kind.endswith("dense steps")
         operations = record_operations(config, flags.micro_batch, flags.seq_len, dense)
         rows = totals(operations)
         result[kind] = [{"kind": kind, **row} for row in rows]
-        _print(kind, rows)
-        if flags.operations:
-            _print_names(operations)
-    return result
-
-
-def _print(kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    lines = [[kind, "operations", "GB", "launches", "their GB"]]
-    for row in rows:
-        cells = [f"{row['operations']:,}", f"{row['bytes'] / 1e9:.2f}", f"{row['launches']:,}"]
-        lines.append([row["part"], *cells, f"{row['launch_bytes'] / 1e9:.2f}"])
-    print_table(lines)
-
-
-def _print_names(operations: Sequence[Operation]) -> None:
-    launches = [x for operation in operations for x in operation.launches]
-    for title, items in (("operation", operations), ("launch", launches)):
-        counts, moved = Counter[str](), Counter[str]()
-        for item in items:
-            counts[item.name] += 1
-            moved[item.name] += item.bytes
-        lines = [[title, "count", "GB"]]
-        lines += [[x, f"{counts[x]:,}", f"{y / 1e9:.2f}"] for x, y in moved.most_common()]
+        lines = [[kind, "operations", "GB", "launches", "their GB"]]
+        for row in rows:
+            cells = [f"{row['operations']:,}", f"{row['bytes'] / 1e9:.2f}", f"{row['launches']:,}"]
+            lines.append([row["part"], *cells, f"{row['launch_bytes'] / 1e9:.2f}"])
         print_table(lines)
+    return result

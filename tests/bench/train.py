@@ -24,12 +24,10 @@ from tests.bench.harness import (
     Result,
     Step,
     add_gpu_flags,
-    cell,
+    lengths,
     nvidia_smi,
-    peak_bytes,
-    print_table,
+    print_results,
     ratio,
-    synchronize,
     words_of,
 )
 
@@ -73,16 +71,14 @@ class Stepper:
             for weight, master in zip(self.weights, self.masters, strict=True):
                 weight.copy_(master)
 
-    def held(self) -> list[Tensor]:
-        """Return the tensors that stay on the device between steps."""
-        states = [x for state in self.optimizer.state.values() for x in state.values()]
-        return [*self.weights, *self.masters, *(x for x in states if isinstance(x, Tensor))]
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_gpu_flags(parser, "2k,8k,32k")
+    add_gpu_flags(parser)
     about = f"attention, in the order of measuring: {', '.join(KINDS)} (%(default)s)"
     add = parser.add_argument
+    add("--lengths", type=lengths, default="2k,8k,32k", help="of sequences (%(default)s)")
+    add("--layers", type=int, default=12, help="transformer blocks")
+    add("--vocab", type=int, default=50_304, help="rows of the embedding")
     add("--kinds", type=words_of(*KINDS), default="nsa,dense", help=about)
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
     add("--compile", action="store_true", help="compile blocks, as train.compile does")
@@ -99,10 +95,17 @@ def run(report: Report) -> None:
 
 def _case(seq_len: int, report: Report) -> None:
     flags, device = report.flags, report.device
-    chip = report.data["environment"]["hardware"].get("name", "")
-    peak = peak_flops(chip, report.dtype_name)  # None if unknown
+    peak = peak_flops(torch.cuda.get_device_name(), "bf16") if report.on_gpu else None
     ids, labels = random_batch(flags.vocab, flags.tokens, seq_len, device)
-    configs = {kind: model_config(report, kind) for kind in flags.kinds}
+    configs = {
+        kind: ModelConfig(
+            layers=flags.layers,
+            vocab_size=flags.vocab,
+            attention=replace(KINDS[kind], backend=report.backend),
+            activation_checkpointing=flags.checkpointing,
+        )
+        for kind in flags.kinds
+    }
 
     def measure(kind: str, stepper: Stepper, result: Result) -> None:
         step = partial(stepper.step, ids, labels)
@@ -110,7 +113,7 @@ def _case(seq_len: int, report: Report) -> None:
         result["tokens_per_s"] = ids.numel() / result["loop_ms"] * 1e3
         flops = flops_per_token(configs[kind], seq_len)
         result["mfu"] = ratio(result["tokens_per_s"] * flops, peak)
-        result["peak_bytes"] = peak_bytes(step, stepper.held(), device)
+        result["peak_bytes"] = report.peak_bytes(step)
 
     steppers = {
         kind: partial(Stepper, config, device, report.dtype, flags.compile)
@@ -128,24 +131,7 @@ def _case(seq_len: int, report: Report) -> None:
     row = {"length": seq_len, "batch": len(ids), "layers": flags.layers, "vocab_size": flags.vocab}
     row["checkpointing"] = flags.checkpointing
     report.add(row | {"implementations": results} | over)
-    lines = [[f"T={seq_len} batch {len(ids)}", "ms", "tokens/s", "MFU", "peak GB", "over dense"]]
-    for kind, result in results.items():
-        rate, mfu = cell(result["tokens_per_s"], ",.0f"), cell(result["mfu"], ".1%")
-        memory = cell(ratio(result["peak_bytes"], 1e9))
-        gain = over.get(f"{kind}_over_dense", {}).get("tokens_per_s")
-        lines.append([kind, cell(result["loop_ms"]), rate, mfu, memory, cell(gain)])
-    print_table(lines, results)
-
-
-def model_config(report: Report, kind: str) -> ModelConfig:
-    """Return M7C with the flags' size, attention and activation checkpointing."""
-    flags = report.flags
-    return ModelConfig(
-        layers=flags.layers,
-        vocab_size=flags.vocab,
-        attention=replace(KINDS[kind], backend=report.backend),
-        activation_checkpointing=getattr(flags, "checkpointing", "none"),
-    )
+    print_results(f"T={seq_len} batch {len(ids)}", FIGURES, results, over)
 
 
 def random_batch(
@@ -159,14 +145,15 @@ def random_batch(
 
 def loop(step: Step, device: torch.device, seconds: float) -> Result:
     """Return a step's wall milliseconds in a loop of `seconds`, and the clocks during others."""
+    synchronize = torch.get_device_module(device).synchronize
     for _ in range(WARM_UP):
         step()
-    synchronize(device)
+    synchronize()
     steps, start = 0, time.perf_counter()
     while not steps or time.perf_counter() - start < seconds:
         for _ in range(IN_A_ROW):
             step()
-        synchronize(device)
+        synchronize()
         steps += IN_A_ROW
     result: Result = {"loop_ms": (time.perf_counter() - start) * 1e3 / steps, "steps": steps}
     if device.type == "cuda":

@@ -26,7 +26,6 @@ from nsa.ops.triton import pool_limit
 from nsa.ops.triton.configs import MAX_CANDIDATES, choosing_for, override_choices
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
-from tests.bench.harness import SHAPES
 from tests.bench.train import KINDS
 from tests.operations import record_operations
 
@@ -253,8 +252,8 @@ SPECIAL = [
 ]
 # The GPU benchmarks; beyond 8k tokens nothing more is compiled.
 BENCHMARKS = [
-    ((*SHAPES[name], length), spec)
-    for name in ("m7c", "64x4x128")
+    ((*heads, length), spec)
+    for heads in ((12, 2, 64, 64), (64, 4, 128, 128))
     for length in (SHORT, 8192)
     for spec in (PAPER, DISJOINT, INDEXED)
 ]

@@ -17,20 +17,18 @@ import numpy as np
 
 from nsa.spec import NSASpec
 
-SELECTIONS = ("random", "local", "alike")
-
 
 def selections(kind: str, offsets: Any, spec: NSASpec, heads: int) -> list[Any]:
     """What each head's queries select, bool [T, blocks of the longest of the documents].
 
-    The forced blocks, and random ones, the last (local) or the first (alike).
+    The forced blocks, and random ones, or the last with the kind "local".
     """
     lengths, draw, masks = np.diff(offsets), np.random.default_rng(0), []
     own = np.concatenate([np.arange(n) for n in lengths])[:, None] // spec.select_len
     block = np.arange(spec.select_blocks_len(int(lengths.max()))) + 0 * own
     forced = (block < spec.init_blocks) | (block > own - spec.local_blocks)
     for _ in range(heads):
-        score = {"local": block, "alike": -block}.get(kind, draw.random(block.shape))
+        score = block if kind == "local" else draw.random(block.shape)
         order = np.argsort(np.where(block > own, np.inf, -score - block.size * forced), 1)
         masks.append(np.zeros(block.shape, bool))
         np.put_along_axis(masks[-1], order[:, : spec.select_top], True, 1)

@@ -22,7 +22,6 @@ from nsa.ops.triton.configs import (
     warp_size,
 )
 from nsa.ops.triton.launch import recording
-from tests.bench import harness
 from tests.ops.triton.parity import KERNELS
 
 GPU = torch.device("cuda", 0)
@@ -117,18 +116,13 @@ def test_a_tensor_of_2_gb_has_a_binary_of_its_own(
     assert len(compiled) == binaries
 
 
-def test_results_and_runs_record_amds_chip_and_rocm(
-    on_chip: OnChip, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_record_amds_chip_and_rocm(on_chip: OnChip, monkeypatch: pytest.MonkeyPatch) -> None:
     on_chip("gfx942")
     gpu = SimpleNamespace(
         **{"gcnArchName": "gfx942:xnack-", "name": "AMD Instinct MI300X", "major": 9, "minor": 4},
         **{"multi_processor_count": 304, "total_memory": 192 * 10**9, "L2_cache_size": 2**22},
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    hardware = harness.environment("", GPU)["hardware"]
-    assert (hardware["capability"], hardware["rocm"]) == ("gfx942", "7.0")
-    assert not any(hardware["nvidia_smi"].values())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 22, 3))

@@ -22,7 +22,7 @@ from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Inputs
 from tests.ops.triton.parity import DEVICE, settings
-from tests.ops.triton.program_costs import SELECTIONS, program_costs, selections, simulated
+from tests.ops.triton.program_costs import program_costs, selections, simulated
 
 SPEC = NSASpec(4, 2, 20, 3, 1, 1, 37)
 CASES = {
@@ -114,7 +114,7 @@ def test_programs_start_in_order_and_share_a_multiprocessors_speed(
     assert simulated(np.array(costs), multiprocessors, blocks) == time
 
 
-@pytest.mark.parametrize("kind", SELECTIONS[:2])
+@pytest.mark.parametrize("kind", ["random", "local"])
 @pytest.mark.parametrize("multiprocessors", [108, 132])
 @pytest.mark.parametrize(("batch", "seq_len"), [(8, 2048), (16, 1024), (4, 4096), (2, 8192)])
 def test_attention_of_16384_tokens_is_balanced(
