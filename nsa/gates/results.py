@@ -111,9 +111,10 @@ class GateResult:
 
     @property
     def count(self) -> str:
-        passed = sum(criterion.ok is True for criterion in self.criteria)
-        count = f"{passed} of {len(self.criteria)} criteria met"
-        return count + (f", {len(self.unmeasured)} not measured" if self.unmeasured else "")
+        failed, unmeasured = len(self.failed), len(self.unmeasured)
+        count = f"{len(self.criteria) - failed - unmeasured} criteria met"
+        count += f", {failed} failed" if failed else ""
+        return count + (f", {unmeasured} not measured" if unmeasured else "")
 
     @property
     def summary(self) -> str:
