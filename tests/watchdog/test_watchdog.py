@@ -147,7 +147,11 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]]
     "orphans fail": (("launcher:die", "0:slow-save", "1:slow-save", "1:exit-2"), (), {}),
     "crash once": (("1:crash-once",), ("--restart", 3, "--backoff", 0.1), {}),
     "crash loop": (("1:failed",), ("--restart", 9, "--backoff", 0.1), {"config": False}),
-    "gets further": (("0:extra-step", "1:extra-step", "1:failed"), RESTART_ONCE, {}),
+    "gets further": (
+        ("0:extra-step", "1:extra-step", "1:failed"),
+        ("--restart", 2, "--backoff", 0.1),
+        {},
+    ),
     "old heartbeats": (("0:slow-save", "0:clock-jump", "1:slow-save", "1:clock-jump"), (), {}),
     "linger": (("0:linger",), (), {"compute": 0.5}),
     "stopped launcher": (("launcher:stop", "0:finished", "1:finished"), (), {}),
@@ -276,8 +280,19 @@ def test_two_crashes_before_the_first_heartbeat_are_a_crash_loop() -> None:
 def test_restarts_are_limited_though_the_run_gets_further(runs: Runs) -> None:
     run = runs["gets further"]
     assert run.exit_code() == 1
-    assert len(run.calls()) == 2
-    assert "all 1 restarts are used up" in run.stderr
+    assert len(run.calls()) == 3
+    assert "all 2 restarts are used up" in run.stderr
+    restarts = [(restart["step"], restart["back_off"]) for restart in run.halt()["restarts"]]
+    assert restarts == [(3, 0.1), (4, 0.2)], "the second wait is twice as long"
+
+
+def test_a_signal_ends_the_wait_before_a_restart() -> None:
+    process = call("--restart", 9, "--backoff", 600, "--", "sh", "-c", "exit 5")
+    assert process.stderr is not None
+    assert "restart 1 of 9 in 300 s" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
 
 
 def test_old_heartbeats_torn_lines_and_a_jumping_clock_are_no_hang(runs: Runs) -> None:
@@ -306,6 +321,7 @@ def test_a_signal_reaches_the_ranks_alone_so_that_they_save(watch: Watch) -> Non
     run = watch(*TRAIN)
     run.wait_for_phase("backward")
     run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)  # as a terminal and a scheduler may: not a second one
     assert run.exit_code() == 0
     assert run.statuses() == ["preempted: SIGTERM"] * 2
 
@@ -317,6 +333,25 @@ def test_a_second_signal_kills_the_run(watch: Watch) -> None:
         run.process.send_signal(signal.SIGTERM)
         time.sleep(0.6)
     assert run.exit_code() == 143
+
+
+def test_only_a_signal_more_than_a_second_later_is_urgent_and_nohup_is_respected() -> None:
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+    handlers = [signal.getsignal(number) for number in numbers]
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        state = supervisor.SignalState()
+        signal.raise_signal(signal.SIGHUP)
+        assert state.signal is None
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert (state.signal, state.urgent) == (signal.SIGINT, False)
+        time.sleep(1.1)
+        signal.raise_signal(signal.SIGTERM)
+        assert (state.signal, state.urgent) == (signal.SIGINT, True)
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_signal_before_the_first_heartbeat_ends_the_command(tmp_path: Path) -> None:

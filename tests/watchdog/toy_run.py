@@ -3,7 +3,7 @@
     python toy_run.py FOLDER FAULT ... [--resume] [--run-dir FOLDER]
 
 A FAULT is `0:hang` for rank 0, `launcher:die` or `launcher:stop`; `run_rank` lists them. `train`:
-stay in the backward pass. `extra-step`: after a resume take 4 steps, not 3. `linger`: do not exit
+stay in the backward pass. `extra-step`: take a step more at each start. `linger`: do not exit
 after the last heartbeat. Only the standard library is imported, so that it starts fast.
 """
 
@@ -94,7 +94,8 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     while not (folder / "watched").exists() and time.monotonic() < deadline:
         time.sleep(INTERVAL)
     rank.wait(0.4)  # long enough for a busy watchdog to find the ranks after a restart
-    rank.steps(4 if "extra-step" in faults and resumed else 3)
+    starts = len((folder / "calls.txt").read_text().splitlines())
+    rank.steps(2 + starts if "extra-step" in faults else 3)
     if "clock-jump" in faults:
         rank.clock = -86_400.0
     if "hang" in faults:
