@@ -24,11 +24,11 @@ from typing import Any
 
 import yaml
 
-MAX_TEXT_BYTES = 2**28  # of a text file; ours are far smaller
+MAX_TEXT_BYTES = 2**28  # of a text file; this project's are far smaller
 MAX_YAML_CHARS = 2**18  # PyYAML is slow
 OTHER_BASE = re.compile("[-+]?(0[0-9_xXbB]|.*:)")  # octal, hexadecimal, binary, base 60
 FORCE_DATA, FORCE_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-MAX_DEPTH = 100  # levels of nesting; ours have fewer than ten
+MAX_DEPTH = 100  # levels of nesting; this project's files have fewer than ten
 
 
 def open_regular(path: Path) -> FileIO:
@@ -58,7 +58,7 @@ def read_text(path: Path, errors: str = "strict", limit: int = MAX_TEXT_BYTES) -
     with open_limited(path, limit) as file:
         try:
             return file.read().decode("utf-8", errors)
-        except OSError as error:  # of a read it names no file
+        except OSError as error:  # an error of read() names no file
             error.filename = str(path)
             raise
 
@@ -91,14 +91,14 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     return value
 
 
-def read_object(path: Path, of: str = "a configuration", fix: str = "") -> dict[str, Any]:
-    """Return the object in a JSON file; raise a ValueError that names the file and the fix."""
+def read_object(path: Path, kind: str = "a configuration", fix: str = "") -> dict[str, Any]:
+    """Return a JSON file's object; raise a ValueError that names the file, its kind and the fix."""
     try:
         tree = parse_json(read_text(path))
         if not isinstance(tree, dict):
             raise ValueError("it is no object")
     except ValueError as error:
-        raise ValueError(f"{path}: not the JSON of {of}: {error}{fix}") from None
+        raise ValueError(f"{path}: not the JSON of {kind}: {error}{fix}") from None
     return tree
 
 
@@ -136,7 +136,7 @@ _YAMLLoader.add_constructor("tag:yaml.org,2002:float", _YAMLLoader.construct_yam
 
 
 def _decimal(node: yaml.ScalarNode, read: Callable[[yaml.ScalarNode], float]) -> yaml.ScalarNode:
-    """Return a number's node; raise an error with its value if it is not decimal."""
+    """Return a number's node; raise an error that says what YAML reads if it is not decimal."""
     if OTHER_BASE.match(node.value) is None:
         return node
     value = f"is {read(node)}" if len(node.value) < 20 else "is not decimal"
@@ -161,17 +161,14 @@ def parse_yaml(text: str) -> Any:
 
 def check_depth(value: Any) -> None:
     """Raise a ValueError if dicts and lists are nested too deeply for recursive functions."""
-    level = [value]
+    level = [value]  # all values at one depth
     for _ in range(MAX_DEPTH):
-        if not level:
+        containers = [x for x in level if isinstance(x, dict | list)]
+        if not containers:
             return
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, dict | list)
-        ]
+        level = []
+        for container in containers:
+            level += container.values() if isinstance(container, dict) else container
     raise ValueError("nested too deeply")
 
 
@@ -185,16 +182,17 @@ def matches(value: Any, shape: Any) -> bool:
         return any(matches(value, alternative) for alternative in shape)
     if isinstance(shape, list):
         return isinstance(value, list) and all(matches(item, shape[0]) for item in value)
+    if isinstance(shape, dict) and str in shape:
+        return isinstance(value, dict) and all(matches(x, shape[str]) for x in value.values())
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(
-            all(matches(item, part) for item in value.values())
-            if key is str
-            else key in value and matches(value[key], part)
-            for key, part in shape.items()
+            key in value and matches(value[key], part) for key, part in shape.items()
         )
-    if type(value) is int:
-        return shape is int and 0 <= value < 2**62
-    return type(value) is shape and (shape is not float or math.isfinite(value))
+    if type(value) is not shape:
+        return False
+    if shape is int:
+        return 0 <= value < 2**62
+    return shape is not float or math.isfinite(value)
 
 
 @contextlib.contextmanager

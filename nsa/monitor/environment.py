@@ -22,7 +22,7 @@ from nsa.system import output_of, package_version, text_or_empty
 from nsa.text import align
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
-# Prefixes of the variables to record; not recorded are all others and those that match _SECRET.
+# Prefixes of the variables to record, unless their names match _SECRET.
 _VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|URL|URI|DSN|PROXY")
 
@@ -65,7 +65,7 @@ def environment() -> dict[str, Any]:
 def git_commit(source: Path) -> str | None:
     """Return the commit of this code, "+changes" if edited; None without git or a checkout."""
     git = partial(output_of, "git", "-C", str(source.parent))
-    # An installed copy may lie in a checkout.
+    # An installed copy, which git does not track, may lie in a checkout of something else.
     if not git("ls-files", "--error-unmatch", source.name):
         return None
     status = git("status", "--porcelain=v2", "--branch", "-uno").splitlines()
@@ -99,20 +99,20 @@ def _cuda() -> dict[str, Any] | None:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of NVIDIA's kernel module; much faster than nvidia-smi."""
+    """Return the version of NVIDIA's kernel module, much faster than nvidia-smi does."""
     match = re.search(r"\b\d+\.\d+(\.\d+)*\b", text_or_empty(file))
     return match[0] if match else None
 
 
-_ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's names
+_ACCUMULATOR_DTYPES = ("grad_acc_dtype", "gradient_accumulation_dtype")  # of DeepSpeed's optimizers
 _HEADER = ("module", "kind", "parameters", "gradients")
 
 
 class DtypeReport:
-    """Hooks on the parameters of `module` during its first step; `write` removes them.
+    """Records dtypes with hooks on the parameters of `module`, until `write` removes the hooks.
 
-    Gradients are recorded when a parameter receives them, because DeepSpeed frees them later. Only
-    names of dtypes are kept: no result changes and no tensor lives longer.
+    A gradient's dtype is recorded when its parameter receives it, because DeepSpeed frees gradients
+    later. Only names of dtypes are kept: no result changes and no tensor is held longer.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -120,10 +120,10 @@ class DtypeReport:
         self._gradients: dict[str, set[str]] = defaultdict(set)  # by module
         self._hooks: list[Any] = []
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            names = self._gradients[name.rpartition(".")[0]]
+            dtypes = self._gradients[name.rpartition(".")[0]]
             if parameter.requires_grad:
-                hook = parameter.register_hook(lambda x, names=names: names.add(_name(x.dtype)))
-                self._hooks.append(hook)
+                hook = partial(_record_dtype, dtypes)
+                self._hooks.append(parameter.register_hook(hook))
 
     def write(self, path: Path, optimizer: Any) -> None:
         """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
@@ -135,17 +135,17 @@ class DtypeReport:
             warn(f"{path} was not written, the run continues: {error!r}")
 
     def _modules(self) -> str:
-        """Return a table with a row per module; equal rows of all layers are merged."""
-        names_of: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        """Return a table with a row per module; rows that are equal in all layers are merged."""
+        names_of: dict[tuple[str, ...], list[str]] = defaultdict(list)  # by row
         for name, part in self._module.named_modules():
             if dtypes := _dtypes(part.parameters(recurse=False)):
-                pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+                pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)  # blocks.*.mlp
                 row = (pattern, type(part).__name__, _join(dtypes), _join(self._gradients[name]))
                 names_of[row].append(name)
-        patterns = Counter(row[0] for row in names_of)
+        rows_of_pattern = Counter(row[0] for row in names_of)
         rows: list[tuple[str, ...]] = [_HEADER]
         for (pattern, *cells), names in names_of.items():
-            if len(names) > 1 and patterns[pattern] == 1:
+            if len(names) > 1 and rows_of_pattern[pattern] == 1:
                 names = [f"{pattern} ({len(names)})"]
             rows += [(name, *cells) for name in names]
         return "\n".join(align(rows)) + "\n"
@@ -156,7 +156,7 @@ def _optimizer_states(optimizer: Any) -> str:
     dtypes: dict[str, set[str]] = defaultdict(set)
     wrappers = [type(optimizer).__name__]
     while hasattr(optimizer, "optimizer"):
-        for name in _ACCUMULATED:
+        for name in _ACCUMULATOR_DTYPES:
             if isinstance(dtype := getattr(optimizer, name, None), torch.dtype):
                 dtypes["accumulated gradients"].add(_name(dtype))
         optimizer = optimizer.optimizer
@@ -168,6 +168,10 @@ def _optimizer_states(optimizer: Any) -> str:
     rows: list[tuple[str, ...]] = [("optimizer state", "dtype")]
     rows += [(name, _join(names)) for name, names in dtypes.items() if names]
     return f"optimizer: {' > '.join(wrappers)}\n" + "\n".join(align(rows)) + "\n"
+
+
+def _record_dtype(dtypes: set[str], gradient: torch.Tensor) -> None:
+    dtypes.add(_name(gradient.dtype))
 
 
 def _dtypes(values: Iterable[Any]) -> set[str]:

@@ -34,19 +34,19 @@ class _Sample:
 
     gates: Tensor | None  # [B, S, Hq, 3]; None: the layer has none
     blocks: Tensor  # [B, S, Hkv, n]
-    previous: Tensor  # [B, S - 1, Hkv, n], blocks of the tokens before sampled queries 1 … S - 1
+    previous: Tensor  # [B, S - 1, Hkv, n], blocks of the token before each sampled query but 0
     stride: int
     seq_len: int
     cu_seqlens: Tensor | None
-    selector: Tensor | None  # SELECTOR_STATISTICS; None: without the selector loss
+    selector_statistics: Tensor | None  # SELECTOR_STATISTICS; None: without the selector loss
 
 
 class HealthRecorder:
     """Samples the first forward pass of each layer after `arm`; `read` computes the statistics.
 
-    Layers call their `observer` with gates, selected blocks, cu_seqlens and selector loss; without
-    one they pay one attribute lookup. Recomputed and later forward passes are ignored. Blocks
-    compiled by train.compile are sampled; a model that you compile as a whole is not.
+    Layers call their `observer` with gates, selected blocks, cu_seqlens and selector loss; a layer
+    without an observer pays one attribute lookup. Recomputed and later forward passes are ignored.
+    Blocks compiled by train.compile are sampled; a model that you compile as a whole is not.
     """
 
     def __init__(self, layers: Mapping[str, Any], spec: NSASpec) -> None:
@@ -86,11 +86,11 @@ class HealthRecorder:
         def work() -> _Sample:
             batch, seq_len = blocks.shape[:2]
             stride = -(-batch * seq_len // MAX_QUERIES)
-            selector = None
+            selector_statistics = None
             if selector_loss is not None:
                 queries, target = layer.selector_target
                 recall = _recall(queries, target, blocks, cu_seqlens, self._spec)
-                selector = torch.cat([selector_loss[None], recall])
+                selector_statistics = torch.cat([selector_loss[None], recall])
             return _Sample(  # copies, which keep no activation alive
                 None if gates is None else gates[:, ::stride].detach().clone(),
                 blocks[:, ::stride].clone(),
@@ -98,7 +98,7 @@ class HealthRecorder:
                 stride,
                 seq_len,
                 cu_seqlens,
-                selector,
+                selector_statistics,
             )
 
         sample = self._try(work)
@@ -108,7 +108,7 @@ class HealthRecorder:
     def _try(self, work: Callable[[], T]) -> T | None:
         """Call `work`; if it fails (for example out of memory), switch the recorder off."""
         try:
-            # Selective checkpointing counts operations; these must not be among them.
+            # Selective checkpointing counts operations, but must not count those of `work`.
             with _disable_current_modes(), torch.no_grad():
                 return work()
         except Exception as error:
@@ -123,19 +123,21 @@ def _recall(
 ) -> Tensor:
     """Return the fraction of the target that selected blocks hold, and that random ones would: [2].
 
-    Only of queries with more candidates than they select; NaN without any.
+    Only queries with more candidates than they select count; NaN if there are none.
     """
     count = target.shape[-1]
     own = (queries - _document_starts(queries, cu_seqlens)) // spec.select_len  # [S]
     number = torch.arange(count, device=queries.device)
     ranked = (number >= spec.init_blocks) & (number <= own[:, None] - spec.local_blocks)  # [S, M]
     index = blocks[:, queries].transpose(1, 2).long()  # [B, Hkv, S, n]
+    # An additional column takes the padding of index, -1.
     selected = torch.zeros(*target.shape[:-1], count + 1, dtype=torch.bool, device=target.device)
     selected = selected.scatter_(-1, index.where(index >= 0, count), True)[..., :count]
     target = target * (own >= spec.select_top)[:, None]
-    chance = (selected & ranked).sum(-1) / ranked.sum(-1).clamp(min=1)  # of a ranked block
-    held = (target * selected).sum(), (target.sum(-1) * chance).sum()
-    return torch.stack(held) / target.sum()
+    # The fraction of ranked blocks that a query selects: a random selection holds as much of them.
+    chance = (selected & ranked).sum(-1) / ranked.sum(-1).clamp(min=1)
+    held, held_by_random = (target * selected).sum(), (target.sum(-1) * chance).sum()
+    return torch.stack((held, held_by_random)) / target.sum()
 
 
 def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -149,14 +151,15 @@ def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def _health(samples: list[_Sample], spec: NSASpec) -> Health:
     """Compute the statistics of all layers on the device; copy them to the host together.
 
-    Statistics of free blocks become None where there are none (NaN, from 0/0), and so do those of
-    gates in layers without.
+    Without free blocks their statistics are None (NaN on the device, from 0/0); without gates the
+    gates' statistics are None.
     """
     names = [name for name in LAYER_STATISTICS if not name.startswith("gate_")]
     columns = _block_statistics(samples, spec)
-    if selectors := [sample.selector for sample in samples if sample.selector is not None]:
+    selector = [x.selector_statistics for x in samples if x.selector_statistics is not None]
+    if selector:
         names += SELECTOR_STATISTICS
-        columns += torch.stack(selectors).unbind(1)
+        columns += torch.stack(selector).unbind(1)
     bins = columns[0].new_zeros(len(samples), len(BRANCHES), 0)
     if gates := [sample.gates for sample in samples if sample.gates is not None]:
         names += [name for name in LAYER_STATISTICS if name.startswith("gate_")]
@@ -190,29 +193,29 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
     first = samples[0]
     position = torch.arange(0, first.seq_len, first.stride, device=blocks.device, dtype=torch.int32)
     start = _document_starts(position, first.cu_seqlens)
-    current = ((position - start) // spec.select_len)[:, None, None]  # each query's own block
+    own = ((position - start) // spec.select_len)[:, None, None]  # the block that a query is in
     selected = blocks >= 0
-    forced = selected & ((blocks < spec.init_blocks) | (blocks > current - spec.local_blocks))
-    choosing = current >= spec.select_top  # more candidates than can be selected
-    free = selected & ~forced & choosing  # selected by importance
+    forced = selected & ((blocks < spec.init_blocks) | (blocks > own - spec.local_blocks))
+    has_choice = own >= spec.select_top  # more candidates than can be selected
+    free = selected & ~forced & has_choice  # selected by importance
     dims = (1, 2, 3, 4)
     free_count = free.sum(dims)
-    distance = current - blocks
+    distance = own - blocks
     nearer = [(free & (distance < edge)).sum(dims) for edge in DISTANCES[1:]]
     return [
-        choosing.float().mean().expand(len(blocks)),
+        has_choice.float().mean().expand(len(blocks)),
         forced.sum(dims) / selected.sum(dims),
-        _entropy(blocks, free, current, first.seq_len, spec),
+        _entropy(blocks, free, own, first.seq_len, spec),
         _overlap(blocks[:, :, 1:], previous, free[:, :, 1:]),
         (distance * free).sum(dims) / free_count,
         *_fractions(nearer, free_count).unbind(1),
     ]
 
 
-def _entropy(blocks: Tensor, free: Tensor, current: Tensor, seq_len: int, spec: NSASpec) -> Tensor:
+def _entropy(blocks: Tensor, free: Tensor, own: Tensor, seq_len: int, spec: NSASpec) -> Tensor:
     """Return the entropy of the free blocks, scaled to 0 (always the same) … 1 (uniform); [L].
 
-    Unscaled, a head's minimum is the logarithm of the number of free blocks of one query.
+    Before scaling, a head's lowest entropy is the logarithm of the number of free blocks per query.
     """
     layers, heads = len(blocks), blocks.shape[3]
     columns = -(-seq_len // spec.select_len)
@@ -224,14 +227,14 @@ def _entropy(blocks: Tensor, free: Tensor, current: Tensor, seq_len: int, spec: 
     entropy = -torch.special.xlogy(p, p).sum(-1).mean(-1)
     always = spec.init_blocks + spec.local_blocks
     lowest = math.log(max(1, spec.select_top - always))
-    highest = (current.max() + 1 - always).float().log()
+    highest = (own.max() + 1 - always).float().log()
     return (entropy - lowest) / (highest - lowest)
 
 
 def _overlap(blocks: Tensor, previous: Tensor, counted: Tensor) -> Tensor:
     """Return the fraction of the counted blocks that the previous token also selected; [L].
 
-    The previous token lies in the same document: the first query of a document has no free block.
+    The previous token is in the same document: the first query of a document has no free block.
     """
     index = torch.searchsorted(previous, blocks.contiguous()).clamp(max=previous.shape[-1] - 1)
     shared = (previous.gather(-1, index) == blocks) & counted

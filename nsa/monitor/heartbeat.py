@@ -1,4 +1,4 @@
-"""Where a rank is: its step and phase, written by a thread even while training hangs; stacks.
+"""Heartbeat: a rank's step and phase, written by a thread even while training hangs; stack dumps.
 
 heartbeat_rank<k>.jsonl     a line at the start and end of each step, and one every few seconds
 heartbeat_rank<k>.1.jsonl   older lines, moved here when the first file reaches its size limit
@@ -30,19 +30,18 @@ from nsa.monitor.observer import warn
 
 _BATCH_SECONDS = 0.5  # longest delay between a line and its write
 _BACKLOG = 1_000  # lines kept while the disk refuses writes
-_POLL_SECONDS = 0.25  # between two looks for a new stack dump
-# NCCL's recorder, and that of the other backends. The first read fixes a recorder's size, so none
-# is read before a process group exists.
-_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-_Range = tuple[str, int, int]  # process group, first and last collective not known to have ended
+_POLL_SECONDS = 0.25  # between two checks for a new stack dump
+# torch's functions that dump the flight records of NCCL and of the other backends. The first call
+# fixes a recorder's size, so none is called before a process group exists.
+_DUMP_FUNCTIONS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+_Pending = tuple[str, int, int]  # process group, first and last collective not known to have ended
 
 
 class Heartbeat:
     """Records the step and phase of a rank without delaying the training thread.
 
-    `seconds` is the time between two progress lines. `step`, `tokens` and
-    `skipped` are those of the checkpoint that a resumed run loads. A full disk costs lines, not the
-    run.
+    `seconds` is the time between two progress lines. `step`, `tokens` and `skipped` come from the
+    checkpoint that a resumed run loads. A full disk costs lines, not the run.
     """
 
     def __init__(
@@ -58,8 +57,12 @@ class Heartbeat:
         limit: int = 16 * 2**20,
     ) -> None:
         self._file = _LineFile(folder / f"heartbeat_rank{rank}.jsonl", limit)
-        process = {"pid": os.getpid(), "host": platform.node()}
-        self._constant = {"rank": rank, **process, "backend": backend}
+        self._constant = {
+            "rank": rank,
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "backend": backend,
+        }
         self._seconds = seconds
         # (phase, its start, micro-step): one tuple, so that the thread reads all three together.
         self._position = ("setup", time.monotonic(), 0)
@@ -70,8 +73,10 @@ class Heartbeat:
         self._measured_at: tuple[str, float, int] | None = None  # position when memory was read
         self._collective = CurrentCollective()
         self._unwritten: list[dict[str, Any]] = []
-        self._recorded = self._written = self._lost = 0  # lines so far; _written: some may be lost
-        self._lines = threading.Condition()  # guards these; notified after each write
+        self._recorded = 0  # lines so far
+        self._written = 0  # lines so far that were written or lost
+        self._lost = 0
+        self._lock = threading.Condition()  # of the lines and their counts; notified of each write
         self._status: str | None = None  # how the run ended
         self._wake = threading.Event()
         self._record("start")
@@ -84,14 +89,14 @@ class Heartbeat:
         self._position = (phase, time.monotonic(), micro_step)
 
     def step_start(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to run."""
+        """Record the start of `step`, counted from 1."""
         self._step = step - 1
         if self._device is None and (cuda := initialized_cuda()) is not None:
             self._device = int(cuda.current_device())  # a property of this thread
         self._record("step_start")
 
     def step_end(self, step: int, tokens: int, skipped: int) -> None:
-        """Step `step` is done; `tokens` (of all ranks) and `skipped` count from the run's start."""
+        """Record the end of `step`; `tokens` (of all ranks) and `skipped` count from the start."""
         self._step, self._tokens, self._skipped = step, tokens, skipped
         self._record("step_end")
 
@@ -100,14 +105,14 @@ class Heartbeat:
         self._loss = loss if math.isfinite(loss) else None
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Write the lines so far; return False if the disk refuses them for `timeout` seconds."""
-        with self._lines:
+        """Write all recorded lines; return False if the disk refuses them for `timeout` seconds."""
+        with self._lock:
             recorded = self._recorded
             self._wake.set()
-            return self._lines.wait_for(lambda: self._written >= recorded, timeout)
+            return self._lock.wait_for(lambda: self._written >= recorded, timeout)
 
     def close(self, status: str, timeout: float = 5.0) -> None:
-        """Write the last line; wait only `timeout` seconds for a disk that hangs."""
+        """Write the last line; wait at most `timeout` seconds for a disk that hangs."""
         if self._status is None:
             self._status = status
             self._wake.set()
@@ -116,7 +121,7 @@ class Heartbeat:
                 warn(f"{self._file.path.name}: {self._lost} lines lost in this run")
 
     def _record(self, event: str, **values: Any) -> None:
-        with self._lines:  # in the order of their times
+        with self._lock:  # in the order of their times
             (phase, since, micro_step), now = self._position, time.monotonic()
             line = {
                 "time": round(time.time(), 3),
@@ -168,25 +173,25 @@ class Heartbeat:
             self._wake.wait(min(self._seconds, _BATCH_SECONDS))
 
     def _write(self) -> None:
-        """Write the lines so far; those that the disk refuses are kept for the next call."""
-        with self._lines:
+        """Write all recorded lines; keep those that the disk refuses for the next call."""
+        with self._lock:
             lines, recorded = self._unwritten, self._recorded
             self._unwritten = []
         try:
             self._file.append("".join(json.dumps(line) + "\n" for line in lines).encode())
         except OSError:
-            with self._lines:
+            with self._lock:
                 self._keep(lines + self._unwritten)
             raise
-        with self._lines:
+        with self._lock:
             self._written = recorded
-            self._lines.notify_all()
+            self._lock.notify_all()
 
     def _record_progress(self) -> None:
         """Record memory, GPU utilization and collectives, which this thread reads."""
         position = self._position
         if position is not self._measured_at:
-            # A hung device may hold its allocator's lock: measure only while the rank moves.
+            # A hung device may hold its allocator's lock: measure only if the rank has moved on.
             self._memory_gb = memory_gb(self._device)
             self._measured_at = position
         self._record(
@@ -195,7 +200,7 @@ class Heartbeat:
 
 
 class _LineFile:
-    """A JSONL file to which complete lines are appended, or nothing; a full one is moved aside."""
+    """A JSONL file that gets complete lines or nothing; a full file is moved aside."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path = path
@@ -248,26 +253,27 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
     except OSError as error:
         warn(f"SIGUSR1 will write no stacks: {error!r}")
         return
-    size = os.fstat(file.fileno()).st_size
+    old_size = os.fstat(file.fileno()).st_size
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
     def add_flight_records() -> None:
-        seen = done = size
+        previous_size = done_size = old_size
         while True:
             time.sleep(_POLL_SECONDS)
-            now = os.fstat(file.fileno()).st_size
-            if now == seen and now > done:  # the dump is complete
+            size = os.fstat(file.fileno()).st_size
+            if size == previous_size and size > done_size:  # the dump is complete
                 try:
                     records = _records(True)
                     if any(record.get("entries") for record in records):
                         text = json.dumps(records, indent=1) + "\n"
                         atomic_write_text(path.with_name(f"rank{rank}_collectives.json"), text)
-                    moment = datetime.now(timezone.utc).isoformat(timespec="seconds")
-                    file.write(f"-- the dump above: process {os.getpid()}, {moment}\n\n".encode())
+                    time_utc = datetime.now(timezone.utc).isoformat(timespec="seconds")
+                    line = f"-- the dump above: process {os.getpid()}, {time_utc}\n\n"
+                    file.write(line.encode())
                 except Exception as error:
                     warn(f"SIGUSR1: the flight record was not written: {error!r}")
-                done = now = os.fstat(file.fileno()).st_size
-            seen = now
+                size = done_size = os.fstat(file.fileno()).st_size
+            previous_size = size
 
     threading.Thread(target=add_flight_records, name="stacks", daemon=True).start()
 
@@ -275,19 +281,20 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
 class CurrentCollective:
     """Names the collective that this process waits for, from torch's flight record.
 
-    A summary takes microseconds, a full record with names tens of milliseconds: it is read only
-    when a collective is pending in two summaries in a row. A summary may be wrong, as gloo's
-    threads note the last completed collective in any order; the full record is right.
+    Reading a summary takes microseconds, reading a full record, with names, tens of milliseconds.
+    So the full record is read only if the same collectives are pending in two summaries in a row.
+    A summary may be wrong, because gloo's threads note the last completed collective in any order;
+    the full record is right.
     """
 
     def __init__(self, records: Callable[[bool], list[dict[str, Any]]] | None = None) -> None:
         self._records = records or _records
-        self._pending: set[_Range] = set()
+        self._pending: set[_Pending] = set()  # in the last summary
 
     def read(self) -> str | None:
         """Return the pending collective, else the last completed one; None if there is none."""
         done: list[str] = []
-        pending: list[_Range] = []
+        pending: list[_Pending] = []
         for record in self._records(False):
             for group, status in record.get("pg_status", {}).items():
                 enqueued = int(status["last_enqueued_collective"])
@@ -297,7 +304,7 @@ class CurrentCollective:
                 elif enqueued > 0:
                     done.append(f"#{enqueued} of group {group} done")
         earlier, self._pending = self._pending, set(pending)
-        names = self._unfinished() if earlier & self._pending else {}
+        names = self._unfinished() if earlier & self._pending else {}  # by group
         waiting: list[str] = []
         for group, first, last in pending:
             if (group, first, last) not in earlier:
@@ -324,11 +331,14 @@ class CurrentCollective:
 
 
 def _records(entries: bool) -> list[dict[str, Any]]:
-    """Return the content of each recorder; empty before a process group exists."""
+    """Return the flight record of each backend, as a summary or with `entries`.
+
+    Without a process group there is none.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return []
     from torch._C import _distributed_c10d as c10d
 
-    dumps = [getattr(c10d, name) for name in _RECORDERS if hasattr(c10d, name)]
+    dumps = [getattr(c10d, name) for name in _DUMP_FUNCTIONS if hasattr(c10d, name)]
     return [json.loads(dump(includeCollectives=entries)) for dump in dumps]

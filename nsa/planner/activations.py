@@ -2,11 +2,12 @@
 
 Two layers are counted; each further one holds as much as the second. Attention runs the kernels
 that a GPU would take, and each sequence is one document. Tensors that a custom op frees before it
-returns are not seen; those of the loss, gigabytes of logits, are added.
+returns are not seen; only those of the loss, gigabytes of logits, are added.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -30,25 +31,24 @@ from nsa.planner.inputs import BatchShape, Model
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a micro-batch's tensors; of the weights' gradients only what is not yet reduced."""
+    """Bytes of a micro-batch's tensors; of the weights' gradients only those not yet reduced."""
 
     before_loss: int  # held for the backward pass
-    loss: int  # more, at the peak of the loss: logits and gradients of the head
-    last_layer: int  # at the peak of the backward pass down to the last layer
-    first_layer: int  # at its peak from there down to the first layer
-    embedding: int  # at its peak in the embedding
+    loss: int  # on top of before_loss at the peak of the loss: logits and gradients of the head
+    last_layer: int  # at the peak of the backward pass of head and last layer
+    first_layer: int  # at the peak of the backward pass of the other layers
+    embedding: int  # at the peak of the backward pass of the embedding
 
 
 @cache
 def activations(model: Model, batch: BatchShape) -> Activations:
     """Count the activations of all layers."""
     layers = model.config.layers
-    counted = count_layers(model, batch, min(layers, 2))
-    more = max(0, layers - 2)
-    if more:
-        more *= counted.before_loss - count_layers(model, batch, 1).before_loss
-    held = {name: getattr(counted, name) + more for name in ("before_loss", "last_layer")}
-    return replace(counted, **held)
+    if layers <= 2:
+        return count_layers(model, batch, layers)
+    one, two = (count_layers(model, batch, number) for number in (1, 2))
+    further = (layers - 2) * (two.before_loss - one.before_loss)
+    return replace(two, before_loss=two.before_loss + further, last_layer=two.last_layer + further)
 
 
 def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
@@ -76,30 +76,35 @@ def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
         loss = net(tokens, labels=labels, teacher=teacher)
         live.begin("last_layer")
         loss.backward()
-    before = live.before_loss
-    peaks = {name: live.peaks[name] for name in ("last_layer", "first_layer", "embedding")}
-    return Activations(before, live.peaks["forward"] - before, **peaks)
+    return Activations(
+        before_loss=live.before_loss,
+        loss=live.peaks["forward"] - live.before_loss,
+        last_layer=live.peaks["last_layer"],
+        first_layer=live.peaks["first_layer"],
+        embedding=live.peaks["embedding"],
+    )
 
 
 def _free_gradients(net: LanguageModel, live: _LiveTensors) -> None:
-    """Free each gradient when it has arrived, and begin the spans of the backward pass."""
+    """Free each gradient when it is complete, and begin the spans of the backward pass."""
 
-    # The last gradient of each block, and the span that begins with it.
-    last = {net.get_parameter(f"blocks.{len(net.blocks) - 1}.attention_norm.weight"): "first_layer"}
-    last[net.get_parameter("blocks.0.attention_norm.weight")] = "embedding"
+    # The weight of a block whose gradient is complete last, and the span that begins then.
+    last_block, first_block = f"blocks.{len(net.blocks) - 1}", "blocks.0"
+    next_span = {net.get_parameter(f"{last_block}.attention_norm.weight"): "first_layer"}
+    next_span[net.get_parameter(f"{first_block}.attention_norm.weight")] = "embedding"
 
-    def arrived(weight: Tensor) -> None:
+    def free(weight: Tensor) -> None:
         weight.grad = None
         assert isinstance(weight, torch.nn.Parameter)
-        if weight in last:
-            live.begin(last[weight])
+        if weight in next_span:
+            live.begin(next_span[weight])
 
     for weight in net.parameters():
-        weight.register_post_accumulate_grad_hook(arrived)
+        weight.register_post_accumulate_grad_hook(free)
 
 
 class _LiveTensors(TorchDispatchMode):
-    """Bytes of the storages that operations create, until they are freed, and their peaks."""
+    """Counts the bytes of storages that operations create until they are freed, and the peaks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +123,8 @@ class _LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is_tensor(x)}
+        arguments = filter(_is_tensor, tree_leaves((args, kwargs)))
+        in_arguments = {x.untyped_storage()._cdata for x in arguments}
         if func is torch.ops.nsa.linear_cross_entropy.default:
             self.before_loss = self.bytes
             self._record(loss_bytes(*args[:2]))
@@ -126,7 +132,7 @@ class _LiveTensors(TorchDispatchMode):
         for x in filter(_is_tensor, tree_leaves(result)):
             storage = x.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
-            if key not in given and key not in self._storages:
+            if key not in in_arguments and key not in self._storages:
                 self._storages[key] = weakref.finalize(storage, self._free, key, size)
                 self.bytes += size
                 self._record()
@@ -142,19 +148,20 @@ def _is_tensor(x: object) -> bool:
 
 
 def loss_bytes(hidden: Tensor, weight: Tensor) -> int:
-    """Return the most bytes that the head's loss allocates: a chunk's logits, and gradients.
-
-    A second chunk's gradient of the weight needs a tensor of its own; those of more chunks are
-    summed in float32.
-    """
+    """Return the most bytes that the head's loss allocates: a chunk's logits, and gradients."""
     rows = chunk_rows(hidden, weight)
-    chunks, size = -(-len(hidden) // rows), hidden.element_size()
-    gradients = {1: size, 2: 2 * size}.get(chunks, 2 * size + 4) * weight.numel()
-    return size * rows * len(weight) + hidden.nbytes + gradients
+    chunks, size = math.ceil(len(hidden) / rows), hidden.element_size()
+    logits = size * rows * len(weight)
+    weight_gradient = size
+    if chunks > 1:
+        weight_gradient += size  # a further chunk's gradient, before it is added
+    if chunks > 2:
+        weight_gradient += 4  # more than two are summed in float32
+    return logits + hidden.nbytes + weight_gradient * weight.numel()
 
 
 def _flash_attention(q: Tensor, _: None, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
-    """Dense attention by the op that CUDA dispatches; `meta` would form all scores."""
+    """Dense attention with the op that a GPU would run; on `meta` PyTorch would form all scores."""
     size = max(x.shape[-1] for x in (q, *kv["all"]))
     q, k, v = (
         (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))).transpose(1, 2)
@@ -165,7 +172,7 @@ def _flash_attention(q: Tensor, _: None, kv: BranchKV, metadata: AttentionMetada
 
 
 class _RanksOfASequence(SequenceParallel):
-    """The size of a group of ranks alone: an exchange of `meta` tensors has a shape."""
+    """A group without processes: on `meta` an exchange needs only the number of ranks."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0

@@ -33,7 +33,7 @@ class Memory:
 
 
 def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
-    """Count tensors, without CUDA's context, NCCL's buffers and fragmentation."""
+    """Count the bytes of tensors; CUDA's context, NCCL's buffers and fragmentation are left out."""
     from nsa.planner.activations import activations  # late: imports torch
 
     count, size = model.parameters, model.weight_bytes
@@ -41,11 +41,12 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     weights = size * count
     if zero.stage == 3:
         weights = size * (-(-(count - zero.persistent) // ranks) + zero.persistent)
-    matrices = count - model.outside_layers if zero.muon else 0  # almost all: vectors take 1%
+    # Muon keeps one moment of a matrix, not two. Vectors, 1% of the layers, count as matrices.
+    muon_weights = count - model.outside_layers if zero.muon else 0
     static = {
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
-        "optimizer moments": (8 * count - 4 * matrices) // shards,
+        "optimizer moments": (8 * count - 4 * muon_weights) // shards,
         "teacher": size * model.teacher_parameters,
         "gradients": 4 * count if zero.bf16_optimizer else 0,  # fp32 sums
     }
@@ -54,41 +55,52 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     gradients = size * count  # after the backward pass
     if zero.stage >= 2:
         gradients = zero.accumulate_bytes * count // ranks
+    # From earlier micro-batches of the step.
     accumulated = gradients if batch.accumulation > 1 else 0
-    acts = activations(model, batch)
+    # A micro-batch's sharded gradients are added to the earlier sum only when all are complete.
+    earlier_sum = accumulated if zero.stage >= 2 else 0
     layers = model.config.layers
-    arrived = gradients * (layers - 1) * model.layer // model.parameters
-    # Sharded gradients of a micro-batch are added to the sum of those before when all are complete.
-    sums = accumulated if zero.stage >= 2 else 0
-    in_passes = {
-        "in the loss": {
-            "gradients": accumulated,
-            "activations": acts.before_loss,
-            "logits and loss": acts.loss,
-        },
-        **{
-            phase: {"gradients": held, "activations": size, **buckets}
-            for phase, size, held in (
-                ("in the last layer's backward pass", acts.last_layer, accumulated),
-                (
-                    "in the first layer's backward pass",
-                    acts.first_layer,
-                    max(accumulated, sums + arrived),
-                ),
-                ("in the embedding's backward pass", acts.embedding, sums + gradients),
-            )
-        },
+    of_all_layers_but_one = gradients * (layers - 1) * model.layer // model.parameters
+    acts = activations(model, batch)
+    loss = {
+        "gradients": accumulated,
+        "activations": acts.before_loss,
+        "logits and loss": acts.loss,
+        "gathered weights": gathered,
     }
-    for parts in in_passes.values():
-        parts["gathered weights"] = gathered
-    reduced = {"gradients": gradients + _reduction_copies(model, zero, gradients), **buckets}
-    updated = {"gradients": _update_copies(model, zero, ranks), **buckets}
-    after = {"while gradients are reduced": reduced, "while weights are updated": updated}
-    return Memory(static, in_passes | after)
+    last_layer = {
+        "gradients": accumulated,
+        "activations": acts.last_layer,
+        **buckets,
+        "gathered weights": gathered,
+    }
+    first_layer = {
+        "gradients": max(accumulated, earlier_sum + of_all_layers_but_one),
+        "activations": acts.first_layer,
+        **buckets,
+        "gathered weights": gathered,
+    }
+    embedding = {
+        "gradients": earlier_sum + gradients,
+        "activations": acts.embedding,
+        **buckets,
+        "gathered weights": gathered,
+    }
+    reduction = {"gradients": gradients + _reduction_copies(model, zero, gradients), **buckets}
+    update = {"gradients": _update_copies(model, zero, ranks), **buckets}
+    phases = {
+        "in the loss": loss,
+        "in the last layer's backward pass": last_layer,
+        "in the first layer's backward pass": first_layer,
+        "in the embedding's backward pass": embedding,
+        "while gradients are reduced": reduction,
+        "while weights are updated": update,
+    }
+    return Memory(static, phases)
 
 
 def _reduction_copies(model: Model, zero: Zero, gradients: int) -> int:
-    """Return the bytes of flat copies of the gradients, in the dtype of the reduction."""
+    """Return the bytes of the gradients' flat copies, in the dtypes of their sum and reduction."""
     if zero.stage >= 2:
         return gradients
     if zero.bucket:
@@ -99,7 +111,7 @@ def _reduction_copies(model: Model, zero: Zero, gradients: int) -> int:
 
 
 def _update_copies(model: Model, zero: Zero, ranks: int) -> int:
-    """Return the bytes of the gradients, a flat copy, and its fp32 copy."""
+    """Return the bytes of the gradients and their copies, flat and in fp32, during the update."""
     if zero.stage == 0:
         return (model.weight_bytes + 4) * model.parameters
     if zero.bf16_optimizer:

@@ -13,13 +13,13 @@ from nsa.report.plots import draw
 from nsa.report.report import Summary, curve_panels, formatted, lookup, summarise
 from nsa.text import align
 
-# What must be equal for figures to be comparable, and what a difference means.
-_DATASET = ("source", "subset", "split", "pattern", "held_out")
-_MUST_BE_EQUAL = {
-    **{
-        f"data.{name}": "training and validation text differ, so only speed is comparable"
-        for name in _DATASET
-    },
+_OTHER_TEXT = "training and validation text differ, so only speed is comparable"
+_MUST_BE_EQUAL = {  # for figures to be comparable; and what a difference means
+    "data.source": _OTHER_TEXT,
+    "data.subset": _OTHER_TEXT,
+    "data.split": _OTHER_TEXT,
+    "data.pattern": _OTHER_TEXT,
+    "data.held_out": _OTHER_TEXT,
     "data.tokenizer": "losses per token are not comparable; bits/byte are",
     "data.seq_len": "tokens see different amounts of context",
     "train.steps": "learning rates differ at the same step",
@@ -64,16 +64,16 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Summary]:
 def differences(runs: Mapping[str, Summary]) -> Iterator[str]:
     """Yield a line for each setting whose difference makes the runs' figures incomparable."""
     for name, meaning in _MUST_BE_EQUAL.items():
-        labels: dict[str, list[str]] = {}
+        labels: dict[str, list[str]] = {}  # by value
         for label, run in runs.items():
             derived = {"tokens per step": run.tokens_per_step or "", "steps taken": run.steps}
             value = derived[name] if name in derived else lookup(run.config, name)
-            if value != "":  # not recorded
+            if value != "":  # recorded
                 text = f"{value:,}" if isinstance(value, int) else str(value)
                 labels.setdefault(text, []).append(label)
         if len(labels) > 1:
-            each = "; ".join(f"{text} in {', '.join(names)}" for text, names in labels.items())
-            yield f"{name} differs, {each}: {meaning}"
+            values = "; ".join(f"{text} in {', '.join(names)}" for text, names in labels.items())
+            yield f"{name} differs, {values}: {meaning}"
 
 
 def compare_runs(runs: Mapping[str, Summary], out: Path) -> list[str]:
@@ -88,17 +88,18 @@ def compare_runs(runs: Mapping[str, Summary], out: Path) -> list[str]:
 
 
 def _row(label: str, run: Summary) -> tuple[str, ...]:
-    gates = [
-        f"{f'{gate.step:,} steps' if gate.short else gate.gate} {'Go' if gate.go else 'No-Go'}"
-        for gate in run.gates[-1:]
-    ]
+    last_gate = "-"
+    if run.gates:
+        gate = run.gates[-1]
+        name = f"{gate.step:,} steps" if gate.short else gate.gate
+        last_gate = f"{name} {'Go' if gate.go else 'No-Go'}"
     return (
         label,
         f"{run.steps:,}",
         *(run.final(column, ".3f") or "-" for column in ("loss", "val_loss", "bits_per_byte")),
         formatted(run.tokens_per_s, ",.0f") or "-",
         formatted(run.memory_gb, ".2f") or "-",
-        *(gates or ["-"]),
+        last_gate,
     )
 
 
@@ -106,8 +107,10 @@ def _json_row(label: str, run: Summary) -> dict[str, Any]:
     columns = ("loss", "val_loss", "bits_per_byte")
     figures = {column: run.last(column) for column in columns}
     figures |= {"tokens_per_s": run.tokens_per_s, "memory_gb": run.memory_gb}
-    gate, go = next(((gate.gate, gate.go) for gate in run.gates[-1:]), (None, None))
-    return {"run": label, "steps": run.steps, **figures, "gate": gate, "go": go}
+    gates: dict[str, Any] = {"gate": None, "go": None}
+    if run.gates:
+        gates = {"gate": run.gates[-1].gate, "go": run.gates[-1].go}
+    return {"run": label, "steps": run.steps, **figures, **gates}
 
 
 def labelled(runs: Sequence[Path]) -> dict[str, Path]:
