@@ -110,8 +110,7 @@ class Rank:
         return self._now() - start
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        torch.get_device_module(self._device).synchronize()
         return time.perf_counter()
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nsa.atomic_io import atomic_write_text
+from nsa.dtypes import DTYPES
 from nsa.monitor.environment import environment
 from nsa.system import output_of
 from nsa.text import align
@@ -97,11 +98,14 @@ class Report:
 
     def __init__(self, flags: argparse.Namespace, command: str = "") -> None:
         self.flags = flags
-        settings = vars(flags)  # not every benchmark has all flags
+        settings = vars(flags).copy()
         self.on_gpu = torch.cuda.is_available() and settings.get("device") != "cpu"
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        dtype = "bf16" if self.on_gpu else "fp32"
+        self.dtype = DTYPES[dtype]
         self.backend = "triton" if self.on_gpu else "blockwise"
+        if "device" in settings:  # a GPU benchmark
+            settings |= {"device": self.device.type, "dtype": dtype, "backend": self.backend}
         limit = settings.get("limit")
         self.end = math.inf if limit is None else time.monotonic() + limit
         self.data: dict[str, Any] = {

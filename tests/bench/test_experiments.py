@@ -42,7 +42,7 @@ def test_each_model_is_trained_evaluated_and_compared_with_the_first(
     tiny = [flag for flag in TINY if "seq_len" not in flag]
     settings = [*tiny, f"--set=data.seq_len={LENGTH}", "--set=model.vocab_size=300"]
     settings += ["--set=data.held_out=0.2"]
-    monkeypatch.setattr(text, "SOURCE", str(source(tmp_path / "source")))
+    settings += [f"--set=data.source={source(tmp_path / 'source')}"]
     command = ["text", f"--runs={tmp_path / 'runs'}"]
     command += ["--models=nsa,dense", "--seeds=3", "--steps=2", *settings]
     command += [f"--out={tmp_path / 'text.json'}"]

@@ -31,7 +31,6 @@ from tests.bench.harness import Report, margin, mean_losses, words_of
 from tests.bench.runs import document_losses, kept, train_run
 
 RECIPE = resource_path("recipes/m7c.py")
-SOURCE = "embedded:torch"
 LENGTH = 2_048
 NEAR = 512  # tokens back: M7C's last blocks, and the paper's window
 BRANCHES = (  # the paper's three
@@ -52,6 +51,7 @@ SETTINGS = (  # of the recipe's demo
     "train.eval_samples=16",
     "train.dense_steps=0",
     "checkpoint.keep=1",
+    "data.source=embedded:torch",
     f"data.seq_len={LENGTH}",
     "data.held_out=0.05",
     "model.vocab_size=4096",
@@ -98,12 +98,13 @@ def run(report: Report) -> dict[str, Any]:
     flags = report.flags
     tokenizer = flags.runs / "tokenizer"
     common = (
-        *SETTINGS, f"data.source={SOURCE}", f"data.tokenizer=hf:{tokenizer.absolute()}",
+        *SETTINGS, f"data.tokenizer=hf:{tokenizer.absolute()}",
         *flags.set, f"train.steps={flags.steps}",
     )  # fmt: skip
     if not tokenizer.exists():
         config = demo_config(common)
-        train_tokenizer(open_source(config.data, SOURCE), config.model.vocab_size, tokenizer)
+        source = open_source(config.data, str(config.data.source))
+        train_tokenizer(source, config.model.vocab_size, tokenizer)
     changes = {name: models(flags.steps)[name] for name in flags.models}
     settings = {
         flags.runs / f"{name}-seed{seed}": (*common, f"train.seed={seed}", *changes[name])
