@@ -1,4 +1,4 @@
-"""Backend dispatch: `auto` takes Triton if it supports a call, else blockwise and counts it."""
+"""Backend dispatch: `auto` takes Triton if it supports a call, else falls back to blockwise."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def dispatch(
 ) -> ModuleType:
     """Return the backend module for a call; raise if a backend requested by name cannot run.
 
-    With `attention=False`, x may have any shape. `limit` is a further reason, the operation's own,
-    why its kernels cannot run. Operations with a single PyTorch implementation only compare the
-    result with `triton`.
+    With `attention=False`, x may have any shape. `limit` says why this operation's kernels cannot
+    run, if there is such a reason. An operation with a single PyTorch implementation runs it
+    whenever the result is not `triton`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
@@ -53,35 +53,35 @@ def dispatch(
     reason = reason or _disabled.get(operation)
     if reason is None:
         return triton
-    if backend == "triton":
+    if by_name:
         raise UnsupportedCall(
             f"backend = 'triton' does not support {operation}: {reason}; use 'auto'"
         )
-    _count(operation, "triton", reason)
+    _count_fallback(operation, reason)
     return blockwise
 
 
 @triton.constant_result
-def _count(operation: str, backend: str, reason: str) -> None:
-    _fallbacks[operation, backend, reason] += 1
+def _count_fallback(operation: str, reason: str) -> None:
+    _fallbacks[operation, "triton", reason] += 1
 
 
 def runs_fused(backend: str, q: Tensor, *others: Tensor) -> bool:
-    """Whether Triton runs all branches and the gates as one custom op."""
-    by_name = backend == "triton"
-    if not (by_name or backend == "auto"):
+    """Return whether Triton runs all branches and the gates as one custom op."""
+    if backend not in ("auto", "triton"):
         return False
+    by_name = backend == "triton"
     if triton.unsupported_reason(q, *others, by_name=by_name) is not None:
         return False
     if (reason := _disabled.get("nsa_attention")) is not None:
-        _count("nsa_attention", "triton", reason)
+        _count_fallback("nsa_attention", reason)
     return reason is None
 
 
 def disable(reasons: Mapping[str, str]) -> None:
     """Let `auto` take PyTorch for these operations in this process; `triton` refuses them.
 
-    Without the fused `nsa_attention`, its branches take PyTorch too.
+    If the fused `nsa_attention` is one of them, its branches are disabled too.
     """
     _disabled.clear()
     _disabled.update(reasons)
@@ -91,7 +91,7 @@ def disable(reasons: Mapping[str, str]) -> None:
 
 
 def fallback_counts() -> dict[tuple[str, str, str], int]:
-    """How often `auto` fell back, by (operation, skipped backend, reason).
+    """Return how often `auto` fell back, by (operation, skipped backend, reason).
 
     Compiled code counts once, when it is compiled.
     """

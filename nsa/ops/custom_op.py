@@ -4,10 +4,11 @@ An op's inputs are a NamedTuple, tensors before constants. The annotated fields 
 schema, and its implementations receive the NamedTuple. Callers unpack it: `op(*inputs)`. Schemas
 have no type for an NSASpec, so callers pass `spec.to_ints()`.
 
-`torch.library.custom_op` and `register_autograd` would do the same without private names of torch.
-They make a micro-batch's host time 31 to 54% longer: 20.2, 22.4 and 19.0 ms of process time became
-26.4, 29.4 and 29.3 (tenth percentiles of 60 steps in alternating processes; forward and backward of
-four layers with φ `pool` and the selector loss on 64 tokens, with launches that start no kernel).
+`torch.library.custom_op` and `register_autograd` would do the same without private names of torch,
+but they make a micro-batch's host time 31 to 54% longer. Three measurements of process time: 20.2,
+22.4 and 19.0 ms became 26.4, 29.4 and 29.3 ms (tenth percentiles of 60 steps in alternating
+processes; forward and backward of four layers with φ `pool` and the selector loss on 64 tokens;
+launches start no kernel).
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ class TileTooLarge(Exception):
 class Gradient(NamedTuple):
     """The backward pass of an op, registered as the op `<name>_backward`.
 
-    `backward(*output_gradients, inputs, *saved_outputs)` returns the gradients of the first inputs;
-    for one that is None, a tensor without elements.
+    `backward(*output_gradients, inputs, *saved_outputs)` returns the gradients of the first inputs.
+    The gradient of an input that is None is a tensor without elements.
     """
 
     backward: Callable[..., Any]
     inputs: int  # number of inputs with a gradient; they come first
     outputs: int  # number of differentiable outputs; they come first
     saved: slice = slice(None)  # the outputs that `backward` reads
-    result_of: tuple[int, ...] = ()  # per input, which result is its gradient; default: its own
-    unread: int = 0  # how many first inputs are not saved: `backward` reads only shape and dtype
+    result_of: tuple[int, ...] = ()  # by input: the result that is its gradient; default: its own
+    unread: int = 0  # so many first inputs are not saved: `backward` reads only shape and dtype
     zeros: bool = True  # `backward` gets zeros for an output without a gradient, otherwise None
 
 
@@ -66,7 +67,7 @@ def register(
     outputs: int = 1,
     gradient: Gradient | None = None,
 ) -> Any:
-    """The custom op `name`. `forward` and `fake` map an `inputs` tuple to `outputs` tensors."""
+    """Register and return the op `name`; `forward` and `fake` map `inputs` to `outputs` tensors."""
     schema = f"({_schema(inputs)}) -> {_tensors(outputs)}"
     autograd = () if gradient is None else _autograd(name, inputs, outputs, gradient)
     return _define(name, schema, _reader(inputs), forward, fake, *autograd)
@@ -87,10 +88,10 @@ def _define(
     """
 
     def kernel(*args: Any) -> Any:
-        given = read(args)
+        inputs = read(args)
         while True:
             try:
-                return implementation(*given)
+                return implementation(*inputs)
             except TileTooLarge:
                 continue
 
@@ -133,9 +134,9 @@ def _autograd(
     assert not gradient.zeros or count in (1, outputs), f"{name}: set zeros=False"
     tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
     result_of = gradient.result_of or tuple(range(gradient.inputs))
-    like: dict[int, int] = {}  # by result: the first input whose gradient it is
+    input_of: dict[int, int] = {}  # by result: the first input whose gradient it is
     for number, result in enumerate(result_of):
-        like.setdefault(result, number)
+        input_of.setdefault(result, number)
     output_gradients = [f"Tensor{'' if gradient.zeros else '?'} gradient_{i}" for i in range(count)]
     saved_outputs = [f"Tensor output_{i}" for i in range(len(range(outputs)[gradient.saved]))]
 
@@ -144,13 +145,15 @@ def _autograd(
         return *args[:count], *read(args[count:end]), *args[end:]
 
     def fake(*args: Any) -> Any:
-        given = args[count]
-        targets = (given[0].new_empty(0) if given[i] is None else given[i] for i in like.values())
-        results = tuple(x.new_empty(x.shape) for x in targets)
+        values = args[count]
+        like = (
+            values[0].new_empty(0) if values[i] is None else values[i] for i in input_of.values()
+        )
+        results = tuple(x.new_empty(x.shape) for x in like)
         return results if len(results) > 1 else results[0]
 
     schema = ", ".join([*output_gradients, _schema(inputs), *saved_outputs])
-    schema = f"({schema}) -> {_tensors(len(like))}"
+    schema = f"({schema}) -> {_tensors(len(input_of))}"
     backward_op = _define(f"{name}_backward", schema, read_backward, gradient.backward, fake)
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -168,11 +171,13 @@ def _autograd(
         if not gradient.zeros and all(x is None for x in output_gradients[:count]):
             return (None,) * length
         saved = ctx.saved_tensors  # read once: non-reentrant checkpointing unpacks only once
-        given, rest = saved[:tensors], saved[tensors:]
-        results = backward_op(*output_gradients[:count], *given, *ctx.constants, *rest)
-        results = results if len(like) > 1 else (results,)
-        found = [None if x is None else results[i] for x, i in zip(given, result_of, strict=False)]
-        return *found, *[None] * (length - gradient.inputs)
+        values, saved_outputs = saved[:tensors], saved[tensors:]
+        results = backward_op(*output_gradients[:count], *values, *ctx.constants, *saved_outputs)
+        results = results if len(input_of) > 1 else (results,)
+        gradients = [
+            None if x is None else results[i] for x, i in zip(values, result_of, strict=False)
+        ]
+        return *gradients, *[None] * (length - gradient.inputs)
 
     return setup_context, autograd
 
@@ -187,9 +192,9 @@ def _tensors(count: int) -> str:
 
 
 def _reader(inputs: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Build an `inputs` tuple from an op's arguments: seven integers become an NSASpec.
+    """Return a function from an op's arguments to `(inputs,)`: seven integers become an NSASpec.
 
-    Returns a tuple of it alone. `inputs(*args)` and `inputs._make` would take longer.
+    It calls `tuple.__new__`, because `inputs(*args)` and `inputs._make` take longer.
     """
     hints, new = list(get_type_hints(inputs).values()), tuple.__new__
     if NSASpec not in hints:

@@ -13,7 +13,7 @@ from nsa.spec import NSASpec
 
 
 def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
-    """Offsets of each document's compressed keys, int32 [documents + 1].
+    """Return the offsets of each document's compressed keys, int32 [documents + 1].
 
     The block grid restarts at each document's first token, so a document shorter than
     `block_len` has no compressed key.
@@ -27,7 +27,7 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
 def block_starts(
     seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec, device: torch.device
 ) -> Tensor:
-    """First token of each compressed block, int64 [N]; with documents, reads N from the device."""
+    """Return each compressed block's first token, int64 [N]; documents: wait for the device."""
     if cu_seqlens is None:
         return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
     blocks = compressed_cu_seqlens(cu_seqlens, spec)
@@ -46,14 +46,14 @@ def repeat_per_document(values: Tensor, offsets: Tensor, count: int) -> Tensor:
 
 
 def document_slices(seq_len: int, cu_seqlens: Tensor | None) -> list[slice]:
-    """The positions of each document; one document if `cu_seqlens` is None."""
+    """Return the positions of each document; one document if `cu_seqlens` is None."""
     if cu_seqlens is None:
         return [slice(0, seq_len)]
     return [slice(start, stop) for start, stop in pairwise(cu_seqlens.tolist())]
 
 
 def compressed_slices(seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec) -> list[slice]:
-    """The compressed keys of each document, in the order of `document_slices`."""
+    """Return the compressed keys of each document, in the order of `document_slices`."""
     slices, start = [], 0
     for document in document_slices(seq_len, cu_seqlens):
         end = start + spec.compressed_len(document.stop - document.start)
@@ -75,7 +75,7 @@ class AttentionInputs(NamedTuple):
     scale: float
 
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
-        """Uninitialised (o, lse)."""
+        """Return uninitialised (o, lse)."""
         lse = self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
         return self.q.new_empty(*self.q.shape[:3], self.v.shape[-1]), lse
 
@@ -92,7 +92,7 @@ class SelectionInputs(NamedTuple):
     scale: float
 
     def empty_index(self) -> Tensor:
-        """Uninitialised output of the op: int32 [B, T, Hkv, n]."""
+        """Return the op's uninitialised output, int32 [B, T, Hkv, n]."""
         shape = (*self.q.shape[:2], self.k_cmp.shape[2], self.spec.select_top)
         return self.q.new_empty(shape, dtype=torch.int32)
 
@@ -115,12 +115,12 @@ class GatedInputs(NamedTuple):
     def branch(
         self, name: str, k: Tensor, v: Tensor, block_index: Tensor | None = None
     ) -> AttentionInputs:
-        """One branch alone."""
+        """Return the inputs of one branch."""
         rest = self.cu_seqlens, name, self.spec, self.scale
         return AttentionInputs(self.q, k, v, block_index, *rest)
 
     def selection(self, lse: Tensor) -> SelectionInputs:
-        """Block selection from the compressed branch's lse."""
+        """Return the inputs of block selection, with the compressed branch's lse."""
         rest = self.cu_seqlens, self.spec, self.q.shape[1], self.scale
         return SelectionInputs(self.q, self.k_cmp, lse, *rest)
 
@@ -128,8 +128,8 @@ class GatedInputs(NamedTuple):
 class SelectorInputs(NamedTuple):
     """Inputs of the selector loss; also the arguments of its custom ops."""
 
-    k_cmp: Tensor  # [B, N, Hkv, Dk]; it and q_cmp have a gradient
-    q_cmp: Tensor | None  # [B, T, Hkv or Hq, Dk]: queries of k_cmp; None: q
+    k_cmp: Tensor  # [B, N, Hkv, Dk]; only k_cmp and q_cmp have a gradient
+    q_cmp: Tensor | None  # [B, T, Hkv or Hq, Dk]: queries that k_cmp is ranked with; None: q
     q: Tensor  # [B, T, Hq, Dk]
     k_sel: Tensor  # [B, T, Hkv, Dk]
     queries: Tensor  # int64 [S]: tokens, ascending
@@ -139,11 +139,14 @@ class SelectorInputs(NamedTuple):
 
     @property
     def ranking(self) -> Tensor:
-        """The queries that rank blocks by compressed keys."""
+        """The queries that rank blocks with compressed keys."""
         return self.q if self.q_cmp is None else self.q_cmp
 
     def empty_outputs(self) -> tuple[Tensor, ...]:
-        """Uninitialised outputs of the op; all but the loss are at least float32 per KV head."""
+        """Return the op's uninitialised outputs, in at least float32.
+
+        The loss, `target` and `dp` [B, Hkv, S, M], `by_head` [2, B, Hkv, S, heads per KV head].
+        """
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         (batch, tokens, heads, _), groups = self.ranking.shape, self.k_cmp.shape[2]
         per_query = batch, groups, self.queries.shape[0]
@@ -161,14 +164,14 @@ class PackedLayout(NamedTuple):
     value_dim: int
     kv_sets: int  # of keys and values: one for all branches, or one per branch
     gates: int = 0  # gate logits per query head
-    first_set: int = 0  # rotated keys and values are returned from this set on
+    first_set: int = 0  # first set whose rotated keys and values are returned
     mean: bool = False  # k_cmp and v_cmp: means of the first set over each compressed block
     pre_rope: bool = False  # k_cmp and v_cmp: the first set by token, without RoPE
     indexed: bool = False  # queries and keys of an index, both with kv_heads heads
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """(sets, heads, size) of q, k, v, an index's queries and keys, and gate logits."""
+        """(sets, heads, size) of each part: q, k, v, an index's queries and keys, gate logits."""
         return [
             (1, self.heads, self.key_dim),
             (self.kv_sets, self.kv_heads, self.key_dim),
@@ -179,17 +182,17 @@ class PackedLayout(NamedTuple):
 
     @property
     def columns(self) -> list[int]:
-        """Columns of each of `shapes`."""
+        """How many columns each part has, in the order of `shapes`."""
         return list(map(prod, self.shapes))
 
     def parts(self, packed: Tensor) -> list[Tensor]:
-        """Views of the parts in the order of `shapes`, [B, T, sets, heads, size]."""
+        """Return views of the parts in the order of `shapes`, [B, T, sets, heads, size]."""
         padding = packed.shape[-1] - sum(self.columns)
         *parts, _ = packed.split([*self.columns, padding], -1)
         return [x.unflatten(-1, shape) for x, shape in zip(parts, self.shapes, strict=True)]
 
-    def by_token(self, number: int) -> bool:
-        """Whether this set's rotated keys and values are outputs."""
+    def returns_set(self, number: int) -> bool:
+        """Whether the rotated keys and values of this set are outputs."""
         return self.first_set <= number < self.kv_sets
 
 
@@ -204,26 +207,29 @@ class RotaryPoolInputs(NamedTuple):
     layout: list[int]  # a PackedLayout
 
     def read_layout(self) -> PackedLayout:
-        """`layout` with its fields' names; the compiler's symbolic integers become plain ones."""
+        """Return `layout` as a PackedLayout; the compiler's symbolic integers become plain ones."""
         return PackedLayout._make(map(int, self.layout))
 
     def empty_outputs(self) -> tuple[Tensor, ...]:
-        """Uninitialised outputs; those that the layout lacks have no elements."""
+        """Return uninitialised outputs; those that the layout lacks have no elements."""
         layout, (batch, tokens) = self.read_layout(), self.packed.shape[:2]
-        blocks = tokens if self.block_tokens is None else self.block_tokens.shape[0]
-        cmp = blocks if layout.mean else tokens if layout.pre_rope else None
-        sets = [tokens if layout.by_token(i) else None for i in range(3)]
-        lengths = [tokens, tokens if layout.gates else None, cmp, cmp]
-        lengths += [length for length in sets for _ in "kv"]
-        lengths += [tokens if layout.indexed else None] * 2
-        q, k, v, index, gates = (shape[1:] for shape in layout.shapes)
-        shapes = q, gates, *(k, v) * 4, index, index
-        return tuple(
-            [
-                self.packed.new_empty(0 if length is None else (batch, length, *shape))
-                for length, shape in zip(lengths, shapes, strict=True)
-            ]
-        )
+        q, k, v, index, gates = (shape[1:] for shape in layout.shapes)  # each (heads, size)
+
+        def empty(shape: tuple[int, ...], length: int | None) -> Tensor:
+            return self.packed.new_empty(0 if length is None else (batch, length, *shape))
+
+        compressed = None
+        if layout.mean:
+            compressed = tokens if self.block_tokens is None else self.block_tokens.shape[0]
+        elif layout.pre_rope:
+            compressed = tokens
+        outputs = [empty(q, tokens), empty(gates, tokens if layout.gates else None)]
+        outputs += [empty(k, compressed), empty(v, compressed)]
+        for number in range(3):
+            length = tokens if layout.returns_set(number) else None
+            outputs += [empty(k, length), empty(v, length)]
+        indexed = tokens if layout.indexed else None
+        return *outputs, empty(index, indexed), empty(index, indexed)
 
 
 class PoolInputs(NamedTuple):
@@ -239,14 +245,15 @@ class PoolInputs(NamedTuple):
     token_blocks: Tensor  # int64 [T, ⌈l/d⌉]: the blocks that cover each token, else -1
 
     def empty_output(self) -> Tensor:
-        """Uninitialised y: [B, N, K, D]."""
+        """Return the uninitialised output [B, N, K, D]."""
         return self.x.new_empty(len(self.x), len(self.block_tokens), *self.x.shape[2:])
 
 
 def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
-    """Require [B, length, heads, size] tensors of one dtype and device; KV heads divide q's.
+    """Require [B, length, heads, size] tensors of one dtype and device; KV heads divide q's heads.
 
-    Keys and values of one branch, such as `k_sel` and `v_sel`, may differ in head size only.
+    Names begin with k for keys, v for values. Keys and values of one branch, such as `k_sel` and
+    `v_sel`, may differ in head size only.
     """
     for name, x in {"q": q, **keys_or_values}.items():
         if x.dim() != 4:
@@ -264,11 +271,12 @@ def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
             raise ValueError(
                 f"{name} has {x.shape[2]} heads, which do not divide q's {q.shape[2]} query heads"
             )
-    for name, v in keys_or_values.items():
-        k = keys_or_values.get(f"k{name[1:]}", v)
-        if k.shape[:3] != v.shape[:3]:
+    for name, k in keys_or_values.items():
+        value_name = f"v{name[1:]}"
+        v = keys_or_values.get(value_name) if name[0] == "k" else None
+        if v is not None and k.shape[:3] != v.shape[:3]:
             raise ValueError(
-                f"k{name[1:]} is {tuple(k.shape)} and {name} is {tuple(v.shape)}; "
+                f"{name} is {tuple(k.shape)} and {value_name} is {tuple(v.shape)}; "
                 "they may differ in head size only"
             )
 
@@ -312,9 +320,9 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         return  # reading values would break the graph or synchronise with the device
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    falls = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
-    if len(falls):
-        at = int(falls[0])
+    descents = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
+    if len(descents):
+        at = int(descents[0])
         before, after = cu_seqlens[at : at + 2].tolist()
         raise ValueError(
             f"cu_seqlens falls from {before} to {after} at [{at + 1}]; it must ascend from 0 to T "

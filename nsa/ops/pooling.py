@@ -5,7 +5,7 @@
     pooled   Σ_i p_i · x_i
     y        scale · pooled, and for keys RoPE at the block's last position
 
-With weight and position 0 and scale 1 it is the mean. Blocks overlap, so gradients of tokens are
+With weight and position 0 and scale 1, y is the mean. Blocks overlap, so gradients of tokens are
 gathered: a token reads the few blocks that cover it.
 """
 
@@ -53,15 +53,15 @@ def pool(
 
 
 def pool_blocks(blocks: Tensor, weight: Tensor, position: Tensor, scale: Tensor) -> Tensor:
-    """The definition, without RoPE: pool blocks [B, N, l, K, D] to [B, N, K, D]."""
+    """Pool blocks [B, N, l, K, D] to [B, N, K, D]: the definition above, without RoPE."""
     x = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     scores = _scores(x, weight) + position.transpose(0, 1)
     return _scaled_mean(x, scores.softmax(2), scale).to(blocks.dtype)
 
 
 def sum_covering(blocks: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
-    """[B, N, l, K, D] to [B, T, K, D]: each token's sum over the blocks that cover it."""
-    first = F.pad(block_tokens[:, 0], (0, 1))  # index -1 reads the last entry
+    """Sum each token's entries in the blocks that cover it: [B, N, l, K, D] to [B, T, K, D]."""
+    first = F.pad(block_tokens[:, 0], (0, 1))  # token_blocks = -1 reads the padding
     token = torch.arange(len(token_blocks), device=first.device)[:, None]
     row = token_blocks * block_tokens.shape[1] + token - first[token_blocks]  # [T, ⌈l/d⌉]
     row = row.where(token_blocks >= 0, -1)
@@ -70,7 +70,7 @@ def sum_covering(blocks: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> 
 
 
 def _scores(x: Tensor, weight: Tensor) -> Tensor:
-    """x [.., K, D] times weight, [.., K, D]."""
+    """Multiply x [.., K, D] by weight; return [.., K, D]."""
     return torch.einsum("...kd,kde->...ke", x, weight.to(x.dtype))
 
 
@@ -80,15 +80,15 @@ def _scaled_mean(blocks: Tensor, p: Tensor, scale: Tensor) -> Tensor:
     return pooled * scale.view(pooled.shape[2:])
 
 
-def _weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """(x [B, T, K, D], its blocks, their weights [B, N, l, K, D]), in at least float32."""
+def _blocks_and_weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x [B, T, K, D], its blocks and their weights p [B, N, l, K, D], at least float32."""
     x = inputs.x.to(torch.promote_types(inputs.x.dtype, torch.float32))
     scores = _scores(x, inputs.weight)[:, inputs.block_tokens] + inputs.position.transpose(0, 1)
     return x, x[:, inputs.block_tokens], scores.softmax(2)
 
 
 def _forward(inputs: PoolInputs) -> Tensor:
-    _, blocks, p = _weights(inputs)
+    _, blocks, p = _blocks_and_weights(inputs)
     y = _scaled_mean(blocks, p, inputs.scale)
     if inputs.cos is not None:
         assert inputs.sin is not None
@@ -97,8 +97,8 @@ def _forward(inputs: PoolInputs) -> Tensor:
 
 
 def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, position and scale."""
-    x, blocks, p = _weights(inputs)
+    """Return the gradients of x, weight, position and scale."""
+    x, blocks, p = _blocks_and_weights(inputs)
     dy = dy.to(x.dtype)
     if inputs.cos is not None:
         assert inputs.sin is not None
@@ -135,5 +135,5 @@ def _forward_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) 
 def _backward_flops(
     dy: torch.Size, x: torch.Size, weight: torch.Size, *_: object, **__: object
 ) -> int:
-    """Two products; the scores that it computes again do not count."""
+    """Two products; computing the scores again does not count."""
     return 4 * x.numel() * weight[-1]

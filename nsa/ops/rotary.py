@@ -111,11 +111,11 @@ def _forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
         if number == 0 and layout.pre_rope:
             outputs[2:4] = _copy(k), _copy(v)
         pooled = number == 0 and layout.mean
-        if pooled or layout.by_token(number):
+        if pooled or layout.returns_set(number):
             k = rotate(k, x.cos, x.sin)
         if pooled:
             outputs[2:4] = _pool(x, k), _pool(x, v)
-        if layout.by_token(number):
+        if layout.returns_set(number):
             outputs[4 + 2 * number : 6 + 2 * number] = k.to(dtype), _copy(v)
     if layout.indexed:
         outputs[10:] = rotate(index[:, :, 0], x.cos, x.sin).to(dtype), _copy(index[:, :, 1])
@@ -167,7 +167,7 @@ def _set_gradients(
     """The gradients of one set's keys and values: sums over the outputs built from them."""
     layout, (dk_cmp, dv_cmp) = x.read_layout(), gradients[2:4]
     dk, dv = gradients[4 + 2 * number : 6 + 2 * number]
-    rotated, values = ([dk], [dv]) if layout.by_token(number) else ([], [])
+    rotated, values = ([dk], [dv]) if layout.returns_set(number) else ([], [])
     if number == 0 and layout.mean:
         rotated.append(_unpool(x, dk_cmp))
         values.append(_unpool(x, dv_cmp))

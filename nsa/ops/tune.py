@@ -1,8 +1,8 @@
 """`nsa doctor --tune`: time every candidate for the kernels' tile sizes here, keep the fastest.
 
-If several libraries have a kernel for an operation, which one runs is chosen in the same way.
-Choices are stored per operation, head sizes, dtype and class of length (short or long), and later
-launches find them. `python -m nsa.ops.tune` does the same where only PyTorch and Triton are.
+If several libraries have a kernel for an operation, the fastest library is kept in the same way.
+Results are stored per operation, head sizes, dtype and class of length (short or long), and later
+launches read them. `python -m nsa.ops.tune` does the same where only PyTorch and Triton are.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def time_on_gpu(step: Step) -> float:
 
 
 def key_of(operation: str, sizes: tuple[int, int], dtype: torch.dtype, seq_len: int) -> str:
-    """Return the key that a launch looks up; selection has no values, decoding one length class."""
+    """Return the key that a launch looks up; selection reads no values, decoding has one class."""
     if operation == "select":
         sizes = sizes[0], 0
     if operation == "gathered_decode":
@@ -124,7 +124,8 @@ def calls(shape: Heads, seq_len: int, tokens: int, device: torch.device) -> dict
     q, gates = normal(shape.heads, shape.key), normal(shape.heads, 3).detach().sigmoid()
     k, v = normal(shape.kv_heads, shape.key), normal(shape.kv_heads, shape.value)
     k_cmp, v_cmp = (compress_mean(x.detach(), SPEC).requires_grad_() for x in (k, v))
-    # Trained queries select somewhere between these, which differ, and similar neighbours.
+    # Neighbouring queries of `q` select unrelated blocks, those of `local` nearly the same; trained
+    # queries are somewhere between.
     shared = torch.randn_like(q[:, : SPEC.select_blocks_len(seq_len)])
     local = shared.repeat_interleave(SPEC.select_len, 1)[:, :seq_len] + 0.1 * torch.randn_like(q)
 
@@ -135,8 +136,8 @@ def calls(shape: Heads, seq_len: int, tokens: int, device: torch.device) -> dict
 
     def trained(function: Callable[..., Tensor], *inputs: Tensor) -> Step:
         o = function(*inputs)
-        wanted, do = [x for x in inputs if x.requires_grad], torch.randn_like(o)
-        return lambda: torch.autograd.grad(function(*inputs), wanted, do)
+        trained_inputs, do = [x for x in inputs if x.requires_grad], torch.randn_like(o)
+        return lambda: torch.autograd.grad(function(*inputs), trained_inputs, do)
 
     lengths = torch.full((batch,), seq_len, device=device)
     pairs = (k_cmp, v_cmp, k, v, k, v)
@@ -169,12 +170,12 @@ def discover(steps: Mapping[str, Step]) -> dict[str, TunedOperation]:
     """Run each call once and collect the operations that it launches."""
     operations: dict[str, TunedOperation] = {}
 
-    def note(label: str, name: str, options: list[Any]) -> Any:
+    def collect(label: str, name: str, options: list[Any]) -> Any:
         operations.setdefault(name, TunedOperation(options, {})).steps[label] = steps[label]
         return options[0]
 
     for label, step in steps.items():
-        with override_choices(partial(note, label)):
+        with override_choices(partial(collect, label)):
             step()
     return operations
 
@@ -189,8 +190,8 @@ def fastest(
             times[label] = time(_relaunching(name, option, operation))
         except Exception:  # such as a tile that exceeds this GPU's shared memory
             times[label] = math.inf
-    label = min(times, key=times.__getitem__)
-    return (options[label] if times[label] < math.inf else None), times
+    best = min(times, key=times.__getitem__)
+    return (options[best] if times[best] < math.inf else None), times
 
 
 def _relaunching(name: str, option: Option, operation: TunedOperation) -> Step:
@@ -198,7 +199,7 @@ def _relaunching(name: str, option: Option, operation: TunedOperation) -> Step:
 
     A call of another library has no launches to repeat, so it always runs as a whole.
     """
-    # A new tuple, to distinguish its launches from those of others with equal tile sizes.
+    # A new tuple: its launches differ by identity from those of others with equal tile sizes.
     option = Config(*option) if isinstance(option, Config) else option
     launches: list[Launch] = []
 

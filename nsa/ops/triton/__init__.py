@@ -1,7 +1,7 @@
 """Triton backend: the inputs that its kernels support, and its entry points beside the others'.
 
 docs/design/kernels.md lists the files. Kernels are imported at the first call, because importing
-Triton is slow. Operations with one PyTorch implementation call their kernels' op themselves.
+Triton is slow. Operations with a single PyTorch implementation import their Triton op themselves.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from nsa.ops.inputs import AttentionInputs, SelectionInputs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_HEAD_SIZE = 256
-MAX_POOL_SIZE = 128  # of a head, and tokens of a block, that a program of `pool` holds
-MAX_PROGRAMS = 65_535  # of the second and third dimension of a grid
+MAX_POOL_SIZE = 128  # of a head, and of a block in tokens: a program of `pool` holds both
+MAX_PROGRAMS = 65_535  # in the second and third dimension of a grid
 MIN_CAPABILITY = (8, 0)  # bf16 matrix products need it
 
 
 def unsupported_reason(
     x: Tensor, *others: Tensor, by_name: bool, attention: bool = True
 ) -> str | None:
-    """Why the kernels cannot run on these tensors, or None.
+    """Return why the kernels cannot run on these tensors, or None.
 
     `by_name`: the caller requested Triton by name, which also allows its CPU interpreter.
     `attention`: x is q [B, T, Hq, Dk]; otherwise it may have any shape. Tensors on `meta` count as
@@ -61,7 +61,7 @@ def _missing(device: torch.device) -> str | None:
 
 @cache
 def _find_missing(device: torch.device) -> str | None:
-    """Why no kernel can run on this device, computed once; None: they can."""
+    """Return why no kernel can run on this device, or None; computed once."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
     from nsa.ops.triton.configs import AMD, amd_chip
@@ -78,12 +78,12 @@ def _find_missing(device: torch.device) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter is on (TRITON_INTERPRET=1), which runs kernels on the CPU."""
+    """Return whether Triton's interpreter, which runs kernels on the CPU, is on."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """One branch's attention: (o, lse)."""
+    """Return one branch's attention, (o, lse)."""
     from nsa.ops.triton.band import triton_band
     from nsa.ops.triton.selected import triton_selected
 
@@ -92,7 +92,7 @@ def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 
 def select_blocks(x: SelectionInputs) -> Tensor:
-    """The blocks that each query selects, ascending, padded with -1: int32 [B, T, Hkv, n]."""
+    """Return each query's selected blocks, ascending, padded with -1: int32 [B, T, Hkv, n]."""
     from nsa.ops.triton.select import triton_select
 
     q, k_cmp, lse, cu_seqlens, spec, seq_len, scale = x
@@ -100,7 +100,7 @@ def select_blocks(x: SelectionInputs) -> Tensor:
 
 
 def pool_limit(block_len: int, size: int) -> str | None:
-    """Why the kernels of φ `pool` cannot take these sizes, or None: a program holds all of them."""
+    """Return why the kernels of φ `pool` cannot take these sizes, or None."""
     if size > MAX_POOL_SIZE:
         return f"a head is larger than {MAX_POOL_SIZE}"
     if block_len > MAX_POOL_SIZE:

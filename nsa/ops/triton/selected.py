@@ -4,9 +4,9 @@
                             ->  members: per block and 32 queries, a word with a bit per query
                             ->  lists:   per block, queries ascending (compressed sparse rows)
 
-A list holds a query once, even if the query names the block twice. Blocks that begin after a query
-are in none of its lists. Packed documents number their blocks from start // SELECT + document on,
-as `locate` does.
+A list holds a query once, even if the query names the block twice. A query that names a block
+which begins after it is not in that block's list. Packed documents number their blocks from
+start // SELECT + document on, as `locate` does.
 
 Forward, and for the gradient of queries, a tile of neighbouring queries loops over the union of
 their blocks; a bit per query and block says whether the query selected it. With few queries per
@@ -86,7 +86,7 @@ def union_kernel(
     TOP: tl.constexpr, SELECT: tl.constexpr,
     QUERIES: tl.constexpr, QUERIES_P: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The union of the blocks of a tile's queries, ascending, and each one's queries as bits."""
+    """The union of the blocks of a tile's queries, ascending, and each block's queries as bits."""
     grid_tile = tl.program_id(0)
     heads = tl.num_programs(1)
     head = tl.program_id(1)
@@ -283,9 +283,9 @@ def _query_tile(cu, documents, seq_len, C: tl.constexpr):
 
 @triton.jit
 def _block_list(blocks, counts, grid_tile, t0, list_len, C: tl.constexpr):
-    """Where a tile's list of blocks begins, and its steps of at most KEYS keys.
+    """Return where a tile's list of blocks begins, the `past` steps, and all steps.
 
-    Of the `past` steps, which come first, every query is later than all keys.
+    A step reads at most KEYS keys. The `past` steps come first: all their keys precede all queries.
     """
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     list_id = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + grid_tile
@@ -304,9 +304,9 @@ def _scores(
 ):  # fmt: skip
     """Keys and values [KEYS, ..] of one step of a tile's list, their scores [ROWS, KEYS], and rows.
 
-    `rows` [ROWS] says which rows selected the block. In a step of the past scores are not masked.
-    Else one bound per row masks later positions, or all if the row did not select the block: a
-    single comparison per score.
+    `rows` [ROWS] says which rows selected the block. In a PAST step, scores are not masked. In the
+    others, one comparison per score does: one bound per row masks the positions after it, or all
+    positions if the row did not select the block.
     """
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # the last step's keys may be the next block's
@@ -514,10 +514,10 @@ def add_parts_kernel(
         store_pair(dk, dv, first, n.to(tl.int64), dk_sum, dv_sum, C, inside)
 
 
-# Queries of one block's list that one program adds up, at most. Fewer in small batches, so that the
-# last programs to end are not long ones; but the parts are written to memory and read again.
+# A program adds up at most CHUNK queries of a block's list; in small batches fewer, down to
+# MIN_CHUNK, so that no long program ends last. But parts are written to memory and read again.
 CHUNK, MIN_CHUNK = 2048, 512
-# A sequence of at most this many times `select_top` blocks takes large tiles: neighbouring queries
+# A sequence of at most DENSE_BLOCKS · `select_top` blocks takes large tiles: neighbouring queries
 # together select most of its blocks. An estimate, derived in docs/design/kernels.md.
 DENSE_BLOCKS = 4
 MAX_QUERIES = 32  # of a tile: a bit each
@@ -560,7 +560,7 @@ def selected_backward(
 def selected_gradients(
     do: Tensor, x: AttentionInputs, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to."""
+    """Return dk and dv from `backward_rows`' results; write dq, or with `add` add to it."""
     assert x.block_index is not None
     C, grid, config = _query_tiles("queries", x)
     blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
@@ -577,7 +577,7 @@ def selected_gradients(
 
 
 def _query_tiles(name: str, x: AttentionInputs) -> tuple[Constants, tuple[int, ...], Config]:
-    """Tiles of queries: large ones where they share most blocks, else small ones; and a grid."""
+    """Return constants, grid and config of tiles of queries, large if queries share most blocks."""
     (batch, seq_len, groups, _), spec = x.k.shape, x.spec
     constants = constants_of(x.q, x.k, x.v)
     dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
