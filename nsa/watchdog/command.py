@@ -1,4 +1,4 @@
-"""`nsa watch`: start a run under the watchdog, restart it; show where the ranks of a run are."""
+"""`nsa watch`: start a run under the watchdog and restart it, or show its ranks' heartbeats."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
     adopt_orphans()
     signals = SignalState()
     last_steps: list[int | None] = []  # of each attempt
-    resume: list[str] = []
+    resume: list[str] = []  # arguments of a restart
     while True:
         launcher = subprocess.Popen(
             [*command, *resume], stdin=subprocess.DEVNULL, start_new_session=True
@@ -99,25 +99,25 @@ def _launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
             return code
         step = max((int(beat["step"]) for beat in attempt.beats.values()), default=None)
         last_steps.append(step)
-        reason = ""
-        if len(last_steps) > 1 and step == last_steps[-2]:
-            where = "before the first heartbeat" if step is None else f"after step {step}"
-            reason = f"crash loop, it ended {where} twice in a row"
-        elif len(last_steps) > restarts:
-            reason = f"all {restarts} restarts are used up"
-        if reason:
-            log(f"exit code {code}, not restarting: {reason}")
+        if gave_up := _reason_to_give_up(last_steps, restarts):
+            log(f"exit code {code}, not restarting: {gave_up}")
             if folder is not None:
-                update_halt(folder, gave_up=reason)
+                update_halt(folder, gave_up=gave_up)
             return code
         delay = min(backoff * 2 ** (len(last_steps) - 1), MAX_BACKOFF_SECONDS)
         if folder is not None:
-            earlier = read_json(folder / "halt.json").get("restarts", [])  # waits for the disk
-            reason = attempt.report.reason if attempt.report else f"exit code {code}"
-            entry = {"time": time.time(), "reason": reason, "exit_code": code, "step": step}
-            update_halt(folder, restarts=[*earlier, {**entry, "back_off": delay}])
-            started = (folder / "config.yaml").exists()  # else a recipe refuses --resume
-            resume = [*(["--resume"] if started else []), "--run-dir", str(folder)]
+            earlier = read_json(folder / "halt.json").get("restarts", [])  # may wait for the disk
+            restart = {
+                "time": time.time(),
+                "reason": attempt.report.reason if attempt.report else f"exit code {code}",
+                "exit_code": code,
+                "step": step,
+                "back_off": delay,
+            }
+            update_halt(folder, restarts=[*earlier, restart])
+            resume = ["--run-dir", str(folder)]
+            if (folder / "config.yaml").exists():  # otherwise a recipe refuses --resume
+                resume = ["--resume", *resume]
         log(
             f"exit code {code} after step {step}; restart {len(last_steps)} of {restarts} in "
             f"{delay:g} s, with {' '.join(resume) or 'nothing to resume from'}"
@@ -129,6 +129,17 @@ def _launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
             return 128 + signals.signal
 
 
+def _reason_to_give_up(last_steps: Sequence[int | None], restarts: int) -> str | None:
+    """Return why not to restart after attempts that ended at `last_steps`, or None."""
+    step = last_steps[-1]
+    if len(last_steps) > 1 and step == last_steps[-2]:
+        where = "before the first heartbeat" if step is None else f"after step {step}"
+        return f"crash loop, it ended {where} twice in a row"
+    if len(last_steps) > restarts:
+        return f"all {restarts} restarts are used up"
+    return None
+
+
 def _status_lines(folder: Path) -> list[str]:
     """Return a table of the ranks' last heartbeats; raise ValueError if there is no folder."""
     if not folder.is_dir():
@@ -137,16 +148,27 @@ def _status_lines(folder: Path) -> list[str]:
     for rank, beat in last_beats(folder).items():
         # Only the rank itself has this file open, not a later process with the same pid.
         file = folder.resolve() / f"heartbeat_rank{rank}.jsonl"
-        runs = file in open_heartbeats(int(beat["pid"]))
-        age = time.monotonic() - beat["mono"] if runs else time.time() - beat["time"]
+        is_running = file in open_heartbeats(int(beat["pid"]))
+        age = time.monotonic() - beat["mono"] if is_running else time.time() - beat["time"]
         loss, memory, host = beat.get("loss"), beat.get("memory_gb"), beat.get("host")
-        state = "runs" if runs else "is gone" if host == platform.node() else f"on {host}"
         if beat["event"] == "end":
-            state = f"ended: {beat.get('status')}"
+            process = f"ended: {beat.get('status')}"
+        elif is_running:
+            process = f"{beat['pid']:.0f} runs"
+        elif host == platform.node():
+            process = f"{beat['pid']:.0f} is gone"
         else:
-            state = f"{beat['pid']:.0f} {state}"
-        loss = "-" if loss is None else f"{loss:.4f}"
-        memory = "-" if memory is None else f"{memory:.2f} GB"
-        row = [str(rank), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]
-        rows.append([*row, f"{age:.0f} s ago", loss, memory, state])
+            process = f"{beat['pid']:.0f} on {host}"
+        rows.append(
+            [
+                str(rank),
+                beat["phase"],
+                f"{beat['since']:.0f} s",
+                f"{beat['step']:,.0f}",
+                f"{age:.0f} s ago",
+                "-" if loss is None else f"{loss:.4f}",
+                "-" if memory is None else f"{memory:.2f} GB",
+                process,
+            ]
+        )
     return align(rows) if rows[1:] else [f"{folder}: no heartbeats"]

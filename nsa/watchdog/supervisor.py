@@ -1,4 +1,4 @@
-"""One attempt of a run under the watchdog: read heartbeats, forward signals, end what hangs.
+"""Supervisor of one attempt of a run: reads heartbeats, forwards signals, ends a run that hangs.
 
 `halt.json` in the run's folder records why a run was ended or restarted.
 """
@@ -41,12 +41,12 @@ PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or launcher 
 LAUNCHER_SECONDS = 3.0  # how long a launcher may outlive its killed ranks
 STACKS_SECONDS = 2.0  # how long ranks may take to write their stacks
 GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL
-KILL_SECONDS = 10.0  # how long to SIGKILL what is left
+KILL_SECONDS = 10.0  # how long to repeat SIGKILL until no process is left
 _PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
 
 
 class SignalState:
-    """The first signal received; `urgent` after another one more than a second later."""
+    """The first signal received; `urgent` if another signal came more than a second later."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -59,7 +59,7 @@ class SignalState:
     def _handle(self, number: int, _frame: object) -> None:
         if self.signal is None:
             self.signal, self._received = number, time.monotonic()
-        # Within that second, a terminal and a scheduler may send the same signal.
+        # Within a second, the terminal and the scheduler may both send the same request.
         self.urgent = time.monotonic() - self._received > 1.0
 
 
@@ -76,7 +76,7 @@ def log(text: str) -> None:
 
 
 def update_halt(folder: Path, **changes: Any) -> None:
-    """Set keys of halt.json and keep the others; a disk that is full or hangs costs only them."""
+    """Set keys of halt.json and keep the others; if the disk is full or hangs, only log it."""
     path = folder / "halt.json"
 
     def write() -> None:
@@ -147,14 +147,16 @@ class Supervisor:
         self.detector: HangDetector | None = None  # of the run's folder; None until it is known
         self.beats: dict[int, dict[str, Any]] = {}  # newest heartbeat of each rank of this host
         self.report: HangReport | None = None  # why the run was halted
-        self._processes: dict[int, psutil.Process | None] = {}  # None: it exited before it was seen
+        self._rank_processes: dict[
+            int, psutil.Process | None
+        ] = {}  # None: exited before it was seen
         self._signals, self._launcher = signals, launcher
         self._tree = ProcessTree(launcher.pid)
         self._reading: Future[HangReport | None] | None = None  # in a thread: the disk may hang
-        self._read_since = 0.0  # when it began
+        self._reading_since = 0.0
         self._disk_hangs = False
         self._signalled: set[int] = set()  # ranks that got SIGTERM
-        self._kill_at = float("inf")  # when to kill what is left
+        self._kill_at = float("inf")  # when to kill all processes
         self._succeeded = False  # every rank had exit code 0 when the run was halted
         self._logged: set[str] = set()
         self._start = time.monotonic()
@@ -167,17 +169,19 @@ class Supervisor:
                 self._forward_signal(signal.Signals(self._signals.signal).name)
             ended = self._launcher.poll() is not None and not self._tree.running()
             if ended or self.report is not None:
-                is_read, _ = self._read_folder()  # heartbeats written since
-                # Without them the exit code may be wrong, so wait for a disk that hangs.
+                # Without the last heartbeats the exit code may be wrong. So wait for a disk that
+                # hangs, unless the run was halted or a signal ended it.
+                is_read, _ = self._read_folder()
                 if is_read or self.report is not None or self._signals.signal is not None:
                     return self._exit_code()
             time.sleep(CHECK_SECONDS if self.detector else POLL_SECONDS)
 
     def _check(self) -> None:
-        """Check heartbeats and processes once; halt a hang, end what a failure left running."""
+        """Check heartbeats and processes once; halt a run that hangs, kill one that failed."""
         if self.detector is None:
             paths = (p for process in self._tree.running() for p in open_heartbeats(process.pid))
-            if (path := next(paths, None)) is not None:
+            path = next(paths, None)
+            if path is not None:
                 self.detector = HangDetector(path.parent)
                 log(f"watching {path.parent}")
         exited = self.beats.keys() - self.running().keys()
@@ -193,7 +197,7 @@ class Supervisor:
             self._kill()
 
     def _continue_stopped(self) -> None:
-        """Continue what was stopped, as by SIGSTOP, and would outlive the ranks for ever."""
+        """Continue stopped processes (SIGSTOP), which would otherwise never end."""
         for process in self._tree.running():
             with contextlib.suppress(psutil.Error):
                 if process.status() == psutil.STATUS_STOPPED:
@@ -202,7 +206,7 @@ class Supervisor:
 
     def running(self) -> dict[int, psutil.Process]:
         """Return the processes of the running ranks, by rank."""
-        processes = sorted(self._processes.items())
+        processes = sorted(self._rank_processes.items())
         return {rank: process for rank, process in processes if process and is_alive(process)}
 
     def _exit_code(self) -> int:
@@ -214,8 +218,10 @@ class Supervisor:
             return 0
         launcher_code = self._launcher.returncode
         if self._signals.signal is not None and not any(codes):
-            # With a disk that hangs, only the launcher's code shows how its ranks ended.
-            return 128 + self._signals.signal if launcher_code or not codes else 0
+            # If the disk hangs, only the launcher's code shows how its ranks ended.
+            if codes and launcher_code == 0:
+                return 0
+            return 128 + self._signals.signal
         if launcher_code > 192:  # 256 - n, from sys.exit(-n): signal n killed a rank
             return 128 + 256 - launcher_code
         if launcher_code <= 0 and codes:
@@ -224,7 +230,7 @@ class Supervisor:
 
     def _exit_code_of(self, rank: int) -> int | None:
         """Return a rank's exit code, or what its last heartbeat implies; None: unknown."""
-        code = self._tree.exit_codes.get(self._processes[rank])
+        code = self._tree.exit_codes.get(self._rank_processes[rank])
         if code is not None:
             return code if code >= 0 else 128 - code
         beat = self.beats[rank]
@@ -232,14 +238,14 @@ class Supervisor:
         return EXIT_CODE_OF_STATUS.get(status, 1) if beat["event"] == "end" else None
 
     def _read_folder(self) -> tuple[bool, HangReport | None]:
-        """Update the ranks; return whether the disk responded in time, and why to halt the run."""
+        """Update the ranks; return whether the disk responded in time, and the report of a hang."""
         if self.detector is None:
             return True, None
         folder, now = self.detector.folder, time.monotonic()
         if self._reading is None:
             pids = {rank: self.beats[rank]["pid"] for rank in self.running()}
             self._reading = in_background(partial(self.detector.check, pids))
-            self._read_since = now
+            self._reading_since = now
         if not wait([self._reading], LIMIT_SECONDS if not self._disk_hangs else 0).done:
             if not self._disk_hangs:
                 log(f"{folder}: the disk hangs; until it responds, no rank is judged")
@@ -247,16 +253,16 @@ class Supervisor:
             return False, None
         report, self._reading = self._reading.result(), None
         if self._disk_hangs:
-            log(f"{folder}: the disk responds again after {now - self._read_since:.0f} s")
+            log(f"{folder}: the disk responds again after {now - self._reading_since:.0f} s")
             self._disk_hangs = False
-            return False, None  # it may describe the folder before the hang
+            return False, None  # the result may describe the folder before the hang
         while self.detector.messages:
             self._log_once(self.detector.messages.pop(0))
         self._update_ranks(self.detector.beats)
         return True, report
 
     def _update_ranks(self, beats: dict[int, dict[str, Any]]) -> None:
-        """Set the newest heartbeats; ignore those of earlier runs in the folder."""
+        """Set the newest heartbeats; ignore heartbeats of earlier runs in the folder."""
         self._tree.running()  # updates the members
         now = time.monotonic()
         for rank, beat in beats.items():
@@ -264,12 +270,12 @@ class Supervisor:
                 self.beats[rank] = beat
             elif beat.get("host") == platform.node():
                 process = self._tree.members.get(int(beat["pid"]))
-                # A rank that exited at once has no process left, but a heartbeat of this attempt.
+                # A rank that exited at once has no process, but its heartbeat is of this attempt.
                 if process or self._start <= beat["mono"] <= now:
-                    self.beats[rank], self._processes[rank] = beat, process
+                    self.beats[rank], self._rank_processes[rank] = beat, process
 
     def _forward_signal(self, name: str) -> None:
-        """SIGTERM the ranks, which save and exit, not the launcher: it kills them after 30 s."""
+        """Send SIGTERM to the ranks, which save and exit; a launcher would kill them after 30 s."""
         if self._signals.urgent:
             self._kill_at = time.monotonic()
         if self._kill_at < float("inf"):
@@ -290,7 +296,8 @@ class Supervisor:
         failed = next((rank for rank in exited if self._exit_code_of(rank) != 0), None)
         launcher_exited = self._launcher.poll() is not None
         if failed is not None:
-            beat, how = self.beats[failed], "exited without a last heartbeat"
+            beat = self.beats[failed]
+            how = "exited without a last heartbeat"
             if beat["event"] == "end":
                 how = f"ended as {beat.get('status')!r}"
             self._log_once(f"rank {failed}, {beat['phase']} after step {beat['step']}: {how}")
@@ -305,7 +312,7 @@ class Supervisor:
         self._logged.add(text)
 
     def _halt(self, report: HangReport) -> None:
-        """Dump stacks, SIGTERM the ranks, SIGKILL what is left, and write halt.json."""
+        """Dump stacks, SIGTERM the ranks, SIGKILL all that still run, and write halt.json."""
         assert self.detector is not None
         ranks = self.running()
         grace = f"{GRACE_SECONDS:g} s"
