@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from nsa.engine import loop
+from nsa.engine.config import RunConfig
+from nsa.gates.results import Gate
+from nsa.monitor.artifacts import RankHistory
 from tests.engine.runs import (
     TINY,
     losses,
@@ -79,6 +85,24 @@ def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path
     fixed = ["--run-dir=run", "--resume", "--set=monitor.ladder.max_memory_gb=60"]
     succeed(on_two_ranks("m7c.py", *fixed, folder=tmp_path))
     assert read_gates(tmp_path / "run")["production"]["go"]
+
+
+def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged_and_says_why(
+    tmp_path: Path,
+) -> None:
+    messages: list[str] = []
+    run: Any = SimpleNamespace(
+        config=RunConfig(),
+        request=SimpleNamespace(run_dir=tmp_path),
+        observers=SimpleNamespace(on_message=messages.append),
+        device=torch.device("cpu"),
+    )
+    histories = [RankHistory(0), RankHistory(1, problem="the disk did not take the newest lines")]
+    assert loop._judge(run, Gate("smoke", 300), histories) is None
+    (message,) = messages
+    assert message.startswith("go/no-go gate smoke is NOT JUDGED: ")
+    assert "rank 1: the disk did not take the newest lines" in message
+    assert not (tmp_path / "gates.json").exists()
 
 
 def test_the_time_limit_saves_and_the_next_start_resumes(tmp_path: Path) -> None:
