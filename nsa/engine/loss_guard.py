@@ -54,7 +54,7 @@ class LossGuard:
         if self._config.on_spike != "ignore" and weight:
             value = value / weight
             if self._seen >= MIN_LOSSES:
-                spike = self._is_spike(value)
+                spike = self._is_spike(value) & ~not_finite
             oldest = self._seen % WINDOW
             self._recent[oldest] = torch.where(not_finite, self._recent[oldest], value)
             self._seen += 1

@@ -61,6 +61,13 @@ def test_only_a_loss_far_above_the_recent_ones_is_a_spike() -> None:
     assert ignoring.pop() == BadLosses(0, 0)
 
 
+def test_an_infinite_loss_is_no_spike() -> None:
+    """A message would name two causes for one loss."""
+    guard = trained_guard()
+    guard.check(torch.tensor(math.inf))
+    assert guard.pop() == BadLosses(not_finite=1, spikes=0)
+
+
 def test_losses_are_compared_without_the_weights_of_their_micro_batches() -> None:
     """A micro-batch with ten times the labels is no spike; one without any has no mean."""
     guard = trained_guard()
