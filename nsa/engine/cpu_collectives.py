@@ -31,11 +31,11 @@ class RunAborted(Exception):
 class CpuCollectives:
     """Collectives of a few bytes between CPUs; none waits for a GPU."""
 
-    def __init__(self, slowest: float) -> None:
-        """`slowest`: maximum seconds between two barriers on a healthy rank."""
+    def __init__(self, max_seconds: float) -> None:
+        """`max_seconds`: the longest time between two barriers on a healthy rank."""
         self._group = None
         if dist.get_world_size() > 1:
-            timeout = PEER_TIMEOUT + timedelta(seconds=slowest)
+            timeout = PEER_TIMEOUT + timedelta(seconds=max_seconds)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def barrier(self, error: ValueError | None = None, stop: str | None = None) -> str | None:

@@ -5,8 +5,8 @@
     train()     the training loop; closes all parts, however it ends
 
 Cheap checks, and those that often fail, come first. If prepare() or build() fails, only the token
-cache stays on the disk. dry_run() builds the same, takes one step on random tokens and writes
-nothing.
+cache stays on the disk. dry_run() builds the same engine, takes one step on random tokens and
+writes nothing.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class GateInputs:
         return values, self.source(column, len(values))
 
     def timed(self, column: str) -> list[float]:
-        """Return the finite values of a column, without those of each launch's first step.
+        """Return the finite values of a column at all steps but each launch's first.
 
         A first step compiles and fills caches; its row has no tokens/s.
         """

@@ -72,7 +72,7 @@ def step_states(
     _check_step(model, cache, tokens)
     rotary = Rotary.at(cache.lengths, model.config)
     cache.advance()
-    metadata = AttentionMetadata(None, rotary)
+    metadata = AttentionMetadata(cu_seqlens=None, rotary=rotary)
     return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache), hidden)
 
 

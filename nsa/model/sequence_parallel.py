@@ -62,7 +62,7 @@ class SequenceParallel:
         """Return the sum of all ranks' `total` (0-dim) divided by the sum of their `count`.
 
         The result is 0 if all counts are 0. Its gradient is multiplied by S: ZeRO averages
-        gradients over all ranks, but those of a sequence's ranks must be summed.
+        gradients over all ranks, but a sequence's ranks must sum their gradients.
         """
         sums = self.sum(torch.stack((total, count.to(total.dtype))))
         divisor = sums[1].clamp(min=1)

@@ -28,7 +28,7 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|URL|URI|DSN|PROXY")
 
 
 def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
-    """Write `env.json`: the caller's `facts`, then those of this process and machine."""
+    """Write `env.json`: the caller's `facts`, then facts about this process and machine."""
     env = facts | environment()
     atomic_write_text(run_dir / "env.json", json.dumps(env, indent=2) + "\n")
     return env

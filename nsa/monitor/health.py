@@ -187,7 +187,7 @@ def _gate_statistics(gates: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
-    """Return the columns of LAYER_STATISTICS after those of gates, each [L]."""
+    """Return the columns of LAYER_STATISTICS that follow the gates' columns, each [L]."""
     blocks = torch.stack([sample.blocks for sample in samples])  # [L, B, S, Hkv, n]
     previous = torch.stack([sample.previous for sample in samples])
     first = samples[0]

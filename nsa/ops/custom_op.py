@@ -84,7 +84,7 @@ def _define(
 ) -> Any:
     """Define an op with the dispatcher's own functions; see the top of this file.
 
-    `read` turns an op's arguments into those of `implementation` and `fake`.
+    `read` turns an op's arguments into the arguments of `implementation` and `fake`.
     """
 
     def kernel(*args: Any) -> Any:
@@ -199,9 +199,13 @@ def _reader(inputs: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
     hints, new = list(get_type_hints(inputs).values()), tuple.__new__
     if NSASpec not in hints:
         return lambda args: (new(inputs, args),)
-    at = hints.index(NSASpec)
+    position = hints.index(NSASpec)
 
     def read(args: Sequence[Any]) -> Sequence[Any]:
-        return (new(inputs, (*args[:at], NSASpec.from_ints(args[at]), *args[at + 1 :])),)
+        return (
+            new(
+                inputs, (*args[:position], NSASpec.from_ints(args[position]), *args[position + 1 :])
+            ),
+        )
 
     return read

@@ -85,7 +85,7 @@ def tune_device(heads: Sequence[Heads]) -> Iterator[str]:
 
 
 def _tune_class(steps: dict[str, Step], sizes: tuple[int, int], seq_len: int) -> Iterator[str]:
-    # nsa_attention has kernels of its own; those of the other functions are tuned by their calls.
+    # nsa_attention has kernels of its own; other functions' kernels are tuned in their own calls.
     combined = {name: steps.pop(name) for name in list(steps) if name.startswith("nsa_attention")}
     for name, operation in (discover(combined) | discover(steps)).items():
         if len(operation.options) > 1:
@@ -124,8 +124,8 @@ def calls(shape: Heads, seq_len: int, tokens: int, device: torch.device) -> dict
     q, gates = normal(shape.heads, shape.key), normal(shape.heads, 3).detach().sigmoid()
     k, v = normal(shape.kv_heads, shape.key), normal(shape.kv_heads, shape.value)
     k_cmp, v_cmp = (compress_mean(x.detach(), SPEC).requires_grad_() for x in (k, v))
-    # Neighbouring queries of `q` select unrelated blocks, those of `local` nearly the same; trained
-    # queries are somewhere between.
+    # Neighbouring queries of `q` select unrelated blocks, neighbours of `local` nearly equal ones;
+    # trained queries are somewhere between.
     shared = torch.randn_like(q[:, : SPEC.select_blocks_len(seq_len)])
     local = shared.repeat_interleave(SPEC.select_len, 1)[:, :seq_len] + 0.1 * torch.randn_like(q)
 
@@ -199,7 +199,7 @@ def _relaunching(name: str, option: Option, operation: TunedOperation) -> Step:
 
     A call of another library has no launches to repeat, so it always runs as a whole.
     """
-    # A new tuple: its launches differ by identity from those of others with equal tile sizes.
+    # A new tuple, whose identity tells its launches from launches with equal tile sizes.
     option = Config(*option) if isinstance(option, Config) else option
     launches: list[Launch] = []
 

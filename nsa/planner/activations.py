@@ -2,7 +2,7 @@
 
 Two layers are counted; each further one holds as much as the second. Attention runs the kernels
 that a GPU would take, and each sequence is one document. Tensors that a custom op frees before it
-returns are not seen; only those of the loss, gigabytes of logits, are added.
+returns are not seen; only the tensors of the loss, gigabytes of logits, are added.
 """
 
 from __future__ import annotations

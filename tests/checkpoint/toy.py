@@ -69,6 +69,6 @@ def save_once(
     state: dict[str, Any],
 ) -> None:
     """Save once; every rank must call it with the same step."""
-    barrier = CpuCollectives(slowest=60).barrier
+    barrier = CpuCollectives(max_seconds=60).barrier
     saver = Saver(engine, folder, CheckpointConfig(), barrier=barrier)
     saver.save(step, state)

@@ -40,7 +40,7 @@ def broken(buffer: torch.Tensor) -> None:
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-gather = CpuCollectives(slowest=60).gather
+gather = CpuCollectives(max_seconds=60).gather
 other = rank == 1
 config = "train:\n  steps: 300\n  seed: 1\n"
 results = {

@@ -16,7 +16,7 @@ from nsa.ops.backend import dispatch
 from nsa.ops.triton import per_token
 
 dist.init_process_group("gloo")
-collectives = CpuCollectives(slowest=60)
+collectives = CpuCollectives(max_seconds=60)
 if dist.get_rank() == 1:
     right = per_token.triton_swiglu
     per_token.triton_swiglu = lambda *args: right(*args) * 1.05

@@ -61,7 +61,7 @@ start_ranks(Ranks.from_environment())
 dist.all_reduce(torch.ones(1))  # ranks connect to each other
 print(cache_dir(), torch.get_num_threads())
 print("listening:", *addresses())
-collectives, rank = CpuCollectives(slowest=60), dist.get_rank()
+collectives, rank = CpuCollectives(max_seconds=60), dist.get_rank()
 assert collectives._group is not None
 options = collectives._group._get_backend(torch.device("cpu")).options
 assert options._timeout == timedelta(minutes=31), "half an hour after the slowest healthy rank"

@@ -139,7 +139,7 @@ def test_inputs_that_kernels_do_not_support_raise(
 def test_an_error_says_that_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
-    monkeypatch.setattr(triton, "_find_missing", triton._find_missing.__wrapped__)
+    monkeypatch.setattr(triton, "_find_device_problem", triton._find_device_problem.__wrapped__)
     with pytest.raises(ValueError, match="the package triton is not installed; use 'auto'"):
         call("window_attention", backend="triton")
 

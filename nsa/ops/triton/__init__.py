@@ -41,7 +41,7 @@ def unsupported_reason(
         return f"a head is larger than {MAX_HEAD_SIZE}"
     if attention and x.shape[0] * x.shape[2] > MAX_PROGRAMS:
         return f"batch times heads is more than {MAX_PROGRAMS}"
-    return _missing(x.device)
+    return _device_problem(x.device)
 
 
 def constant_result(function: Function) -> Function:
@@ -55,12 +55,12 @@ def constant_result(function: Function) -> Function:
 
 
 @constant_result
-def _missing(device: torch.device) -> str | None:
-    return _find_missing(device)
+def _device_problem(device: torch.device) -> str | None:  # Dynamo ignores `cache`
+    return _find_device_problem(device)
 
 
 @cache
-def _find_missing(device: torch.device) -> str | None:
+def _find_device_problem(device: torch.device) -> str | None:
     """Return why no kernel can run on this device, or None; computed once."""
     if find_spec("triton") is None:
         return "the package triton is not installed"

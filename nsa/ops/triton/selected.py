@@ -171,7 +171,7 @@ def lists_kernel(
     members, totals, offsets, queries, cu, seq_len, documents, words, list_len,
     SELECT: tl.constexpr, WORD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write one block's list after those of earlier blocks, and its offset."""
+    """Write one block's list after the lists of earlier blocks, and its offset."""
     block = tl.program_id(0)
     total_blocks = tl.num_programs(0)
     head = tl.program_id(1).to(tl.int64)
@@ -550,7 +550,7 @@ def selected_forward(
 def selected_backward(
     do: Tensor, x: AttentionInputs, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; the same from run to run."""
+    """Return the gradients of q, k and v, bitwise reproducible."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     do = do.contiguous()
     delta, lse2 = backward_rows(do, o, lse)
@@ -601,8 +601,8 @@ def _key_gradients(
     assert x.block_index is not None
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
-    # Most queries select the first blocks, so those of all heads start first. Beyond SHORT tokens
-    # heads follow each other instead: their queries together would not fit in L2.
+    # Most queries select the first blocks, so the first blocks of all heads start first. Beyond
+    # SHORT tokens heads follow each other instead: the queries of all heads would not fit in L2.
     short = seq_len <= SHORT
     chunk = min(CHUNK, max(MIN_CHUNK, next_power_of_2(batch * seq_len) // (8 if short else 32)))
     # No list is longer than the sequence, so short ones leave no parts.

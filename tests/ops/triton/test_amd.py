@@ -48,13 +48,13 @@ def on_chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
 def test_a_chip_of_amds_takes_the_tiles_of_gfx942(name: str, on_chip: OnChip) -> None:
     on_chip(name)
     assert (amd_chip(GPU), chip_of(GPU), warp_size(GPU)) == (name, "gfx942", 64)
-    assert backend._find_missing.__wrapped__(GPU) is None
+    assert backend._find_device_problem.__wrapped__(GPU) is None
 
 
 def test_another_chip_of_amds_is_refused_by_name(on_chip: OnChip) -> None:
     on_chip("gfx1100")
     reason = "the GPU is AMD's gfx1100; of these it supports gfx942, gfx950"
-    assert backend._find_missing.__wrapped__(GPU) == reason
+    assert backend._find_device_problem.__wrapped__(GPU) == reason
 
 
 def test_an_old_triton_is_refused_on_amds_chips(
@@ -62,7 +62,7 @@ def test_an_old_triton_is_refused_on_amds_chips(
 ) -> None:
     on_chip("gfx942")
     monkeypatch.setattr(backend, "find_spec", lambda name: None if "target_info" in name else name)
-    assert backend._find_missing.__wrapped__(GPU) == "AMD's GPUs need Triton 3.5"
+    assert backend._find_device_problem.__wrapped__(GPU) == "AMD's GPUs need Triton 3.5"
 
 
 def test_nvidias_chip_of_the_same_capability_keeps_its_tiles(
