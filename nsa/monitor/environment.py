@@ -122,8 +122,8 @@ class DtypeReport:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             dtypes = self._gradients[name.rpartition(".")[0]]
             if parameter.requires_grad:
-                hook = partial(_record_dtype, dtypes)
-                self._hooks.append(parameter.register_hook(hook))
+                hook = parameter.register_hook(lambda x, dtypes=dtypes: dtypes.add(_name(x.dtype)))
+                self._hooks.append(hook)
 
     def write(self, path: Path, optimizer: Any) -> None:
         """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
@@ -168,10 +168,6 @@ def _optimizer_states(optimizer: Any) -> str:
     rows: list[tuple[str, ...]] = [("optimizer state", "dtype")]
     rows += [(name, _join(names)) for name, names in dtypes.items() if names]
     return f"optimizer: {' > '.join(wrappers)}\n" + "\n".join(align(rows)) + "\n"
-
-
-def _record_dtype(dtypes: set[str], gradient: torch.Tensor) -> None:
-    dtypes.add(_name(gradient.dtype))
 
 
 def _dtypes(values: Iterable[Any]) -> set[str]:

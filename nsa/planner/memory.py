@@ -55,46 +55,40 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     gradients = size * count  # after the backward pass
     if zero.stage >= 2:
         gradients = zero.accumulate_bytes * count // ranks
-    # From earlier micro-batches of the step.
-    accumulated = gradients if batch.accumulation > 1 else 0
+    accumulated = gradients if batch.accumulation > 1 else 0  # in earlier micro-batches
     # A micro-batch's sharded gradients are added to the earlier sum only when all are complete.
     earlier_sum = accumulated if zero.stage >= 2 else 0
     layers = model.config.layers
     of_all_layers_but_one = gradients * (layers - 1) * model.layer // model.parameters
     acts = activations(model, batch)
-    loss = {
-        "gradients": accumulated,
-        "activations": acts.before_loss,
-        "logits and loss": acts.loss,
-        "gathered weights": gathered,
-    }
-    last_layer = {
-        "gradients": accumulated,
-        "activations": acts.last_layer,
-        **buckets,
-        "gathered weights": gathered,
-    }
-    first_layer = {
-        "gradients": max(accumulated, earlier_sum + of_all_layers_but_one),
-        "activations": acts.first_layer,
-        **buckets,
-        "gathered weights": gathered,
-    }
-    embedding = {
-        "gradients": earlier_sum + gradients,
-        "activations": acts.embedding,
-        **buckets,
-        "gathered weights": gathered,
-    }
-    reduction = {"gradients": gradients + _reduction_copies(model, zero, gradients), **buckets}
-    update = {"gradients": _update_copies(model, zero, ranks), **buckets}
+    in_backward = {**buckets, "gathered weights": gathered}
     phases = {
-        "in the loss": loss,
-        "in the last layer's backward pass": last_layer,
-        "in the first layer's backward pass": first_layer,
-        "in the embedding's backward pass": embedding,
-        "while gradients are reduced": reduction,
-        "while weights are updated": update,
+        "in the loss": {
+            "gradients": accumulated,
+            "activations": acts.before_loss,
+            "logits and loss": acts.loss,
+            "gathered weights": gathered,
+        },
+        "in the last layer's backward pass": {
+            "gradients": accumulated,
+            "activations": acts.last_layer,
+            **in_backward,
+        },
+        "in the first layer's backward pass": {
+            "gradients": max(accumulated, earlier_sum + of_all_layers_but_one),
+            "activations": acts.first_layer,
+            **in_backward,
+        },
+        "in the embedding's backward pass": {
+            "gradients": earlier_sum + gradients,
+            "activations": acts.embedding,
+            **in_backward,
+        },
+        "while gradients are reduced": {
+            "gradients": gradients + _reduction_copies(model, zero, gradients),
+            **buckets,
+        },
+        "while weights are updated": {"gradients": _update_copies(model, zero, ranks), **buckets},
     }
     return Memory(static, phases)
 
