@@ -107,8 +107,8 @@ class LanguageModel(nn.Module):
 
         labels are already shifted: labels[b, t] is the token after input_ids[b, t]. The mean is
         over labels that are not -100, and 0 if there are none. `loss_weight` does not apply to the
-        selector loss, a mean over queries. With `selector_only` the mean loss has a gradient of 0:
-        only what ranks blocks learns, and yet each parameter has a gradient, as ZeRO expects.
+        selector loss, a mean over queries. With `selector_only` only what ranks blocks learns: the
+        backward pass ends in each layer's selector loss, and the other weights get a gradient of 0.
 
         `teacher` is another model's head: its input [B · T, width] and weight. It adds the
         gradient of KL(teacher ‖ this model). With `divergence` the result is instead the
@@ -121,8 +121,13 @@ class LanguageModel(nn.Module):
             )
         if labels is not None:
             check_tokens(labels, self.config.vocab_size, "labels")
-        x, selector_loss = self._hidden(input_ids, cu_seqlens)
+        # Not with ZeRO-3, which marks weights by a `ds_id`: it gathers a layer's for their gradients
+        # only if the backward pass reaches that layer.
+        detached = selector_only and not hasattr(self.embed.weight, "ds_id")
+        x, selector_loss = self._hidden(input_ids, cu_seqlens, detached)
         weight = self.head_weight
+        if detached:
+            x, weight = x.detach(), weight.detach()
         if labels is None:
             return F.linear(x, weight)
         head, labels = (x.flatten(0, 1), weight), labels.flatten()
@@ -132,7 +137,9 @@ class LanguageModel(nn.Module):
         loss = linear_cross_entropy(*head, labels, self.sequence)
         if loss_weight != 1.0:
             loss = loss * loss_weight
-        if selector_only:
+        if detached:
+            loss = _WithZeroGradients.apply(loss, *self.parameters())
+        elif selector_only:
             loss = loss.detach() + 0.0 * loss
         further_losses = []
         if selector_loss is not None:
@@ -148,7 +155,9 @@ class LanguageModel(nn.Module):
         """Return the head's input [B, T, width], for callers that cannot hold all logits."""
         return self._hidden(input_ids, cu_seqlens)[0]
 
-    def _hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _hidden(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None, detached: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the head's input, and in training the sum of selector losses."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
@@ -163,7 +172,7 @@ class LanguageModel(nn.Module):
             self.sequence,
             loss_offset=self.loss_offset(input_ids),
         )
-        return self.run_blocks(self.embed(input_ids), metadata)
+        return self.run_blocks(self.embed(input_ids), metadata, detached=detached)
 
     def loss_offset(self, tokens: Tensor) -> Tensor | None:
         """Return an integer that shifts the selector loss's queries; None: compute no such loss.
@@ -185,14 +194,21 @@ class LanguageModel(nn.Module):
         x: Tensor,
         metadata: AttentionMetadata,
         intercept: Callable[[Tensor], Tensor] | None = None,
+        detached: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Run all blocks on embeddings x [B, T, width].
 
         Return the head's input and the sum of the layers' selector losses, which is None without
         `metadata.sampled`. `intercept` receives each block's input and returns the one to use.
+        `detached`: selector losses alone have a gradient; what only a block's output needs for its
+        gradient is freed at once, so nothing is recomputed.
         """
-        recompute = torch.is_grad_enabled() and (
-            x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
+        recompute = (
+            not detached
+            and torch.is_grad_enabled()
+            and (
+                x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
+            )
         )
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
         if recompute and not x.requires_grad:  # required by reentrant segments
@@ -200,6 +216,8 @@ class LanguageModel(nn.Module):
         delta: Tensor | None = None
         losses = []
         for block in self.blocks:
+            if detached:
+                x, delta = x.detach(), None if delta is None else delta.detach()
             if intercept is not None:
                 x, delta = intercept(x if delta is None else x + delta), None
             x, delta, *loss = run(partial(block, metadata=metadata), x, delta)
@@ -254,6 +272,19 @@ class LanguageModel(nn.Module):
             for name, module in self.named_modules()
             if isinstance(module, NSAttention) and module.config.attention.can_rank
         }
+
+
+class _WithZeroGradients(torch.autograd.Function):
+    """Returns the loss; in the backward pass each parameter gets a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros_like(parameter) for parameter in ctx.parameters)
 
 
 def checkpoint_function(mode: str) -> Callable[..., Stream]:

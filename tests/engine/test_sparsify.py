@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
@@ -88,6 +89,25 @@ def test_the_index_learns_first_and_then_all_weights(
     assert resumed == expected
     again = weights(tmp_path / "cut", 6)
     assert all(torch.equal(again[name], last[name]) for name in last)
+
+
+def test_a_selectors_step_has_no_backward_pass_through_the_model() -> None:
+    """It recomputes nothing, costs about half of a step, and trains the index as a step does."""
+    flops, gradients, ids = {}, {}, tokens(90)
+    for mode in ("none", "reentrant"):
+        model = build(tiny("index", activation_checkpointing=mode))
+        for alone in (False, True):
+            model.zero_grad()
+            with FlopCounterMode(display=False) as counter:
+                model(ids, labels=ids, selector_only=alone).backward()
+            flops[mode, alone] = counter.get_total_flops()
+            gradients[mode, alone] = [
+                weight.grad for name, weight in model.named_parameters() if ".index." in name
+            ]
+    assert flops["reentrant", True] == flops["none", True] < 0.55 * flops["none", False]
+    for some in gradients.values():
+        for gradient, expected in zip(some, gradients["none", False], strict=True):
+            assert torch.equal(gradient, expected)
 
 
 @pytest.mark.parametrize("attention", ["index", "mean"])
