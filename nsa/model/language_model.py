@@ -121,8 +121,8 @@ class LanguageModel(nn.Module):
             )
         if labels is not None:
             check_tokens(labels, self.config.vocab_size, "labels")
-        # Not with ZeRO-3, which marks weights by a `ds_id`: it gathers a layer's for their gradients
-        # only if the backward pass reaches that layer.
+        # Not with ZeRO-3, whose weights have a `ds_id`: it gathers a layer's weights, which their
+        # gradients need, only if the backward pass reaches the layer.
         detached = selector_only and not hasattr(self.embed.weight, "ds_id")
         x, selector_loss = self._hidden(input_ids, cu_seqlens, detached)
         weight = self.head_weight
