@@ -209,9 +209,15 @@ class RunConfig:
 
 
 def resolve_config(
-    recipe: RunConfig, file: Path | None = None, assignments: list[str] | None = None
+    recipe: RunConfig,
+    file: Path | None = None,
+    assignments: list[str] | None = None,
+    check: bool = True,
 ) -> RunConfig:
-    """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
+    """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s.
+
+    `check` refuses settings that do not fit each other.
+    """
     tree, changes = asdict(recipe), list[tuple[dict[str, Any], str]]()
     if file is not None:
         _override(tree, [(_read_yaml(file), str(file))])
@@ -224,7 +230,10 @@ def resolve_config(
         for key in reversed(path.strip().split(".")):
             value = {key: value}
         changes.append((value, f"--set {assignment}"))
-    given, config = _override(tree, changes), _validated(tree)
+    given = _override(tree, changes)
+    if not check:
+        return _build(RunConfig, tree, "")
+    config = _validated(tree)
     window = "model.attention.spec.window"
     if window in given and config.model.attention.has_index:
         raise ValueError(

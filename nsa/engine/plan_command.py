@@ -75,7 +75,7 @@ def _resolve(file: Path, flags: argparse.Namespace) -> tuple[RunConfig, list[str
     base = recipe.profiles[flags.profile]()
     if recipe.model_of_start:
         try:
-            base = with_model_of_start(base, resolve_config(base, flags.config, flags.set))
+            base = with_model_of_start(base, flags.config, flags.set)
         except ValueError as error:
             notes = [f"the model is the recipe's own, as a run is refused: {error}"]
     return resolve_config(base, flags.config, flags.set), notes

@@ -225,7 +225,7 @@ def _resolve_settings(
         return base, resolve_config(base, flags.config, overrides)
     base = recipe.profiles[profile]()
     if recipe.model_of_start:
-        base = with_model_of_start(base, resolve_config(base, flags.config, flags.set))
+        base = with_model_of_start(base, flags.config, flags.set)
     config = resolve_config(base, flags.config, overrides)
     vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
     if vocab_size and config.train.start_from is None:
@@ -288,8 +288,10 @@ def _resolve_deepspeed(
     return config, ds_config, fits_micro_batch
 
 
-def with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:
-    """Return the recipe's config with shape, tokenizer and length of `config.train.start_from`."""
+def with_model_of_start(base: RunConfig, file: Path | None, assignments: list[str]) -> RunConfig:
+    """Return the recipe's config with shape, tokenizer and length of train.start_from."""
+    # Not checked: the other settings need not fit the model of the recipe itself.
+    config = resolve_config(base, file, assignments, check=False)
     weights = find_initial_weights(config)
     if weights is None:
         raise ValueError("train.start_from = null: this recipe needs a model; set it to a folder")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine.recipe import Recipe, build_parser, resolve_request
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 from tests.engine.small import small, small_request
@@ -130,3 +132,20 @@ def test_ranks_that_share_sequences_must_divide_their_length() -> None:
 def test_a_new_run_without_an_index_cannot_begin_dense(attention: str, name: str) -> None:
     with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index; three branches no"):
         notes(f"--set={attention}", f"--set=train.{name}=5")
+
+
+def test_settings_have_to_fit_the_model_of_the_start_and_not_the_recipes_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (tmp_path / "model.safetensors").touch()  # read when the run is built
+    (tmp_path / "config.yaml").write_text("model: {heads: 8, kv_heads: 4}\n")
+    recipe = Recipe("small", "", {"demo": small}, model_of_start=True)
+
+    def model(*settings: str) -> ModelConfig:
+        flags = ["--profile=demo", f"--set=train.start_from={tmp_path}", *settings]
+        return resolve_request(recipe, build_parser(recipe).parse_args(flags)).config.model
+
+    assert model("--set=train.sequence_parallel=4").kv_heads == 4
+    with pytest.raises(ValueError, match=r"sequence_parallel = 8: does not divide model.kv_heads"):
+        model("--set=train.sequence_parallel=8")
