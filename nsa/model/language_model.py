@@ -275,7 +275,7 @@ class LanguageModel(nn.Module):
 
 
 class _WithZeroGradients(torch.autograd.Function):
-    """Returns the loss; in the backward pass each parameter gets a gradient of 0."""
+    """Returns the loss; the gradient of each parameter is the loss's times 0, so NaN stays NaN."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -283,8 +283,8 @@ class _WithZeroGradients(torch.autograd.Function):
         return loss.detach().clone()
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(torch.zeros_like(parameter) for parameter in ctx.parameters)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros_like(parameter) * gradient for parameter in ctx.parameters)
 
 
 def checkpoint_function(mode: str) -> Callable[..., Stream]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,8 @@ def test_the_selectors_steps_train_what_ranks_blocks_and_report_the_models_loss(
             assert not rows[len(rows) // 3 :].any()
         else:
             assert parameter.grad.any() == (".index." in name), name
+    (math.nan * model(ids, labels=ids, selector_only=True)).backward()  # a rejected loss
+    assert all(parameter.grad.isnan().all() for parameter in model.parameters())
 
 
 def test_a_recipe_without_a_sparse_start_is_refused(start: Path, tmp_path: Path) -> None:
