@@ -15,7 +15,7 @@ import json
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -32,6 +32,7 @@ from nsa.cli import main as nsa
 from nsa.data.tokenizer import load_pretrained
 from nsa.engine.load_run import load_run
 from nsa.model import LanguageModel
+from nsa.model.attention import NSAttention
 from nsa.monitor.health import HealthRecorder
 from nsa.resources import resource_path
 from nsa.text import markdown_table
@@ -45,6 +46,9 @@ SUFFIXES = (".py", ".pyi", ".md", ".rst")
 LONG = 40_000  # bytes of a file, about 10,000 tokens
 HELD_OUT = 8  # every 8th package, by hash
 EDGES = (0, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
+# Of the attention that blocks compete for: the fraction that the selected ones hold, and that the
+# best ones would. Of all attention: the fraction that selected blocks hold.
+ATTENTION = ("recall", "best", "held")
 FACT = "\n# The secret code of the city of {city} is {code}.\n"
 QUESTION = "\n\nWhat is the secret code of the city of {city}?"
 ANSWER = "The secret code of the city of {city} is"
@@ -193,7 +197,6 @@ def evaluate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_run(folder, device=device, dtype=torch.float32).model
     texts = [document(model, row) for row in documents]
-    recalls = [text["recall"] for text in texts if text["recall"] is not None]
     hits, losses = {}, {}
     for length in flags.needles:
         found = []
@@ -204,14 +207,14 @@ def evaluate(
         losses[str(length)] = fmean(answer["loss"] for answer in found)
     return {
         "losses": {place: fmean(x["losses"][place] for x in texts) for place in texts[0]["losses"]},
-        "recall": fmean(recalls) if recalls else None,
+        **{name: mean(text[name] for text in texts) for name in ATTENTION},
         "needles": hits,
         "answer_loss": losses,
     }
 
 
 def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
-    """Return mean losses by position, and the recall of the selected blocks over all layers."""
+    """Return mean losses by position, and means over all layers of ATTENTION."""
     layers = model.sparse_layers()
     recorder = HealthRecorder(layers, model.config.attention.spec)
     model.requires_grad_(False)
@@ -222,8 +225,34 @@ def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
     health = recorder.read()
     model.eval()
     edges = [*(edge for edge in EDGES if edge < len(loss)), len(loss)]
-    recall = fmean(layer["recall"] or 0.0 for layer in health.layers) if health else None
-    return {"losses": mean_losses(loss, edges), "recall": recall}
+    shares = [
+        attention_shares(layer, statistics["recall"])
+        for layer, statistics in zip(layers.values(), health.layers if health else (), strict=True)
+        if statistics["recall"] is not None
+    ]
+    means = {name: mean(share[name] for share in shares) for name in ATTENTION}
+    return {"losses": mean_losses(loss, edges), **means}
+
+
+def attention_shares(layer: NSAttention, recall: float) -> dict[str, float]:
+    """Return ATTENTION of a layer's last forward pass, over queries that cannot select all."""
+    spec, target = layer.spec, layer.selector_target
+    assert target is not None
+    queries, attention = target
+    attention = attention[..., queries // spec.select_len >= spec.select_top, :]
+    free = attention.topk(spec.select_top - spec.init_blocks - spec.local_blocks).values
+    competed_for = attention.sum(-1).mean()  # the rest is of blocks that are always selected
+    return {
+        "recall": recall,
+        "best": (free.sum() / attention.sum()).item(),
+        "held": (1 - competed_for * (1 - recall)).item(),
+    }
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def needle(
@@ -254,17 +283,18 @@ def answers(model: LanguageModel, prompt: list[int], answer: list[int]) -> dict[
 
 
 def lines(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the stages as a Markdown table: losses minus the dense model's, recall, needles."""
+    """Return the stages as a Markdown table: losses minus the dense model's, ATTENTION, needles."""
     base, rows = results[0]["losses"], []
     for result in results:
         losses = [f"{loss - base[place]:+.4f}" for place, loss in result["losses"].items()]
         if result is results[0]:
             losses = [f"{loss:.4f}" for loss in base.values()]
-        recall = "–" if result["recall"] is None else f"{result['recall']:.1%}"
+        shares = ["–" if result[name] is None else f"{result[name]:.1%}" for name in ATTENTION]
         needles = [
             f"{hits} ({result['answer_loss'][length]:.2f})"
             for length, hits in result["needles"].items()
         ]
-        rows.append([result["stage"], f"{result['tokens']:,}", *losses, recall, *needles])
+        rows.append([result["stage"], f"{result['tokens']:,}", *losses, *shares, *needles])
     needles = [f"needles of {int(length):,} (loss)" for length in results[0]["needles"]]
-    return markdown_table(["", "tokens", *base, "recall", *needles], rows)
+    columns = ["", "tokens", *base, "recall", "best possible", "of all attention", *needles]
+    return markdown_table(columns, rows)
