@@ -30,6 +30,7 @@ from nsa.engine.run import Run
 from nsa.engine.shutdown import Interrupted
 from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import Gate, record_result
+from nsa.model import flops_per_token
 from nsa.monitor.artifacts import RankHistory, read_table
 from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import StepRecord
@@ -83,8 +84,8 @@ def _train_steps(run: Run) -> str | None:
             run.observers.on_message(f"step {step}: attention is sparse from here on")
         if logs:
             _log(run, loss, evaluates)
-        if step >= config.train.switch_step:
-            run.throughput.flops_per_token = run.info.flops_per_token
+        if step in (config.train.selector_steps, config.train.switch_step):
+            run.throughput.flops_per_token = executed_flops(config, step)
         if _is_due(step, config.checkpoint.every, stop_step) and step < stop_step:
             _save(run, required=False)
         _judge_if_due(run)
@@ -215,6 +216,17 @@ def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
     for group in engine.optimizer.param_groups:  # decay changes weights without a gradient
         group["weight_decay"] = 0.0 if selector_only else group["decay"]
     return selector_only
+
+
+def executed_flops(config: RunConfig, step: int) -> float:
+    """Return the FLOPs per token of step `step`, counted from 0, without recomputation.
+
+    Of the selector's steps, in which the backward pass ends at the index, the forward pass alone.
+    """
+    train = config.train
+    dense = step < max(train.switch_step, train.selector_steps)
+    flops = flops_per_token(config.model, config.data.seq_len, dense_equivalent=dense)
+    return flops / 3 if step < train.selector_steps else flops
 
 
 @torch.no_grad()

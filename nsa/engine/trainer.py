@@ -221,7 +221,6 @@ def _create_parts(run: Run) -> None:
         start_step=run.state.step,
         world_size=world_size,
         parameters=parameter_count(config.model),
-        flops_per_token=flops_per_token(config.model, config.data.seq_len),
         notes=run.notes,
     )
     run.observers = build_observers(request, run.engine, run.telemetry.csv_files)
@@ -233,9 +232,8 @@ def _create_parts(run: Run) -> None:
     layers = run.engine.module.sparse_layers() if config.monitor.health and rank == 0 else {}
     run.health = HealthRecorder(layers, config.model.attention.spec)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    dense = run.state.step < config.train.switch_step
     run.throughput = Throughput(
-        flops_per_token=flops_per_token(config.model, config.data.seq_len, dense_equivalent=dense),
+        flops_per_token=loop.executed_flops(config, run.state.step),
         peak=peak_flops(gpu, config.train.precision),
         world_size=world_size,
     )

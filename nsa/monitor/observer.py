@@ -29,7 +29,6 @@ class RunInfo:
     start_step: int = 0  # steps already done; above 0 in a resumed run
     world_size: int = 1
     parameters: int = 0
-    flops_per_token: float = 0.0  # forward and backward, executed
     notes: Sequence[str] = ()  # lines printed before the first step
 
 

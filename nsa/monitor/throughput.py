@@ -38,7 +38,7 @@ class Throughput:
         world_size: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.flops_per_token = flops_per_token  # the loop changes it as attention becomes sparse
+        self.flops_per_token = flops_per_token  # the loop changes it with the phase
         self._peak = peak
         self._world_size = world_size
         self._clock = clock

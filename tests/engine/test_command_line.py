@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine.loop import executed_flops
 from nsa.engine.recipe import Recipe, build_parser, resolve_request
-from nsa.model import AttentionConfig, ModelConfig
+from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
 from tests.engine.small import small, small_request
 
@@ -84,6 +85,18 @@ def test_the_tokens_of_a_step_count_each_sequence_once() -> None:
     assert config.tokens_per_step(4) == 2 * 3 * 2 * 96
     config.train = TrainConfig(micro_batch="auto", accumulation=8)  # not resolved yet
     assert config.tokens_per_step(2) == 8 * 2 * 96
+
+
+def test_the_flops_of_a_step_are_those_of_its_phase() -> None:
+    config = RunConfig(ModelConfig(layers=2, attention=SELECTOR))
+    config.data.seq_len = 8_192
+    sparse, dense = (
+        flops_per_token(config.model, 8_192, dense_equivalent=dense) for dense in (False, True)
+    )
+    config.train = TrainConfig(steps=10, selector_steps=4)
+    assert [executed_flops(config, step) for step in (0, 3, 4, 9)] == [dense / 3] * 2 + [sparse] * 2
+    config.train = TrainConfig(steps=10, dense_steps=4)
+    assert [executed_flops(config, step) for step in (0, 3, 4, 9)] == [dense] * 2 + [sparse] * 2
 
 
 @pytest.mark.parametrize(
