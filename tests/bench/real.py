@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +81,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--documents", type=int, default=16, help="held-out texts evaluated (%(default)s)")
     about = "lengths of the texts with a needle (%(default)s)"
     add("--needles", type=lengths, default="2k,4k,8k", help=about)
+    about = "blocks that a query selects in evaluation (default: as imported)"
+    add("--select-top", type=int, metavar="N", help=about)
     add("--depths", type=int, default=5, help="of the needle, 0 to 100%% (%(default)s)")
 
 
@@ -108,7 +110,8 @@ def run(report: Report) -> dict[str, Any]:
     for stage in stages(flags, dense, start):
         measure = partial(evaluate, stage.folder, documents, tokenizer, haystack, flags)
         # Named by all that is evaluated, so that other flags measure again.
-        sizes = (flags.length, flags.documents, *flags.needles, flags.depths)
+        sizes = [flags.length, flags.documents, *flags.needles, flags.depths]
+        sizes += [flags.select_top] if flags.select_top else []
         result = kept(stage.folder / f"real-{'-'.join(map(str, sizes))}.json", measure)
         results.append({"stage": stage.name, "tokens": stage.tokens, **result})
         print(*lines(results), sep="\n", flush=True)
@@ -196,6 +199,11 @@ def evaluate(
     """Return the figures of the model in a folder."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_run(folder, device=device, dtype=torch.float32).model
+    if flags.select_top:
+        for layer in (model, *model.sparse_layers().values()):
+            attention = layer.config.attention
+            attention.spec = replace(attention.spec, select_top=flags.select_top)
+            layer.spec = attention.spec
     texts = [document(model, row) for row in documents]
     hits, losses = {}, {}
     for length in flags.needles:
