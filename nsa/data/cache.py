@@ -63,13 +63,16 @@ class TokenCache:
             for source in dataset.sources
         ]
         self.stamps = [source.stamp for source in self._sources]
-        for stamp in self.stamps:
-            first, other = (x.tokenizer_fingerprint for x in (self.stamps[0], stamp))
-            if other != first:
+        first = self.stamps[0]
+        for source, stamp in zip(dataset.sources, self.stamps, strict=True):
+            if stamp.tokenizer_fingerprint != first.tokenizer_fingerprint:
+                tokenizers = (
+                    f"{x.tokenizer} {x.tokenizer_fingerprint[:8]}" for x in (first, stamp)
+                )
                 raise DataError(
-                    f"data.source: {self.stamps[0].source} and {stamp.source} have different "
-                    f"tokenizers ({first[:12]}, {other[:12]}); prepare one of them again with the "
-                    "other's"
+                    f"data.source: {dataset.sources[0].name} and {source.name} have different "
+                    f"tokenizers ({', '.join(tokenizers)}); set data.tokenizer to a prepared "
+                    "one's, or prepare them again with one tokenizer"
                 )
 
     def start(self, samples: Mapping[str, int]) -> None:

@@ -51,7 +51,10 @@ def import_run(args: argparse.Namespace) -> int:
         (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.to}: {parameters:,} parameters, {new_kind} attention")
-    print(f"start a recipe from it: --config {args.to / 'config.yaml'}")
+    if old.kind == "dense" and new_kind == "nsa":
+        print(f"make it sparse: python recipes/sparsify.py --set train.start_from={args.to}")
+    else:
+        print(f"start a recipe from it: --config {args.to / 'config.yaml'}")
     train = config.train
     print(f"its schedule: {train.steps:,} steps at {train.learning_rate:g}", flush=True)
     if note := config.selects_all_note():

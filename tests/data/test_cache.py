@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -267,8 +268,10 @@ def test_shards_of_different_tokenizers_are_not_mixed(
     train_tokenizer(open_files(Path(large), "text"), 300, tmp_path / "bpe")
     prepare(configure(large), tmp_path / "bytes", progress=False)
     config = configure({str(tmp_path / "bytes"): 1, large: 1}, tokenizer=f"hf:{tmp_path / 'bpe'}")
-    with pytest.raises(DataError, match=r"large\.jsonl.* have different tokenizers"):
+    with pytest.raises(DataError, match=r"set data\.tokenizer to a prepared one's") as refused:
         open_cache(config)
+    both = rf"{tmp_path}/bytes and {large} have different tokenizers \(byte \w+, hf:{tmp_path}/bpe"
+    assert re.search(both, str(refused.value))
 
 
 @pytest.mark.parametrize("how", ["truncated", "foreign"])

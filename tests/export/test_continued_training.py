@@ -24,9 +24,14 @@ def test_an_import_continues_with_a_tenth_of_the_rate_and_of_the_steps(
     assert config.train.learning_rate == pytest.approx(SCRATCH.learning_rate / 10)
     assert config.train.min_learning_rate == pytest.approx(SCRATCH.min_learning_rate / 10)
     assert (config.train.steps, config.train.warmup_steps) == (5_000, 200)
-    assert "its schedule: 5,000 steps at 6e-05\n" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "its schedule: 5,000 steps at 6e-05\n" in output
+    recipe = f"python recipes/sparsify.py --set train.start_from={tmp_path / 'run'}\n"
+    assert f"make it sparse: {recipe}" in output
     again = imported(tmp_path / "run", tmp_path / "again").config.train
     assert (again.steps, again.learning_rate) == (5_000, config.train.learning_rate)
+    start = f"start a recipe from it: --config {tmp_path / 'again/config.yaml'}\n"
+    assert start in capsys.readouterr().out
 
 
 def test_tokens_give_the_steps_of_the_imports_batch_on_two_ranks(
