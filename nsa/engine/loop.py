@@ -80,11 +80,10 @@ def _train_steps(run: Run) -> str | None:
         if not run.engine.was_step_applied():
             run.guard.handle_skipped_step(run.state.step, run.collectives, run.observers.on_message)
         run.throughput.step(run.config.tokens_per_step(run.ranks.world_size))
-        if step == config.train.switch_step:
-            run.observers.on_message(f"step {step}: attention is sparse from here on")
         if logs:
             _log(run, loss, evaluates)
         if step in (config.train.selector_steps, config.train.switch_step):
+            run.observers.on_message(f"step {step}: attention is sparse from here on")
             run.throughput.flops_per_token = executed_flops(config, step)
         if _is_due(step, config.checkpoint.every, stop_step) and step < stop_step:
             _save(run, required=False)

@@ -337,6 +337,11 @@ def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
             f"attention is dense in the first {train.switch_step:,} of {train.steps:,} steps "
             "(train.dense_steps); nothing is selected in them, so selection.csv begins after them"
         )
+    elif train.selector_steps:
+        yield (
+            f"attention is dense in the first {train.selector_steps:,} of {train.steps:,} steps, "
+            "in which only the index learns (train.selector_steps)"
+        )
     elif base.train.dense_steps == AUTO and config.model.attention.kind == "nsa":
         yield (
             "attention is sparse from the first step: train.dense_steps=auto needs an index, new "

@@ -331,7 +331,11 @@ def draw_plots(run: Summary) -> list[tuple[str, str]]:
     """Draw into `<run>/report/`; return titles and paths relative to report.md."""
     pictures = (
         ("curves", "Curves", curve_panels({run.name: run})),
-        ("layers", "Gates and selection by layer, first (dark) to last", _layer_panels(run)),
+        (
+            "layers",
+            "Selection, and gates if there are any, by layer, first (dark) to last",
+            _layer_panels(run),
+        ),
     )
     for name, _, panels in pictures:
         if panels:

@@ -52,7 +52,10 @@ def sparsify(start: Path, folder: Path, run: str, zero: str, *flags: str) -> dic
     if "--resume" in flags:
         command = [f"--run-dir={run}"]
     command += [ds_config(zero)]
-    succeed(on_two_ranks("sparsify.py", *command, *flags, folder=folder))
+    log = succeed(on_two_ranks("sparsify.py", *command, *flags, folder=folder))
+    if not flags:
+        assert "attention is dense in the first 3 of 6 steps, in which only the index learns" in log
+        assert "step 3: attention is sparse from here on" in log
     return losses(folder / run)
 
 
