@@ -111,7 +111,7 @@ def _about(run: StoredRun, origin: Origin | None, dense: bool) -> str:
     model, attention = run.config.model, run.config.model.attention
     kind = "dense causal attention"
     if attention.has_index and dense:
-        kind += ", trained with sparse attention"
+        kind += ", trained with sparse attention, which the figures below are of"
     elif attention.has_index:
         kind = "sparse attention: an index selects the blocks of tokens that a query attends to"
     elif attention.kind == "nsa":

@@ -83,7 +83,7 @@ def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
     assert (sparse - expected).norm() > 1e-4 * expected.norm()
     assert not [*(tmp_path / "hf").glob("*.py"), *(tmp_path / "hf").glob("*.yaml")]
     card = (tmp_path / "hf/README.md").read_text()
-    assert "dense causal attention, trained with sparse attention" in card
+    assert "dense causal attention, trained with sparse attention, which the figures below" in card
     assert "trust_remote_code" not in card
 
 
