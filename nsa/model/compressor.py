@@ -64,14 +64,14 @@ class BlockMLP(nn.Module):
     """Adds learned intra-block position embeddings to a block's vectors, then a two-layer MLP.
 
     Without a nonlinearity the position embeddings would only add a constant to the output.
-    `hidden_size` is the width between the two layers.
+    `hidden` is the width between the two layers.
     """
 
-    def __init__(self, block_len: int, size: int, hidden_size: int) -> None:
+    def __init__(self, block_len: int, size: int, hidden: int) -> None:
         super().__init__()
         self.position = nn.Parameter(torch.zeros(block_len, size))
-        self.up = nn.Linear(block_len * size, hidden_size, bias=False)
-        self.down = nn.Linear(hidden_size, size, bias=False)
+        self.up = nn.Linear(block_len * size, hidden, bias=False)
+        self.down = nn.Linear(hidden, size, bias=False)
 
     def forward(self, blocks_BNlKD: Tensor) -> Tensor:
         x = (blocks_BNlKD.transpose(2, 3) + self.position).flatten(-2)
@@ -85,8 +85,8 @@ class MLPCompressor(Compressor):
 
     def __init__(self, block_len: int, key_size: int, value_size: int) -> None:
         super().__init__()
-        self.key = BlockMLP(block_len, key_size, hidden_size=key_size)
-        self.value = BlockMLP(block_len, value_size, hidden_size=key_size)
+        self.key = BlockMLP(block_len, key_size, hidden=key_size)
+        self.value = BlockMLP(block_len, value_size, hidden=key_size)
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key(k), block_rotary), self.value(v)
