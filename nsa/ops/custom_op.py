@@ -55,7 +55,7 @@ class Gradient(NamedTuple):
     outputs: int  # number of differentiable outputs; they come first
     saved: slice = slice(None)  # the outputs that `backward` reads
     result_of: tuple[int, ...] = ()  # by input: the result that is its gradient; default: its own
-    unread: int = 0  # so many first inputs are not saved: `backward` reads only shape and dtype
+    unread: int = 0  # first inputs that are not saved: `backward` reads only shape and dtype
     zeros: bool = True  # `backward` gets zeros for an output without a gradient, otherwise None
 
 

@@ -335,14 +335,14 @@ def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_compl
         return Child(tmp_path / "home", job, code=CACHED, HF_ENDPOINT=hub).results()[0]
 
     with serving(tmp_path / "first") as server:
-        whole = run(15_000, "whole", server.address)
+        complete = run(15_000, "complete", server.address)
         part = run(100, "parts", server.address)
         assert list((tmp_path / "parts").glob("*/prepare.json"))
         server.versions["c" * 40] = tmp_path / "second"
         rest = run(15_000, "parts", server.address)
-    assert part["rows"] == whole["rows"][:100]
-    assert rest["rows"] == whole["rows"]
-    assert {each["fingerprint"] for each in (whole, part, rest)} == {whole["fingerprint"]}
+    assert part["rows"] == complete["rows"][:100]
+    assert rest["rows"] == complete["rows"]
+    assert {each["fingerprint"] for each in (complete, part, rest)} == {complete["fingerprint"]}
     assert run(15_000, "parts", f"http://127.0.0.1:{free_port()}") == rest
 
 
