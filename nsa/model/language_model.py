@@ -203,13 +203,10 @@ class LanguageModel(nn.Module):
         `detached`: selector losses alone have a gradient; what only a block's output needs for its
         gradient is freed at once, so nothing is recomputed.
         """
-        recompute = (
-            not detached
-            and torch.is_grad_enabled()
-            and (
-                x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
-            )
+        has_gradient = torch.is_grad_enabled() and (
+            x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
         )
+        recompute = has_gradient and not detached
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
         if recompute and not x.requires_grad:  # required by reentrant segments
             x = x.detach().requires_grad_()

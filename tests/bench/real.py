@@ -200,19 +200,19 @@ def evaluate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_run(folder, device=device, dtype=torch.float32).model
     if flags.select_top:
-        for layer in (model, *model.sparse_layers().values()):
-            attention = layer.config.attention
-            attention.spec = replace(attention.spec, select_top=flags.select_top)
-            layer.spec = attention.spec
+        spec = replace(model.config.attention.spec, select_top=flags.select_top)
+        model.config.attention.spec = spec
+        for layer in model.sparse_layers().values():
+            layer.spec = layer.config.attention.spec = spec
     texts = [document(model, row) for row in documents]
     hits, losses = {}, {}
     for length in flags.needles:
-        found = []
+        scores = []
         for number in range(flags.depths):
             depth = number / max(1, flags.depths - 1)
-            found.append(answers(model, *needle(tokenizer, haystack, length, depth, number)))
-        hits[str(length)] = f"{sum(answer['hit'] for answer in found)}/{len(found)}"
-        losses[str(length)] = fmean(answer["loss"] for answer in found)
+            scores.append(answers(model, *needle(tokenizer, haystack, length, depth, number)))
+        hits[str(length)] = f"{sum(answer['hit'] for answer in scores)}/{len(scores)}"
+        losses[str(length)] = fmean(answer["loss"] for answer in scores)
     return {
         "losses": {place: fmean(x["losses"][place] for x in texts) for place in texts[0]["losses"]},
         **{name: mean(text[name] for text in texts) for name in ATTENTION},
@@ -233,16 +233,16 @@ def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
     health = recorder.read()
     model.eval()
     edges = [*(edge for edge in EDGES if edge < len(loss)), len(loss)]
-    shares = [
-        attention_shares(layer, statistics["recall"])
+    fractions = [
+        attention_fractions(layer, statistics["recall"])
         for layer, statistics in zip(layers.values(), health.layers if health else (), strict=True)
         if statistics["recall"] is not None
     ]
-    means = {name: mean(share[name] for share in shares) for name in ATTENTION}
+    means = {name: mean(layer[name] for layer in fractions) for name in ATTENTION}
     return {"losses": mean_losses(loss, edges), **means}
 
 
-def attention_shares(layer: NSAttention, recall: float) -> dict[str, float]:
+def attention_fractions(layer: NSAttention, recall: float) -> dict[str, float]:
     """Return ATTENTION of a layer's last forward pass, over queries that cannot select all."""
     spec, target = layer.spec, layer.selector_target
     assert target is not None
@@ -297,12 +297,12 @@ def lines(results: Sequence[dict[str, Any]]) -> list[str]:
         losses = [f"{loss - base[place]:+.4f}" for place, loss in result["losses"].items()]
         if result is results[0]:
             losses = [f"{loss:.4f}" for loss in base.values()]
-        shares = ["–" if result[name] is None else f"{result[name]:.1%}" for name in ATTENTION]
+        fractions = ["–" if result[name] is None else f"{result[name]:.1%}" for name in ATTENTION]
         needles = [
             f"{hits} ({result['answer_loss'][length]:.2f})"
             for length, hits in result["needles"].items()
         ]
-        rows.append([result["stage"], f"{result['tokens']:,}", *losses, *shares, *needles])
+        rows.append([result["stage"], f"{result['tokens']:,}", *losses, *fractions, *needles])
     needles = [f"needles of {int(length):,} (loss)" for length in results[0]["needles"]]
     columns = ["", "tokens", *base, "recall", "best possible", "of all attention", *needles]
     return markdown_table(columns, rows)
