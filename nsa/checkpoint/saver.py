@@ -257,9 +257,8 @@ def _restore_rng(state: dict[str, Any]) -> None:
 def engine_topology(engine: Any) -> Topology:
     """Return the topology of an engine, which must equal that of a checkpoint to load."""
     bf16, fp16 = engine.bfloat16_enabled(), engine.fp16_enabled()
-    muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
     return Topology(
-        layout=layout_of(engine.zero_optimization_stage(), muon),
+        layout=layout_of(engine.zero_optimization_stage()),
         precision="bf16" if bf16 else "fp16" if fp16 else "fp32",
         ranks=dist.get_world_size(),
     )

@@ -21,17 +21,17 @@ OF_CHECKPOINT = ("a checkpoint", "; use another")  # of read_object
 ANY_RANKS = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 
-def layout_of(stage: int, muon: bool = False) -> str:
+def layout_of(stage: int) -> str:
     """Name the layout of DeepSpeed's optimizer state, which loads only into the same layout.
 
     The state is complete in stage 0, sharded in stages 1 and 2, and sharded together with the
-    weights in stage 3. AdamW's state cannot be read as Muon's.
+    weights in stage 3.
     """
-    layout = "1 or 2" if stage in (1, 2) else str(stage)
-    return f"{layout} with Muon" if muon else layout
+    return "1 or 2" if stage in (1, 2) else str(stage)
 
 
-LAYOUTS = [layout_of(stage, muon) for stage in range(4) for muon in (False, True)]
+# The last is of an earlier version: only its weights load.
+LAYOUTS = (*map(layout_of, range(4)), "1 or 2 with Muon")
 
 
 @dataclass(frozen=True)

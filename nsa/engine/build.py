@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,11 @@ from deepspeed.utils import safe_set_full_fp32_param
 from nsa.checkpoint.weights import read_weights, set_weights
 from nsa.engine.checks import check_gradients
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import has_muon
 from nsa.engine.loss_guard import skip_nonfinite_steps
 from nsa.model import LanguageModel
 from nsa.model.block import compile_blocks
 from nsa.model.sequence_parallel import SequenceParallel
 
-# Weights that Muon updates.
-HIDDEN_MATRIX = re.compile(r"blocks\.\d+\.(attention\.[qkvo]|mlp\.(gate|up|down))\.weight")
 CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
 
 
@@ -78,34 +73,6 @@ def parameter_groups(
     return groups
 
 
-def build_muon(
-    model: torch.nn.Module, params: dict[str, Any], groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """Return Muon for the hidden matrices, and AdamW for the rest.
-
-    `params` are optimizer.params of DeepSpeed's JSON. Muon makes all directions of an update
-    equally large, which suits maps between hidden vectors. It does not suit the embedding (each row
-    is one token), gates (one number per head) or φ (which pools positions); DeepSpeed alone would
-    exclude only the embedding.
-    """
-    # Imported here: it prepares compiled functions.
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    hidden = {id(p) for name, p in model.named_parameters() if HIDDEN_MATRIX.fullmatch(name)}
-    adam: dict[str, Any] = {name: params[name] for name in ("lr", "betas", "eps")}
-    muon: dict[str, Any] = {n: params[n] for n in ("momentum", "ns_method") if n in params}
-    adam["use_muon"], muon["use_muon"] = False, True
-    muon["lr"] = params.get("muon_lr", params["lr"])
-    muon["lr_factor"] = muon["lr"] / params["lr"]
-    split = [
-        {**settings, **group, "params": members}
-        for group in groups
-        for settings in (muon, adam)
-        if (members := [p for p in group["params"] if (id(p) in hidden) == settings["use_muon"]])
-    ]
-    return MuonWithAuxAdam(split, adam_optimizer=torch.optim.AdamW)
-
-
 def check_length(config: RunConfig) -> int:
     """Return the tokens of the gradient check on each rank: few, however long the sequences are."""
     return min(config.data.seq_len // config.train.sequence_parallel, CHECK_TOKENS)
@@ -146,15 +113,12 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
         deepspeed.checkpointing.configure(
             None, deepspeed_config=deepspeed.DeepSpeedConfig(dict(ds_config))
         )
-    muon = has_muon(ds_config)
-    optimizer = partial(build_muon, model, ds_config["optimizer"]["params"]) if muon else None
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory figures
             engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=optimizer,
                 model_parameters=parameter_groups(
-                    model, config.train.weight_decay, 1.0 if muon else config.train.value_rate
+                    model, config.train.weight_decay, config.train.value_rate
                 ),
                 config=ds_config,
                 dist_init_required=False,

@@ -54,7 +54,6 @@ MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's, which refuse unknown keys
     "comms_logger": CommsLoggerConfig,
 }
 OF_ADAMW = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
-OF_MUON = ("muon_lr", "momentum", "ns_method")
 OTHER_WAYS = (
     *("autotuning", "compile", "data_efficiency", "expert_parallel", "hybrid_engine"),
     *("pipeline", "tensor_parallel", "weight_quantization", "zero_optimization.zenflow"),
@@ -94,7 +93,6 @@ class ZeroMode:
     accumulation: str  # dtype of accumulated gradients
     overlap: bool  # reduction during the backward pass
     offload: bool  # of optimizer or parameters, to the CPU or NVMe
-    muon: bool  # for matrices, instead of AdamW
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -120,13 +118,7 @@ def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
         accumulation=block_of(resolved, "data_types").get("grad_accum_dtype") or precision,
         overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
         offload=any(block.get("device", "none") != "none" for block in offloads),
-        muon=has_muon(resolved),
     )
-
-
-def has_muon(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether Muon updates the matrices, instead of AdamW."""
-    return str(block_of(ds_config, "optimizer").get("type")).lower() == "muon"
 
 
 def block_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -217,8 +209,6 @@ def summary_line(resolved: dict[str, Any], world_size: int) -> str:
     if mode.buckets:
         overlap = "overlapped" if mode.overlap else "not overlapped"
         parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
-    if mode.muon:
-        parts.append("Muon")
     if mode.offload:
         parts.append("offloaded")
     batch, ranks = resolved["train_batch_size"], "rank" if world_size == 1 else "ranks"
@@ -270,8 +260,8 @@ def _recipe_problems(raw: dict[str, Any], owned: Owned) -> Problems:
     if isinstance(every, int | float) and every < 1:
         yield "steps_per_print", ": write 1 or more, or remove it"
     optimizer = block_of(raw, "optimizer")
-    if str(optimizer.get("type", "adamw")).lower() not in ("adam", "adamw", "muon"):
-        yield "optimizer.type", ': not supported; write "AdamW" or "Muon"'
+    if str(optimizer.get("type", "adamw")).lower() not in ("adam", "adamw"):
+        yield "optimizer.type", ': not supported; write "AdamW"'
     params = optimizer.get("params", {})
     if not isinstance(params, dict):
         return
@@ -333,7 +323,7 @@ def _parser_problems(resolved: dict[str, Any], source: str) -> Problems:
 def _unread_keys(block: _Recorder, prefix: str = "") -> Problems:
     known = block.looked_up
     if prefix == "optimizer.params.":
-        known = dict.fromkeys((*OF_ADAMW, *OF_MUON, "torch_adam"))
+        known = dict.fromkeys((*OF_ADAMW, "torch_adam"))
     for key, value in block.items():
         path = f"{prefix}{key}"
         if key not in known:
@@ -364,13 +354,6 @@ def _mode_problems(resolved: dict[str, Any]) -> Problems:
             "data_types.grad_accum_dtype",
             f": stage {mode.stage} with train.precision = {mode.precision!r} accumulates in "
             f"{' or '.join(sorted(allowed))}; write that, or remove it",
-        )
-    if mode.muon and not mode.bf16_optimizer:
-        yield (
-            "optimizer.type",
-            ": DeepSpeed clips Muon's gradients only in stage 1 with bf16 weights and fp32 "
-            "accumulation; elsewhere it clips the update, which shrinks it more than a "
-            "hundredfold; use ds_configs/zero1_muon.json with train.precision=bf16",
         )
 
 

@@ -107,7 +107,6 @@ def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
         accumulate_bytes=DTYPES[mode.accumulation].itemsize,
         bucket=int(zero.get("reduce_bucket_size", 0)) if mode.stage else 0,
         overlap=mode.overlap,
-        muon=mode.muon,
         offload=mode.offload,
         **stage_3,
     )

@@ -32,7 +32,7 @@ from nsa.engine.config import (
     walk,
 )
 from nsa.engine.cpu_collectives import AllRanksCrash, RunAborted
-from nsa.engine.ds_config import has_muon, leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
 from nsa.engine.micro_batch import resolve_auto, resolved_zero
 from nsa.engine.process_group import crash, end_process
@@ -281,8 +281,6 @@ def _resolve_deepspeed(
         config, batch_notes, mode_notes = resolve_auto(config, zero, ranks, gpu_memory)
         ds_config = resolve(config)
         notes += [*batch_notes, *mode_notes]
-    if has_muon(ds_config):
-        notes.append("Muon: the first step compiles its update, a minute or more without output")
     if config.train.compile:
         _check_compile(config, ds_config["zero_optimization"])
     return config, ds_config, fits_micro_batch

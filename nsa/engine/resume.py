@@ -11,7 +11,7 @@ from nsa.checkpoint.state_file import Topology, check_loadable, layout_of
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.cpu_collectives import CpuCollectives
-from nsa.engine.ds_config import has_muon, load_ds_config, zero_mode
+from nsa.engine.ds_config import load_ds_config, zero_mode
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.untrusted import parse_json, read_text, short_repr
@@ -25,7 +25,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     saved = checkpoint.read_state_file(path)
     ranks = saved.topology.ranks
     required = Topology(
-        layout=layout_of(request.zero_stage, has_muon(request.ds_config)),
+        layout=layout_of(request.zero_stage),
         precision=request.config.train.precision,
         ranks=ranks if request.universal else world_size,
     )
@@ -37,8 +37,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
             notes.append(f"changed since {path.name}: ZeRO stage: {before} -> {after}")
     if request.resumed_config is not None:
         check_schedule(request.resumed_config, request.config, saved.step)
-        if not has_muon(request.ds_config):  # which has one rate for all values
-            check_groups(request.resumed_config, request.config)
+        check_groups(request.resumed_config, request.config)
     if isinstance(ranks, int) and request.resumed_config is not None:
         tokens = request.config.tokens_per_step(world_size)
         before = request.resumed_config.tokens_per_step(ranks)

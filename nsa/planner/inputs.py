@@ -105,7 +105,6 @@ class Zero:
     persistent: int = 0  # stage 3: parameters that are not sharded
     persistent_tensors: int = 0  # stage 3: tensors that are not sharded
     gathers: int = 1  # stage 3: all-gathers of the weights per micro-batch
-    muon: bool = False  # Muon: one moment per element of a matrix instead of two
     offload: bool = False  # to the CPU or NVMe, which no figure accounts for
 
     @property

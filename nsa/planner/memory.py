@@ -41,12 +41,10 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     weights = size * count
     if zero.stage == 3:
         weights = size * (-(-(count - zero.persistent) // ranks) + zero.persistent)
-    # Muon keeps one moment of a matrix, not two. Vectors, 1% of the layers, count as matrices.
-    muon_weights = count - model.outside_layers if zero.muon else 0
     static = {
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
-        "optimizer moments": (8 * count - 4 * muon_weights) // shards,
+        "optimizer moments": 8 * count // shards,
         "teacher": size * model.teacher_parameters,
         "gradients": 4 * count if zero.bf16_optimizer else 0,  # fp32 sums
     }

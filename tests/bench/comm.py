@@ -30,12 +30,7 @@ from tests.netns import RANKS, Link, link
 if TYPE_CHECKING:
     from tests.bench.comm_ranks import Rank
 
-# Muon sends what AdamW sends, and its arithmetic would blur which part of a step is communication.
-CONFIGS = {
-    path.stem: path
-    for path in sorted(resource_path("ds_configs").glob("*.json"))
-    if path.stem != "zero1_muon"
-}
+CONFIGS = {path.stem: path for path in sorted(resource_path("ds_configs").glob("*.json"))}
 MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as long as computing
     "vocab_size": 320,
     "layers": 4,

@@ -63,15 +63,14 @@ def test_a_lora_adapter_trains_and_merges(folder: Path) -> None:
 def test_trl_trains_and_its_model_imports(folder: Path) -> None:
     if not find_spec("trl"):
         pytest.skip("pip install -e '.[eval]', with Python 3.11 or newer")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from nsa.data.tokenizer import ByteTokenizer
     from nsa.export.hf_tokenizer import write_tokenizer
+    from nsa.model.hf import NSAConfig, NSAForCausalLM
 
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = AutoConfig.for_model("nsa", vocab_size=259, **shape, **heads)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "exported")
+    config = NSAConfig(vocab_size=259, **shape, **heads)
+    NSAForCausalLM(config).save_pretrained(folder / "exported")
     write_tokenizer(ByteTokenizer(), folder / "exported", 2_048)
     printed = run(folder / "sft.py", str(folder / "exported"))
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]

@@ -1,7 +1,7 @@
-"""Runs on two ranks: DeepSpeed configs, each with checkpoints of the others; their updates.
+"""Runs on two ranks: DeepSpeed configs, each with checkpoints of the others.
 
-Saves a checkpoint under each config and loads it under each other. Then takes a step of Muon, and
-looks where the stages place weights. Prints a JSON object per row.
+Saves a checkpoint under each config and loads it under each other. Then looks where the
+stages place weights. Prints a JSON object per row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch._dynamo
 import torch.distributed as dist
 
 from nsa import checkpoint
@@ -25,8 +24,6 @@ from nsa.model.fused import are_adjacent
 from tests.checkpoint.toy import save_once
 from tests.engine.small import small
 from tests.ranks import ROOT
-
-torch._dynamo.config.disable = True  # DeepSpeed's Muon would compile for a minute
 
 
 def build(name: str, seed: int, layers: int = 2) -> Any:
@@ -84,33 +81,6 @@ def switch(folder: Path, names: list[str]) -> None:
             engine.destroy()
 
 
-def take_a_muon_step(folder: Path) -> None:
-    """Print the singular values of each update, at rates at which bf16 shows them."""
-    layers, rate = 3, 0.5  # 21 equal matrices: the two ranks divide one of them
-    engine = build("zero1_muon", seed=1, layers=layers)
-    for group in engine.optimizer.param_groups:
-        if group["use_muon"]:
-            group["lr"], group["weight_decay"] = rate, 0.0
-    before = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
-    step(engine, 0)
-    for name, parameter in engine.module.named_parameters():
-        update = (before[name] - parameter.detach().float()) / rate
-        if update.dim() == 2:
-            rows, columns = update.shape
-            values = torch.linalg.svdvals(update) / max(1, rows / columns) ** 0.5
-            row = {"muon": name, "low": values.min().item(), "high": values.max().item()}
-            print(json.dumps(row | {"sum": update.sum().item()}), flush=True)
-    save_once(engine, folder, 1, {"step": 1})
-    factors = [group.get("lr_factor") for group in engine.optimizer.param_groups]
-    engine.destroy()
-    other = build("zero1_muon", seed=2, layers=layers)
-    for group in other.optimizer.param_groups:
-        group.pop("lr_factor", None)
-    checkpoint.load(other, checkpoint.read_state_file(folder / "step00000001"))
-    assert [group.get("lr_factor") for group in other.optimizer.param_groups] == factors
-    other.destroy()
-
-
 def joint_products(name: str) -> list[bool]:
     """Per product of several weights of the model: whether they are one view of memory."""
     engine = build(name, seed=1)
@@ -128,7 +98,6 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     start_ranks(Ranks.from_environment())
     switch(folder, names)
-    take_a_muon_step(folder / "muon")
     for name in ("zero1_pcie", "zero1_bf16acc", "zero2_pcie"):
         print(json.dumps({"layout": name, "adjacent": joint_products(name)}), flush=True)
 

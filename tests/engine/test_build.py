@@ -1,16 +1,12 @@
-"""Building model and optimizer: what decays, what Muon updates, where first values come from."""
+"""Building model and optimizer: what decays, where first values come from."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
-from nsa.engine.build import build_model, build_muon, parameter_groups
+from nsa.engine.build import build_model, parameter_groups
 from nsa.model import LanguageModel
-from tests.engine.runs import ds_config
-from tests.engine.small import small, small_request
+from tests.engine.small import small
 from tests.model.models import tiny
 
 CPU = torch.device("cpu")
@@ -47,36 +43,3 @@ def test_values_learn_at_a_rate_of_their_own_with_weight_decay() -> None:
     assert learned == {f"blocks.{i}.attention.v.weight" for i in range(model.config.layers)}
     assert learned | {names[id(p)] for x in others for p in x["params"]} == set(names.values())
     assert not any("lr_factor" in group for group in others)
-
-
-PARAMS = {"lr": 1e-3, "muon_lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-8, "momentum": 0.9}
-HIDDEN = {"attention.q", "attention.k", "attention.v", "attention.o"}
-HIDDEN |= {"mlp.gate", "mlp.up", "mlp.down"}
-
-
-def test_muon_updates_the_hidden_matrices_and_adamw_all_else() -> None:
-    config = small()
-    config.model.attention.compressor = "mlp"
-    model = LanguageModel(config.model)
-    optimizer = build_muon(model, PARAMS, parameter_groups(model, weight_decay=0.1))
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = {
-        names[id(p)]: (group["use_muon"], group["weight_decay"], group["lr"])
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    assert set(groups) == set(names.values())
-    expected = {f"blocks.{i}.{x}.weight" for i in range(config.model.layers) for x in HIDDEN}
-    assert {name for name, (muon, _, _) in groups.items() if muon} == expected
-    assert {groups[name] for name in expected} == {(True, 0.1, 0.02)}
-    assert groups["embed.weight"] == groups["blocks.0.attention.gates.weight"] == (False, 0.1, 1e-3)
-    assert groups["blocks.0.attention.compress.key.up.weight"] == (False, 0.1, 1e-3)
-    assert groups["norm.weight"] == (False, 0.0, 1e-3)
-    (factor,) = {group["lr_factor"] for group in optimizer.param_groups if group["use_muon"]}
-    assert factor == pytest.approx(20.0)
-
-
-def test_the_log_explains_the_silence_of_the_first_step(tmp_path: Path) -> None:
-    for name, lines in (("zero1_muon", 1), ("zero1_pcie", 0)):
-        notes = small_request(f"--run-dir={tmp_path}", ds_config(name)).notes
-        assert sum("compiles its update" in note for note in notes) == lines

@@ -18,7 +18,7 @@ STEPS = [*TINY, "--set=data.seq_len=256", "--profile=demo", "--steps=7"]
 STEPS += ["--set=train.dense_steps=3", "--set=attention.spec.select_top=6"]
 STEPS += ["--set=checkpoint.every=1", "--set=checkpoint.keep=9"]
 STEPS += ["--set=monitor.log_every=1", "--set=train.eval_every=2"]
-MATRIX = {"0_debug": (), "1_pcie": (), "1_bf16acc": (), "1_muon": (), "2_overlap": (), "3": ()}
+MATRIX = {"0_debug": (), "1_pcie": (), "1_bf16acc": (), "2_overlap": (), "3": ()}
 FLOATS = {"0_debug": "fp32", "1_pcie": "fp32"}
 
 

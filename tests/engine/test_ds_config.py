@@ -15,7 +15,7 @@ from nsa.engine.ds_config import OTHER_WAYS, REFUSED, load_ds_config, resolve_ds
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.json"))
-NO_BUCKETS = ("zero0_debug", "zero1_pcie", "zero1_muon")
+NO_BUCKETS = ("zero0_debug", "zero1_pcie")
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
@@ -196,7 +196,7 @@ KINDS += [
 ]
 OTHER_TRAINING = [  # what would change the numbers, or lose steps or checkpoints
     ("zero2_pcie", "optimizer__type", "Lamb", 'write "AdamW"'),
-    ("zero2_pcie", "optimizer__type", "Muon", "use ds_configs/zero1_muon.json"),
+    ("zero2_pcie", "optimizer__type", "Muon", 'write "AdamW"'),
     ("zero2_pcie", "optimizer__params__torch_adam", False, 'write "torch_adam": true'),
     ("zero2_pcie", "data_types__grad_accum_dtype", "fp16", "bf16 or fp32"),
     ("zero2_pcie", "data_types__grad_accum_dtype", "fp64", "bf16 or fp32"),
@@ -245,7 +245,6 @@ def test_every_refused_key_is_tried_above() -> None:
         ("zero_optimization__reduce_scatter", True),
         ("zero_optimization__stage3_max_live_parameters", 1),
         ("fp16__loss_scale", 128),
-        ("optimizer__params__muon_lr", 0.02),
         ("aio__block_size", 1),
         ("timers__throughput__synchronized", False),
         ("zero_optimization__offload_param__nvme_path", "/x"),
@@ -352,9 +351,6 @@ def test_activation_checkpointing_is_allowed_with_deepspeeds_checkpointing() -> 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_deepspeed_parses_a_shipped_config_as_intended(name: str, precision: str) -> None:
-    if name == "zero1_muon" and precision != "bf16":
-        assert "with train.precision=bf16" in error_message(json_with(name), precision=precision)
-        return
     resolved = resolve(json_with(name), world_size=1, precision=precision, clip=0.5)
     assert "auto" not in [value for _, value in walk(resolved)]
     parsed = DeepSpeedConfig(deepcopy(resolved))
@@ -365,5 +361,5 @@ def test_deepspeed_parses_a_shipped_config_as_intended(name: str, precision: str
     assert parsed.zero_config.overlap_comm == (name in ("zero2_overlap", "zero3"))
     assert parsed.zero_config.reduce_bucket_size <= 2**25 or name in NO_BUCKETS
     assert parsed.optimizer_params == resolved["optimizer"]["params"]
-    assert parsed.grad_accum_dtype == ("fp32" if name in ("zero1_pcie", "zero1_muon") else None)
+    assert parsed.grad_accum_dtype == ("fp32" if name == "zero1_pcie" else None)
     assert not parsed.timers_config.enabled

@@ -238,13 +238,6 @@ def test_what_is_held_between_steps(
     assert [static[name] / model.parameters for name in names] == pytest.approx(expected, rel=1e-6)
 
 
-def test_muon_holds_one_moment_of_a_matrix_and_two_of_the_rest() -> None:
-    model, batch = changed(layers=2)
-    static = memory(model, Zero(1, muon=True), batch, 2).static
-    matrices = model.parameters - model.embedding
-    assert static["optimizer moments"] == (4 * matrices + 8 * model.embedding) // 2
-
-
 def test_parameters_that_stage_3_does_not_shard_are_on_every_rank() -> None:
     model, batch = changed(layers=2)
     weights = memory(model, Zero(3, persistent=1_000), batch, 4).static["weights"]
