@@ -398,7 +398,10 @@ def _build(cls: type, tree: dict[str, Any], path: str) -> Any:
         name = f"{path}.{one.name}".strip(".")
         build = _build if is_dataclass(types_of[one.name]) else _cast
         values[one.name] = build(types_of[one.name], tree[one.name], name)
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:  # of NSASpec, which checks itself
+        raise ValueError(str(error).replace(f"{cls.__name__}.", f"{path}.")) from None
 
 
 def _cast(kind: Any, value: Any, name: str) -> Any:

@@ -104,6 +104,10 @@ def test_a_file_with_text_as_accumulation_is_refused(tmp_path: Path) -> None:
         (("branches: sel", "selector_loss: 0"), r"selector_loss = 0: nothing else trains the"),
         (("branches: sel", "spec: {window: 128}"), r"window = 128: .* set local_blocks"),
         (("branches: sel", "spec: {select_top: 5}"), r"select_top = 5: leaves the index nothing"),
+        (
+            ("kind: nsa", "spec: {select_top: 2}"),
+            r"^model\.attention\.spec\.select_top = 2 is less than",
+        ),
     ],
 )
 def test_what_is_given_beside_other_branches_is_refused(
