@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,10 +19,13 @@ import pytest
 import torch
 import triton
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 import nsa.ops.triton
+from nsa.ops.triton.band import triton_gated
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import Launch, launch, recording
+from nsa.spec import NSASpec
 from tests.bench.__main__ import main as bench
 from tests.compile import check, launches, toys
 from tests.compile.check import CHIPS, MAX_SPILLED_FIRST, Variant
@@ -233,3 +237,54 @@ def test_a_repeated_launch_runs_the_binary_that_triton_would_choose() -> None:
     assert ran[half:] == ran[:half]
     assert len({binary for binary, *_ in ran}) > 15
     assert len(looked_up) - half <= half / 2  # the second time without Triton
+
+
+class Binary:
+    """Stands in for a compiled kernel, and counts its launches."""
+
+    launches = 0
+    function = packed_metadata = None
+    __getitem__ = CompiledKernel.__getitem__
+
+    def _init_handles(self) -> None: ...
+
+    def launch_metadata(self, *_: Any) -> None: ...
+
+    def run(self, *_: Any) -> None:
+        Binary.launches += 1
+
+
+def test_a_layers_launches_take_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch, autograd, launchers and Triton's launch code: a fast GPU waits for them.
+
+    Calls and not seconds, which other load on the machine changes; 1,937 a layer were slow.
+    """
+    spec, layers = NSASpec(), 4
+    q, do = (torch.randn(1, 64, 12, 64, dtype=torch.bfloat16) for _ in range(2))
+    pairs = [q.new_ones(1, n, 2, 64) for n in (*[spec.compressed_len(64)] * 2, *[64] * 4)]
+    tensors = [x.requires_grad_() for x in (q, *pairs, q.new_ones(1, 64, 12, 3))]
+    calls = 0
+
+    def without_compiling(kernel: Any, key: str, signature: Any, device: int, *_: Any) -> Any:
+        return kernel.device_caches[device][0].setdefault(key, Binary())
+
+    def step() -> None:
+        x = q
+        for _ in range(layers):
+            x = triton_gated(x, *tensors[1:], None, spec.to_ints(), 0.125)[0]
+        torch.autograd.grad(x, tensors, do)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    monkeypatch.setattr(JITFunction, "_do_compile", without_compiling)
+    triton.runtime.driver.set_active(Device())
+    for _ in range(3):
+        step()
+    before = Binary.launches
+    sys.setprofile(count)
+    step()
+    sys.setprofile(None)
+    assert Binary.launches - before > 10 * layers
+    assert calls < 410 * layers

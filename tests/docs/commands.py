@@ -216,7 +216,6 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/test.sh": tests,
     "bash launch/setup.sh": no_arguments,
     "bash launch/soak.sh": soak,
-    "python -m tests.ops.triton.host_time": no_arguments,
     "python -m tests.faults.table": no_arguments,
     "python -m build": no_arguments,
     "python docs/make_screenshots.py": screenshots,

@@ -30,8 +30,6 @@ from tests.ops.decoding import (
     defined_by_own_queries,
 )
 from tests.ops.triton.parity import DEVICE, FLOOR, assert_exact_enough, by_head
-from tests.ops.triton.test_addresses import far_apart
-from tests.ops.triton.test_addresses import memory as memory
 
 SPEC = NSASpec(4, 2, 5, 3, 1, 1, 7)
 LENGTHS = (1, 61, 3, 26)
@@ -228,15 +226,6 @@ def test_low_precision_loses_no_more_than_the_parallel_pass(dtype: torch.dtype) 
     parallel, lost = ((x.double() - exact).abs().max() for x in (defined(case, full), o))
     assert lost <= 1.5 * parallel
     assert o.dtype == dtype
-
-
-def test_offsets_may_exceed_32_bits(memory: Tensor) -> None:
-    case = Case(SPEC, (61,), kv_heads=1, group=2, key_dim=4, value_dim=3)
-    x = buffers(case, sequences(case), ring=20)
-    names = [f"{kind}_{branch}" for branch in BRANCHES for kind in "kv"]
-    far = {name: far_apart(getattr(x, name), memory, i) for i, name in enumerate(names)}
-    near, apart = (decoded(case, y, backend="triton") for y in (x, replace(x, **far)))
-    assert torch.equal(apart, near)
 
 
 def test_buffers_need_not_be_contiguous() -> None:

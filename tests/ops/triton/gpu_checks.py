@@ -17,8 +17,6 @@ from nsa.ops import (
     compressed_attention,
     nsa_attention,
     reference,
-    selected_attention,
-    window_attention,
 )
 from nsa.ops.inputs import AttentionInputs, compressed_slices, document_slices
 from nsa.ops.triton.configs import Config, override_choices
@@ -157,52 +155,6 @@ def runs_are_the_same_to_the_bit(case: Case, dtype: torch.dtype, times: int) -> 
     for _ in range(times - 1):
         assert torch.equal(selection(x, case, "triton"), index)
         torch.testing.assert_close(computed(case, "mixed", "triton", x), first, rtol=0, atol=0)
-
-
-def the_ends_of_long_outputs_are_right(
-    seq_len: int, heads: int, size: int, dtype: torch.dtype
-) -> None:
-    """The last tokens equal those of a short sequence: they see only their neighbourhood."""
-    spec = NSASpec(32, 32, 32, 2, 0, 2, 32)
-    near, last = slice(seq_len - 128, None), slice(-64, None)
-    q, k, v, do = (
-        torch.randn(1, seq_len, heads, size, dtype=dtype, device=DEVICE) for _ in range(4)
-    )
-    for local in (_window(spec), _own_and_previous_block(spec)):
-        full = _with_gradient(local, (q, k, v), do)
-        alone = _with_gradient(local, (q[:, near], k[:, near], v[:, near]), do[:, near])
-        for a, b in zip(full, alone, strict=True):
-            torch.testing.assert_close(a[:, last], b[:, last], rtol=0.02, atol=0.02)
-        del full, alone
-    k, v = (x[:, : spec.compressed_len(seq_len)].contiguous() for x in (k, v))
-
-    def compressed(*given: Tensor) -> Tensor:
-        return compressed_attention(*given, spec, backend="triton")[0]
-
-    o, dq, *_ = _with_gradient(compressed, (q, k, v), do)
-    seen = reference.visible_blocks(seq_len, spec, DEVICE, queries=64)[:, None, :, 0]
-    alone = _with_gradient(plain(seen), (q[:, last], k, v), do[:, last])
-    for a, b in zip((o, dq), alone, strict=False):
-        torch.testing.assert_close(a[:, last], b, rtol=0.02, atol=0.02)
-
-
-def _window(spec: NSASpec) -> Attend:
-    return lambda q, k, v: window_attention(q, k, v, spec.window, backend="triton")
-
-
-def _own_and_previous_block(spec: NSASpec) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) // spec.select_len
-        index = torch.stack([own - 1, own], -1)[None, :, None].expand(1, -1, k.shape[2], -1)
-        return selected_attention(q, k, v, index, spec, backend="triton")
-
-    return attend
-
-
-def _with_gradient(attend: Attend, given: Sequence[Tensor], do: Tensor) -> list[Tensor]:
-    given = [x.detach().requires_grad_() for x in given]
-    o = attend(*given)
-    return [o.detach(), *torch.autograd.grad(o, given, do)]
 
 
 def small_calls(longest: int, dtypes: Sequence[torch.dtype]) -> None:

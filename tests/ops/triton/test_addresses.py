@@ -1,8 +1,7 @@
-"""64-bit addresses: inputs whose rows are more than 2³¹ elements apart."""
+"""64-bit addresses: offsets that would overflow 32 bits in large tensors."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,39 +12,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nsa.ops.per_token import cross_entropy_
-from nsa.ops.triton import selected
+from nsa.ops.triton import decode, selected
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.ops.triton.selected import queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, with_gradients
+from tests.ops.decoding import buffers, decoded, sequences
 from tests.ops.fused import LAYOUTS, Documents, norm, pool, rotary, selector, swiglu
 from tests.ops.triton.parity import DEVICE, Run, computed, inputs, settings
 
-BEYOND = 2**31 + 2**22
-MAP_NORESERVE = 0x4000  # of Linux; the module mmap has it from Python 3.13 on
-
 Check = Callable[[], object]
-
-
-@pytest.fixture
-def memory() -> Tensor:
-    """A buffer of more than 2³¹ elements; on a CPU only touched pages use memory."""
-    if DEVICE.type == "cuda":
-        return torch.zeros(BEYOND, device=DEVICE)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    pages = mmap.mmap(-1, 4 * BEYOND, flags=flags)
-    pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.float32)
-
-
-def far_apart(x: Tensor, memory: Tensor, index: int) -> Tensor:
-    """A copy of x [1, T, H, D] in `memory` whose last row starts beyond 2³¹."""
-    step = 2**31 // (x.shape[1] - 1) + 1
-    rows = torch.as_strided(memory.data, x.shape, (0, step, x.shape[3], 1), 64 * index)
-    return rows.copy_(x)
 
 
 @contextmanager
@@ -102,6 +80,14 @@ def cross_entropy() -> None:
     cross_entropy_(torch.zeros(150, 64), torch.arange(150) % 64, True, backend="triton")
 
 
+def decoding() -> None:
+    spec = NSASpec(4, 4, 20, 3, 1, 1, 37)
+    case = Case(spec, (3, 200), kv_heads=2, group=2, key_dim=16, value_dim=16)
+    x = buffers(case, sequences(case, torch.float32), ring=120)
+    with mock.patch.multiple(decode, PART=24, BLOCKS=16, ELEMENTS=32):
+        decoded(case, x, backend="triton")
+
+
 CHECKS: dict[str, Check] = {
     "mixed": attends(WIDE),
     "mixed, packed": attends(PACKED),
@@ -120,6 +106,7 @@ CHECKS: dict[str, Check] = {
     "SwiGLU": swiglu((150, 96), 48).assert_parity,
     "norm": norm((300, 24)).assert_parity,
     "cross-entropy": cross_entropy,
+    "decoding": decoding,
 }
 
 
@@ -131,13 +118,3 @@ def test_offsets_that_grow_with_a_tensor_have_64_bits(
     monkeypatch.setattr(selected, "STEP", 16)
     with narrow_integers(2 * LIMIT):
         CHECKS[name]()
-
-
-def test_the_loss_of_logits_beyond_32_bits_is_that_of_the_row(memory: Tensor) -> None:
-    logits = memory[: 2049 << 20].view(2049, 1 << 20)
-    logits[-1, :1000] = torch.arange(1000.0) / 100  # the row begins at 2³¹
-    labels = torch.full((2049,), -100, device=DEVICE)
-    labels[-1] = 7
-    losses = cross_entropy_(logits, labels, False, backend="triton")
-    expected = F.cross_entropy(logits[-1:].double(), labels[-1:])
-    torch.testing.assert_close(losses[-1], expected.float())
