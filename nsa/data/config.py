@@ -21,8 +21,8 @@ class DataConfig:
     source: str | dict[str, float] = "embedded"
     subset: str | None = None  # configuration of a hub dataset; null: its default
     split: str = "train"  # split of a hub dataset
-    # Files to read: of a folder, such as "*.py" (null: all with text); of a hub dataset, as a path,
-    # a pattern or an address (null: its default)
+    # files to read: of a folder, such as "*.py" (null: all with text); of a hub dataset (null: its
+    # default)
     pattern: str | None = None
     on_error: str = "stop"  # at a line or file that cannot be read: "stop", or "skip" and count it
     text_field: str = "text"  # field of a record that holds its text

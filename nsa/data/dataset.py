@@ -11,7 +11,7 @@ from typing import Any
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
-from nsa.data.hub import local_content, open_hub
+from nsa.data.hub import check_hub_name, open_hub
 from nsa.data.shards import is_prepared
 from nsa.data.source import HeldOut, Source, is_builtin, is_path
 
@@ -75,7 +75,7 @@ def _open(config: DataConfig, name: str) -> OpenedSource:
     if source.is_prepared:
         return source
     if not is_path(name) and not is_builtin(name):  # of the hub: opening it takes seconds
-        source.content = local_content(config, name)
+        check_hub_name(name)
         return source
     documents = source.documents
     source.content, source.size = documents.content, documents.size()

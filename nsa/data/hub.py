@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import glob
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -35,8 +32,7 @@ from nsa.system import in_background, with_timeout
 from nsa.text import type_and_message
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
-BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for `data.pattern`
-OPEN_TRIES, READ_TRIES = 2, 3  # for a server that is not the hub
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for files
 HUB_CLIENT_SECONDS = 25.0  # until huggingface_hub gives up on a hub that is down
 ROWS_PER_BLOCK = 64  # small, so that long documents fit into memory
 HUB = "https://huggingface.co"
@@ -50,27 +46,22 @@ WITHOUT_HUB = (
 
 
 def open_hub(config: DataConfig, name: str) -> Source:
-    """Open `fineweb_edu`, or `hf:` and a dataset, a local folder, or a builder of `datasets`."""
+    """Open `fineweb_edu`, or `hf:` and the name of a dataset."""
+    check_hub_name(name)
     path, subset = name.removeprefix("hf:"), config.subset
     if name == "fineweb_edu":
         path, subset = FINEWEB_EDU[0], config.subset or FINEWEB_EDU[1]
-    if path in BUILDERS and config.pattern is None:
+    return Hub(name, path, subset, config)
+
+
+def check_hub_name(name: str) -> None:
+    """Raise a DataError if a source names local files, which `datasets` could read too."""
+    path = name.removeprefix("hf:")
+    if path in BUILDERS or path.startswith(("/", ".", "~")) or os.path.isdir(path):
         raise DataError(
-            f"data.source = {name!r} reads files, and none are named; set data.pattern to a path, "
-            "a pattern or an address"
+            f"data.source = {name!r}: files by way of `datasets` are withdrawn in this version; "
+            "name the file or folder itself, without hf:"
         )
-    return Hub(name, os.path.expanduser(path), subset, config)
-
-
-def local_content(config: DataConfig, name: str) -> str:
-    """Return a digest of the names and sizes of local files; "" for a dataset of the hub."""
-    path = os.path.expanduser(name.removeprefix("hf:"))
-    if path not in BUILDERS and not os.path.isdir(path):
-        return ""
-    pattern = os.path.join("" if path in BUILDERS else path, config.pattern or "**")
-    files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-    listing = json.dumps([[file, os.path.getsize(file)] for file in files])
-    return hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
 
 
 class Hub(Source):
@@ -82,7 +73,6 @@ class Hub(Source):
     def __init__(self, name: str, path: str, subset: str | None, config: DataConfig) -> None:
         self.name, self._field = name, config.text_field
         self._path, self._subset, self._config = path, subset, config
-        self._on_hub = path not in BUILDERS and not os.path.isdir(path)
         self._opened = self._open(None)
 
     def _open(self, revision: str | None) -> tuple[Any, str]:
@@ -105,8 +95,8 @@ class Hub(Source):
 
         A hub that is only slow has unlimited time. `what` names the work in the error.
         """
-        url = self._url(revision) if self._on_hub else None
-        if url is None:  # no server, or one with the time limits of `_http_options`
+        url = self._url(revision)
+        if url is None:
             return work()
         future = in_background(work)
         while not wait([future], PROBE_SECONDS).done:
@@ -119,12 +109,9 @@ class Hub(Source):
         return future.result()
 
     def _url(self, revision: str | None) -> str | None:
-        """Return the URL to probe; None without a server."""
+        """Return the URL to probe; None offline."""
         import datasets
 
-        pattern = self._config.pattern or ""
-        if not self._on_hub:
-            return pattern if _is_url(pattern) and "*" not in pattern else None
         if datasets.config.HF_HUB_OFFLINE:
             return None
         return f"{hub_url()}/datasets/{self._path}/resolve/{revision or 'main'}/README.md"
@@ -132,20 +119,16 @@ class Hub(Source):
     def _load(self, revision: str | None) -> tuple[Any, str]:
         import datasets
 
-        _configure_client(self._on_hub)
+        _configure_client()
         builder = datasets.load_dataset_builder(
             self._path,
             self._subset,
             data_files=self._config.pattern,
-            revision=revision if self._on_hub else None,
-            storage_options=_http_options(self._config.pattern or ""),
+            revision=revision,
         )
         if hasattr(builder.config, "batch_size"):  # the default, a row group, may be empty
             builder.config.batch_size = ROWS_PER_BLOCK
-        dataset = builder.as_streaming_dataset(split=self._config.split)
-        if self._on_hub:
-            return dataset, str(builder.hash)
-        return dataset, ""  # `local_content` tells whether the files changed
+        return builder.as_streaming_dataset(split=self._config.split), str(builder.hash)
 
     def _open_error(self, error: Exception) -> DataError:
         import datasets
@@ -158,7 +141,7 @@ class Hub(Source):
         message = f"data.source = {self.name!r} with {settings}: {reason}"
         if isinstance(error, datasets.exceptions.DatasetNotFoundError):
             message += "; correct the name, or log in with `hf auth login` if it is not public"
-        elif isinstance(error, OSError) and (self._on_hub or self._url(None)):
+        elif isinstance(error, OSError):
             message += f"; {WITHOUT_HUB}"
         return DataError(message)
 
@@ -207,36 +190,21 @@ class Hub(Source):
             state, consumed = stream.state_dict(), 0
 
 
-def _configure_client(on_hub: bool) -> None:
+def _configure_client() -> None:
     """Make `datasets` retry for half a minute, not a quarter of an hour, and count no downloads.
 
-    On the hub one try is enough: it includes six tries of huggingface_hub, over 23 seconds.
+    One try is enough: it includes six tries of huggingface_hub, over 23 seconds.
     """
     import datasets
 
-    # Even local files are counted, by a request that takes seconds without a network.
+    # Downloads are counted by a request that takes seconds without a network.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    datasets.config.STREAMING_READ_MAX_RETRIES = 1 if on_hub else READ_TRIES
+    datasets.config.STREAMING_READ_MAX_RETRIES = 1
     datasets.config.STREAMING_READ_RETRY_INTERVAL = 1
     datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 1
-    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1 if on_hub else OPEN_TRIES
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
     datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 1
     datasets.config.USE_PARQUET_EXPORT = False  # a second server, not needed here
-
-
-def _is_url(pattern: str) -> bool:
-    return pattern.startswith(("http://", "https://"))
-
-
-def _http_options(pattern: str) -> dict[str, Any] | None:
-    """Return the time limits of a server that `data.pattern` names; None without such a server."""
-    if not _is_url(pattern):
-        return None
-    from aiohttp import ClientTimeout
-
-    limit = ClientTimeout(total=None, sock_connect=PROBE_SECONDS, sock_read=PROBE_SECONDS)
-    options = {"client_kwargs": {"timeout": limit}}
-    return {"http": options, "https": options}
 
 
 def _read_block(records: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], Exception | None]:

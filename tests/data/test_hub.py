@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ import pytest
 import zstandard
 
 from nsa.data.config import DataConfig
-from nsa.data.hub import local_content, open_hub
-from nsa.data.source import DataError, Source
+from nsa.data.dataset import open_dataset
+from nsa.data.hub import open_hub
+from nsa.data.source import DataError
 from tests.data.hub_server import REPO, serving
-from tests.data.texts import check_resumption, contents_of
 from tests.ranks import ROOT, free_port
 
 FIXES = ("nsa data prepare", "--set data.source=embedded", "HF_HUB_OFFLINE=1")
@@ -92,140 +90,58 @@ def write(folder: Path, kind: str, *sizes: int) -> list[str]:
     return texts
 
 
-def source_of(kind: str, files: Path | str, **settings: Any) -> Source:
-    return open_hub(DataConfig(pattern=str(files), **settings), f"hf:{kind}")
-
-
-def texts(source: Source, state: dict[str, Any] | None = None) -> list[str]:
-    return [text.decode() for text in contents_of(source, state)]
-
-
-@pytest.mark.parametrize("kind", ENDINGS)
-@pytest.mark.parametrize("sizes", [(70,), (23, 0, 75, 5)], ids=["one file", "some files"])
-def test_a_pass_resumes_after_any_document(
-    tmp_path: Path, kind: str, sizes: tuple[int, ...]
-) -> None:
-    written = write(tmp_path, kind, *sizes)
-    source = source_of(kind, tmp_path / "*")
-    assert [text.decode() for text in check_resumption(source, 9)] == written
+RESUME = """
+import json, sys
+from nsa.data.config import DataConfig
+from nsa.data.hub import open_hub
+from tests.data.texts import check_resumption, contents_of
+(job,) = json.loads(sys.argv[1])
+config = DataConfig(pattern=job["pattern"])
+source = open_hub(config, job["name"])
+if job["row"] is None:
+    texts = check_resumption(source, 9)
     pairs = list(source.read())
     for number in range(62, 68):  # around the end of a block
-        assert texts(source_of(kind, tmp_path / "*"), pairs[number][1]) == written[number + 1 :]
-
-
-def test_a_cursor_far_into_a_file_is_exact(tmp_path: Path) -> None:
-    written = write(tmp_path, "parquet", 3_000)
-    source = source_of("parquet", tmp_path / "*")
-    _, cursor = next(islice(source.read(), 2_344, None))
-    rest = [document for document, _ in source.read(cursor)]
-    assert [getattr(document, "text", b"").decode() for document in rest] == written[2_345:]
-    assert getattr(rest[0], "location", "") == "hf:parquet: row 2346"
-
-
-def test_empty_records_are_skipped_and_compressed_files_read(tmp_path: Path) -> None:
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("a", "", None, "b"))
-    (tmp_path / "x.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
-    source = source_of("json", tmp_path / "*")
-    assert texts(source) == ["a", "b"]
-    assert [document.location[-1] for document in source.read_all()] == ["1", "4"]
-
-
-def test_local_files_need_no_hub_and_send_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = write(tmp_path, "parquet", 3, 4)
-    with serving(tmp_path) as server:
-        monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", True)
-        monkeypatch.setattr("datasets.config.S3_DATASETS_BUCKET_PREFIX", server.address)
-        assert texts(open_hub(DataConfig(), f"hf:{tmp_path}")) == written
-        assert texts(source_of("parquet", tmp_path / "*")) == written
-        assert server.requests == []
+        rest = contents_of(open_hub(config, job["name"]), pairs[number][1])
+        assert rest == [document.text for document, _ in pairs[number + 1 :]]
+else:
+    _, cursor = list(source.read())[job["row"]]
+    texts = contents_of(source, cursor)
+print(json.dumps({"texts": [text.decode() for text in texts]}))
+"""
 
 
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"text_field": "body"}, r"no field 'body', but 'id', 'text'; set data\.text_field"),
-        ({"text_field": "id"}, r"the field 'id' holds int64, not text; set data\.text_field"),
-        ({"split": "test"}, r"data\.split = 'test'.*Available splits: \['train'\]"),
-        ({"pattern": None}, r"set data\.pattern to a path, a pattern or an address"),
-        ({"pattern": "/nowhere/x.jsonl"}, r"data\.pattern = '/nowhere/x\.jsonl'.*Unable to find"),
-        (
-            {"pattern": "empty.jsonl"},
-            r"data\.pattern = .*empty\.jsonl.* nothing in its first files",
-        ),
-    ],
+    ("kind", "sizes", "row"),
+    [("json", (23, 0, 75, 5), None), ("parquet", (3_000,), 2_344)],
+    ids=["after any document", "far into a file"],
 )
-def test_missing_fields_splits_and_files_are_refused_with_those_present(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], complaint: str
+def test_a_pass_resumes_exactly(
+    tmp_path: Path, kind: str, sizes: tuple[int, ...], row: int | None
 ) -> None:
-    write(tmp_path, "json", 3)
-    (tmp_path / "empty.jsonl").write_bytes(b"")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=complaint):
-        open_hub(DataConfig(**{"pattern": "0.jsonl", **settings}), "hf:json")
+    written = write(tmp_path / "files", kind, *sizes)
+    job = {"name": f"hf:{REPO}", "pattern": f"*.{ENDINGS[kind]}", "row": row}
+    with serving(tmp_path / "files") as server:
+        child = Child(tmp_path / "home", job, code=RESUME, HF_ENDPOINT=server.address)
+        (result,) = child.results()
+    assert result["texts"] == (written if row is None else written[row + 1 :])
 
 
-def test_the_error_of_a_broken_record_names_the_row_before_it(tmp_path: Path) -> None:
-    write(tmp_path, "json", 100)
-    (tmp_path / "1.jsonl").write_text('{"id": 1, "text": "a"}\n{"text": 7\n')
-    reader = source_of("json", tmp_path / "*").read_all()
-    for _ in range(100):
-        next(reader)
-    with pytest.raises(DataError, match=r"broke off after row 100 .*is broken: repair it, or name"):
-        next(reader)
-
-
-def test_other_local_files_are_other_content(tmp_path: Path) -> None:
-    write(tmp_path, "json", 3, 3)
-    config = DataConfig(pattern=str(tmp_path / "*"))
-    before = local_content(config, "hf:json"), local_content(DataConfig(), f"hf:{tmp_path}")
-    (tmp_path / "0.jsonl").write_text('{"text": "a"}\n')
-    after = local_content(config, "hf:json"), local_content(DataConfig(), f"hf:{tmp_path}")
-    assert all(x and y and x != y for x, y in zip(before, after, strict=True))
-    assert local_content(DataConfig(), "hf:someone/corpus") == ""
-
-
-@pytest.mark.parametrize("kind", ENDINGS)
-@pytest.mark.parametrize("mode", ["ok", "slow"])
-def test_a_slow_mirror_is_read_to_the_end(tmp_path: Path, kind: str, mode: str) -> None:
-    written = write(tmp_path, kind, 500)
-    with serving(tmp_path, mode) as server:
-        source = source_of(kind, f"{server.address}/0.{ENDINGS[kind]}")
-        _, cursor = next(islice(source.read(), 99, None))
-        assert texts(source, cursor) == written[100:]
-
-
-def test_short_failures_of_a_mirror_lose_no_document(tmp_path: Path) -> None:
-    written = write(tmp_path, "json", 2_000)
-    with serving(tmp_path, "truncating") as server:
-        server.bad_left = 4  # more than the requests about the file: some hit its content
-        assert texts(source_of("json", f"{server.address}/0.jsonl")) == written
-        assert server.bad_left == 0
+@pytest.mark.parametrize("name", ["hf:json", "hf:parquet", "hf:/data/corpus", "hf:./x", "hf:~/x"])
+def test_files_by_way_of_datasets_are_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"withdrawn in this version; name the file or folder"):
+        open_dataset(DataConfig(source=name))
 
 
 # (mode, ok responses before it). Each takes as long as the timeouts: they run beside other tests.
 HUBS = {
-    "a hub that is silent after its first responses": ("silent", 3),
-    "a hub that is silent once it is read": ("silent", 7),
-    "a hub unavailable once it is read": ("unavailable", 7),
+    "silent after its first responses": ("silent", 3),
+    "silent once it is read": ("silent", 7),
+    "unavailable once it is read": ("unavailable", 7),
+    "truncating once it is read": ("truncating", 7),
+    "disconnecting once it is read": ("disconnecting", 7),
 }
-MIRRORS = {
-    "a mirror that is silent": ("json", "silent", 0),
-    "a mirror that is silent after its first response": ("json", "silent", 1),
-    "a mirror that is silent once it is read": ("parquet", "silent", 4),
-    "a mirror that always truncates": ("json", "truncating", 0),
-    "a mirror that disconnects after its first response": ("json", "disconnecting", 1),
-    "a mirror unavailable once it is read": ("parquet", "unavailable", 4),
-}
-DEFAULT = ("a hub that is silent once it is read", "a mirror that is silent once it is read")
-
-
-def refusal(kind: str, address: str) -> dict[str, Any]:
-    """The error of reading from a mirror."""
-    with pytest.raises(DataError) as refused:
-        texts(source_of(kind, address))
-    return {"error": str(refused.value)}
+DEFAULT = "silent once it is read"
 
 
 @pytest.fixture(scope="module")
@@ -234,14 +150,12 @@ def failures(
 ) -> Iterator[dict[str, Callable[[], Any]]]:
     root = tmp_path_factory.mktemp("served")
     noise = [os.urandom(1_500).hex() for _ in range(3_000)]
-    (root / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in noise))
     pq.write_table(pa.table({"text": noise}), root / "x.parquet", row_group_size=100)
     results: dict[str, Callable[[], Any]] = {}
     full = request.config.getoption("--full")
     with ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(len(MIRRORS)))
         for name, (mode, ok_before) in HUBS.items():
-            if name not in DEFAULT and not full:
+            if name != DEFAULT and not full:
                 continue
             server = stack.enter_context(serving(root, mode))
             server.ok_before = ok_before
@@ -249,13 +163,6 @@ def failures(
             child = Child(tmp_path_factory.mktemp("home"), job, HF_ENDPOINT=server.address)
             stack.callback(child.process.kill)
             results[name] = lambda child=child: child.results()[0]
-        for name, (kind, mode, ok_before) in MIRRORS.items():
-            if name not in DEFAULT and not full:
-                continue
-            server = stack.enter_context(serving(root, mode))
-            server.ok_before = ok_before
-            address = f"{server.address}/x.{ENDINGS[kind]}"
-            results[name] = threads.submit(refusal, kind, address).result
         yield results
 
 
@@ -279,6 +186,8 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(
             {"subset": "tiny"},
             {"split": "test"},
             {"text_field": "body"},
+            {"text_field": "id"},
+            {"pattern": "nowhere/*"},
         )
     ]
     jobs += [{"name": "hf:me/none", "config": {}}, {"name": "hf:me/gated", "config": {}}]
@@ -292,18 +201,42 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(
         assert "'large', 'small'" in errors[2]
         assert "Available splits: ['train']" in errors[3]
         assert "no field 'body', but 'id', 'text'; set data.text_field" in errors[4]
-        assert "'me/none' doesn't exist" in errors[5]
-        assert "'me/gated' is a gated dataset" in errors[6]
-        assert "hf auth login" in errors[6]
+        assert "the field 'id' holds int64, not text; set data.text_field" in errors[5]
+        assert "data.pattern = 'nowhere/*'" in errors[6]
+        assert "'me/none' doesn't exist" in errors[7]
+        assert "'me/gated' is a gated dataset" in errors[8]
+        assert "hf auth login" in errors[8]
 
         # The files on the hub change: a resumed run reads the old revision.
         write(tmp_path / "second/large", "parquet", 1)
         (tmp_path / "second/README.md").write_text((root / "README.md").read_text())
         server.versions["c" * 40] = tmp_path / "second"
-        jobs = [{"name": name, "config": {}, "state": results[7]["state"]}, jobs[0]]
+        jobs = [{"name": name, "config": {}, "state": results[9]["state"]}, jobs[0]]
         later = Child(tmp_path / "later", *jobs, HF_ENDPOINT=server.address).results()
     assert later[0]["texts"] == large[40:]
     assert later[1]["texts"] == ["document 0 é"]
+
+
+def test_broken_empty_and_slow_files_of_a_hub(tmp_path: Path) -> None:
+    """A broken record's error names the row before it; a slow hub is read to the end."""
+    root = tmp_path / "root"
+    written = write(root / "good", "json", 500)
+    write(root / "bad", "json", 100)
+    (root / "bad/1.jsonl").write_text('{"id": 1, "text": "a"}\n{"text": 7\n')
+    (root / "empty.jsonl").write_bytes(b"")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("a", "", None, "b"))
+    (root / "some.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
+    patterns = ("good/*", "some.jsonl.zst", "bad/*", "empty.jsonl")
+    jobs = [{"name": f"hf:{REPO}", "config": {"pattern": pattern}} for pattern in patterns]
+    with serving(root, "slow") as server:
+        child = Child(tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
+        good, some, bad, empty = child.results()
+    assert good["texts"] == written
+    assert some["texts"] == ["a", "b"]
+    assert len(bad["texts"]) == 100
+    assert "broke off after row 100 " in bad["error"]
+    assert "is broken: repair it, or name other files in data.pattern" in bad["error"]
+    assert "nothing in its first files" in empty["error"]
 
 
 CACHED = """
@@ -397,16 +330,13 @@ def test_an_unresponsive_hub_is_reported_without_retries(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full)
-        for name in (*HUBS, *MIRRORS)
-    ],
+    [pytest.param(name, marks=() if name == DEFAULT else pytest.mark.full) for name in HUBS],
 )
 def test_a_server_that_fails_is_an_error_not_a_hang(
     failures: dict[str, Callable[[], Any]], name: str
 ) -> None:
     result = failures[name]()
     assert result["error"] is not None, result["texts"][-1:]
-    assert (f"hf:{REPO}" if name in HUBS else f"hf:{MIRRORS[name][0]}") in result["error"]
+    assert f"hf:{REPO}" in result["error"]
     for fix in FIXES:
         assert fix in result["error"]
