@@ -61,8 +61,7 @@ def _case(length: int, batch: int, report: Report) -> None:
 
     def measure(kind: str, call: Step, result: Result) -> None:
         result["read_bytes_per_token"] = read_bytes(configs[kind], length, report.dtype)
-        timing = time_step(call, report.device, report.flags.seconds, graph=True)
-        result |= {"attention_timing": timing, "attention_ms": timing["median"]}
+        result["attention_ms"] = time_step(call, report.device, report.flags.seconds, graph=True)
 
     calls = {kind: partial(layer, config, length, draw) for kind, config in configs.items()}
     results = report.each(calls, FIGURES, measure)

@@ -67,10 +67,8 @@ def add_gpu_flags(parser: argparse.ArgumentParser, tokens: int = 65_536) -> None
     add("--tokens", type=int, default=tokens, help="tokens in a case, at most (%(default)s)")
 
 
-def time_step(
-    step: Step, device: torch.device, seconds: float = 0.5, graph: bool = False
-) -> Result:
-    """Return the median, least and largest milliseconds of a call, after calls to warm up.
+def time_step(step: Step, device: torch.device, seconds: float = 0.5, graph: bool = False) -> float:
+    """Return the median milliseconds of a call, after calls to warm up.
 
     With `graph`, a GPU replays the call as a CUDA graph, which has no launch time on the host.
     """
@@ -78,16 +76,14 @@ def time_step(
         from triton import testing
 
         time_call = testing.do_bench_cudagraph if graph else testing.do_bench
-        times = time_call(step, rep=1e3 * seconds, return_mode="all")
-    else:
+        return time_call(step, rep=1e3 * seconds, return_mode="median")
+    step()
+    times, end = list[float](), time.perf_counter() + seconds
+    while len(times) < MIN_ROUNDS or time.perf_counter() < end:
+        start = time.perf_counter()
         step()
-        times, end = [], time.perf_counter() + seconds
-        while len(times) < MIN_ROUNDS or time.perf_counter() < end:
-            start = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - start) * 1e3)
-    low, high = min(times), max(times)
-    return {"median": statistics.median(times), "low": low, "high": high, "rounds": len(times)}
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
 
 
 class Report:
@@ -201,12 +197,6 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or not denominator else numerator / denominator
 
 
-def figure(result: Result, what: str) -> float | None:
-    """Return a result's median milliseconds, or another figure."""
-    value = result[what]
-    return value["median"] if isinstance(value, dict) else value
-
-
 def cell(value: float | None) -> str:
     """Return a figure as text for a table; a dash for None."""
     if value is None:
@@ -226,7 +216,7 @@ def print_results(
     ratios: Mapping[str, Mapping[str, float | None]],
 ) -> None:
     """Print a table of the implementations of a case, their errors, and ratios between them."""
-    rows = [[name, *(cell(figure(x, what)) for what in figures)] for name, x in results.items()]
+    rows = [[name, *(cell(x[what]) for what in figures)] for name, x in results.items()]
     print_table([[title, *figures], *rows])
     for name, result in results.items():
         for error in result["errors"].values():

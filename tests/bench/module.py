@@ -40,7 +40,6 @@ from tests.bench.harness import (
     Result,
     Step,
     add_gpu_flags,
-    figure,
     lengths,
     print_results,
     ratio,
@@ -61,9 +60,8 @@ REFERENCES = {
     "flex-flash": "sdpa-flash",
     "fla": "nsa",
     "scalable-flash-nsa": "nsa",
-    "flash-sparse-attention": "nsa",
 }
-LIBRARIES = ("fla-core", "flash-nsa", "flash-sparse-attention", "flash-attn")
+LIBRARIES = ("fla-core", "flash-nsa", "flash-attn")
 AGAINST: dict[str, Callable[[Inputs], Implementation]] = {
     "sdpa-flash": partial(peers.sdpa, "sdpa-flash"),
     "sdpa-cudnn": partial(peers.sdpa, "sdpa-cudnn"),
@@ -112,7 +110,7 @@ def _case(kind: str, name: str, heads: Heads, seq_len: int, report: Report) -> N
     results = report.each(builders, FIGURES, partial(measure, report, outputs))
     base = "nsa_attention" if kind == "parts" else "nsa"
     ratios = {
-        other: {what: ratio(figure(x, what), figure(results[base], what)) for what in FIGURES}
+        other: {what: ratio(x[what], results[base][what]) for what in FIGURES}
         for other, x in results.items()
         if other != base
     }
@@ -191,7 +189,6 @@ def _peers(inputs: Inputs, report: Report) -> Builders:
     return {
         "nsa": _shared_keys(inputs, SPEC, report.backend, window=True),
         "scalable-flash-nsa": partial(peers.scalable_flash_nsa, inputs, SPEC),
-        "flash-sparse-attention": partial(peers.flash_sparse_attention, inputs, SPEC),
     }
 
 

@@ -2,8 +2,7 @@
 
 The latter are optional and imported on use, installed or from a folder on PYTHONPATH; if one is
 missing, the reason is its result. Their branches share keys and values, and mean pooling is timed
-with them. Those that call flash-attn for their window get nsa.ops.window_attention instead; so does
-ours where that is faster (nsa doctor --tune).
+with them. One that calls flash-attn for its window gets nsa.ops.window_attention instead.
 """
 
 from __future__ import annotations
@@ -104,14 +103,9 @@ def causal_mask(seq_len: int, device: torch.device) -> BlockMask:
     )
 
 
-def group_of(inputs: Inputs) -> int:
-    """Return the query heads per key/value head."""
-    return inputs.q.shape[2] // inputs.k_sel.shape[2]
-
-
 def fla(inputs: Inputs) -> Implementation:
     """Return fla's compressed and selected attention with mean pooling."""
-    group = group_of(inputs)
+    group = inputs.q.shape[2] // inputs.k_sel.shape[2]
     if group < 16 or group & (group - 1):
         raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {group}")
     parallel_nsa = import_module("fla.ops.nsa").parallel_nsa
@@ -122,18 +116,6 @@ def fla(inputs: Inputs) -> Implementation:
         return parallel_nsa(q, k, v, g_cmp=g_cmp, g_slc=g_sel, window_size=0, **sizes)
 
     return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates)
-
-
-def _packed(inputs: Inputs, spec: NSASpec) -> tuple[list[Tensor], Tensor, Callable[..., Tensor]]:
-    """Return q, k and v as [B·T, H, D], cu_seqlens with a document per sequence, and our window."""
-    batch, seq_len = inputs.q.shape[:2]
-    offsets = torch.arange(batch + 1, device=inputs.q.device, dtype=torch.int32) * seq_len
-
-    def window(*qkv: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, (batch, -1)) for x in qkv)
-        return window_attention(q, k, v, spec.window).flatten(0, 1)
-
-    return [x.flatten(0, 1) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], offsets, window
 
 
 def scalable_flash_nsa(inputs: Inputs, spec: NSASpec) -> Implementation:
@@ -153,8 +135,13 @@ def scalable_flash_nsa(inputs: Inputs, spec: NSASpec) -> Implementation:
         window_size=spec.window,
     )
     module = library.HFNSACore(config)
-    qkv, offsets, window = _packed(inputs, spec)
     combine = import_module("flash_nsa.ops.combine").fused_sigmoid_combine
+    batch, seq_len = inputs.q.shape[:2]  # each sequence is a document
+    offsets = torch.arange(batch + 1, device=inputs.q.device, dtype=torch.int32) * seq_len
+
+    def window(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (batch, -1)) for x in qkv)
+        return window_attention(q, k, v, spec.window).flatten(0, 1)
 
     def run(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
         library.NSAHelper.init_cu_seqlens(offsets)
@@ -164,37 +151,8 @@ def scalable_flash_nsa(inputs: Inputs, spec: NSASpec) -> Implementation:
             q, k_cmp, lse, sm_scale=module.sm_scale, maybe_efficient_version=True
         )
         o_sel = library.select_attn(q, k, v, index, sm_scale=module.sm_scale)
-        return combine(o_cmp, o_sel, window(q, k, v), logits).unflatten(0, inputs.q.shape[:2])
+        return combine(o_cmp, o_sel, window(q, k, v), logits).unflatten(0, (batch, -1))
 
     logits = torch.logit(inputs.gates.flatten(0, 1).float(), 1e-3).to(inputs.gates.dtype)
+    qkv = (x.flatten(0, 1) for x in (inputs.q, inputs.k_sel, inputs.v_sel))
     return Implementation(run, *qkv, logits)
-
-
-def flash_sparse_attention(inputs: Inputs, spec: NSASpec) -> Implementation:
-    """Return Flash-Sparse-Attention's kernels in the order of its module, φ a mean.
-
-    Like the module, it runs its own selected kernel for groups of up to 8 query heads.
-    """
-    if inputs.q.shape[-1] != inputs.v_sel.shape[-1]:
-        raise ValueError("its keys and values have one size")
-    own = import_module("fsa.ops").FSA_topk_sparse_attention
-    library = import_module("nsa_ref.ops")
-    selected = own if group_of(inputs) <= 8 else library.topk_sparse_attention
-    qkv, offsets, window = _packed(inputs, spec)
-    seq_len, count = inputs.q.shape[1], spec.compressed_len(inputs.q.shape[1])
-    pooled_offsets = offsets // seq_len * count
-    pooling, selection = (spec.block_len, spec.block_stride), (spec.select_len, spec.select_top)
-    lengths = offsets, pooled_offsets, seq_len, count
-    forced = spec.init_blocks, spec.local_blocks
-
-    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        k_cmp, v_cmp = (library.avgpool_compress(x, None, offsets, *pooling)[0] for x in (k, v))
-        o_cmp, index = library.compressed_attention(
-            q, k_cmp, v_cmp, *pooling, *selection, *lengths, None, *forced
-        )
-        o_sel = selected(q, k, v, index, spec.select_len, offsets, None)
-        g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
-        o = o_cmp * g_cmp + o_sel * g_sel + window(q, k, v) * g_win
-        return o.unflatten(0, inputs.q.shape[:2])
-
-    return Implementation(run, *qkv, inputs.gates.flatten(0, 1))

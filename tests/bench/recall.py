@@ -21,8 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,7 +36,6 @@ from nsa.constants import IGNORE_INDEX
 from nsa.engine.build import parameter_groups
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import COMPRESSORS, INDEXED
-from nsa.model.index import add_index
 from nsa.spec import NSASpec
 from nsa.text import markdown_table
 from nsa.validation import positive_flags
@@ -49,7 +47,6 @@ KEYS = VALUES = FILLERS = 16
 FIRST_FACT = KEYS + VALUES + FILLERS
 FIRST_POINTER = FIRST_FACT + KEYS * VALUES
 VOCABULARY = {1: FIRST_POINTER, 2: FIRST_POINTER + KEYS * KEYS}  # number of ids, by hops
-
 
 LAYERS = 2
 SHORTEST = 32  # tokens; at most a quarter are facts
@@ -76,15 +73,11 @@ VARIANTS = {
     "index": INDEX,
 }
 HALF_DENSE = "half dense index"  # dense for half of its steps, as train.dense_steps does
-SPARSIFIED = "sparsified"  # a dense model, converted and trained on
 BATCH = 2_048  # tokens of a step
 INIT_STD = 0.125  # 1 / √width: with 0.02 a model this small barely learns at first
 LEARNING_RATE = 8e-3
 VALUE_RATE = 0.5  # of models with one set of keys and values, as in recipes/m7c.py
 WARMUP = 30
-# To sparsify: steps as fractions of the dense model's, and rates; of the selector, of all weights.
-SPARSIFY_STEPS = 0.03, 0.07
-SELECTOR_RATE, SPARSE_RATE = 3e-3, 4e-3
 FACT_COUNTS = (2, 4, 8, 16)
 HAYSTACK_FACTS = 4  # including the needle
 DEPTHS = tuple(eighth / 8 for eighth in range(9))
@@ -218,15 +211,6 @@ class Task:
         return recall(rng, max(1, BATCH // seq_len), seq_len, facts, self.hops)
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A trained model, and the cost of training it."""
-
-    model: LanguageModel
-    losses: list[float]  # of each step
-    seconds: float  # of CPU time
-
-
 def model_config(variant: str, task: Task) -> ModelConfig:
     attention = VARIANTS.get(variant, INDEX)
     spec = (INDEX_PATTERNS if attention.has_index else PATTERNS)[task.pattern]
@@ -245,68 +229,33 @@ def model_config(variant: str, task: Task) -> ModelConfig:
     )
 
 
-def train(variant: str, task: Task, steps: int, seed: int) -> TrainedModel:
-    """Train a variant at all lengths."""
+@threads(1)  # with tensors this small, more threads only wait
+def train(variant: str, task: Task, steps: int, seed: int) -> tuple[LanguageModel, list[float]]:
+    """Train a variant at all lengths with AdamW; return it and the loss of each step."""
     torch.manual_seed(seed)
     model = LanguageModel(model_config(variant, task))
     model.initialize(INIT_STD)
     dense_steps = round(steps / 2) if variant == HALF_DENSE else 0
-    rates = [
-        LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps) for step in range(steps)
-    ]
-    return _optimize(model, task, seed, rates, dense_steps=dense_steps)
-
-
-@threads(1)  # with tensors this small, more threads only wait
-def _optimize(
-    model: LanguageModel,
-    task: Task,
-    seed: int,
-    rates: Sequence[float],
-    selector_only: bool = False,
-    dense_steps: int = 0,
-) -> TrainedModel:
-    """Train with AdamW, a step at each of the rates."""
     rng, losses = torch.Generator().manual_seed(seed), list[float]()
     value_rate = VALUE_RATE if model.config.attention.has_one_set else 1.0
-    groups = parameter_groups(model, 0.0 if selector_only else 0.01, value_rate)
+    groups = parameter_groups(model, 0.01, value_rate)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-    start = time.process_time()
     model.train()
-    for step, rate in enumerate(rates):
-        model.attend_densely(selector_only or step < dense_steps)
+    for step in range(steps):
+        model.attend_densely(step < dense_steps)
+        rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
         batch = task.batch(rng)
-        loss = model(batch.input_ids, labels=batch.labels, selector_only=selector_only)
+        loss = model(batch.input_ids, labels=batch.labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 200 == 199:
-            print(f"seed {seed}, step {step + 1}/{len(rates)}, loss {losses[-1]:.3f}", flush=True)
-    return TrainedModel(model.eval(), losses, time.process_time() - start)
-
-
-def sparsify(
-    dense: TrainedModel, task: Task, steps: int, seed: int
-) -> Iterator[tuple[str, TrainedModel]]:
-    """Yield the converted model, after its selector's steps, and after sparse training of all.
-
-    `steps` are the dense model's. The sequences are not those of the dense model's training.
-    """
-    config = model_config("index", task)
-    model = LanguageModel(config)
-    model.load_state_dict(add_index(dict(dense.model.state_dict()), config))
-    yield "converted", replace(dense, model=model.eval())
-    alone, both = (round(x * steps) for x in SPARSIFY_STEPS)
-    first = _optimize(model, task, seed + 1_000, [SELECTOR_RATE] * alone, selector_only=True)
-    model.attend_densely(False)
-    yield f"after {alone} steps of the selector", first
-    rates = [SPARSE_RATE * (1 - step / both) for step in range(both)]
-    second = _optimize(model, task, seed + 2_000, rates)
-    yield f"and {both} of all weights", replace(second, seconds=first.seconds + second.seconds)
+            print(f"seed {seed}, step {step + 1}/{steps}, loss {losses[-1]:.3f}", flush=True)
+    return model.eval(), losses
 
 
 @torch.no_grad()
@@ -328,8 +277,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and data (1 2 3)")
-    known = words_of(*VARIANTS, HALF_DENSE, SPARSIFIED)
-    about = f"some of these, or {HALF_DENSE}, {SPARSIFIED}, with commas (%(default)s)"
+    known = words_of(*VARIANTS, HALF_DENSE)
+    about = f"some of these, or {HALF_DENSE}, with commas (%(default)s)"
     add("--models", type=known, default=",".join(VARIANTS), help=about)
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
@@ -358,27 +307,19 @@ def run(report: Report) -> None:
     pairs = [(seed, model) for seed in flags.seeds for model in flags.models]
     evaluate = partial(_evaluate_pair, task, flags.steps)
     with ProcessPoolExecutor(flags.jobs, get_context("spawn")) as pool:
-        for rows in map(evaluate, pairs) if flags.jobs == 1 else pool.map(evaluate, pairs):
-            for row in rows:
-                report.add(row)
+        for row in map(evaluate, pairs) if flags.jobs == 1 else pool.map(evaluate, pairs):
+            report.add(row)
             print(f"{row['model']}, seed {row['seed']}: evaluated and saved", flush=True)
     random = f"{report.data['random_selection']:.1%} of {FACT_COUNTS[-1]} facts"
     print(*lines(report.data), f"Random blocks would include {random}.", flags.out, sep="\n")
 
 
-def _evaluate_pair(task: Task, steps: int, pair: tuple[int, str]) -> Rows:
-    seed, variant = pair
-    if variant != SPARSIFIED:
-        return [_evaluate_model(variant, seed, train(variant, task, steps, seed), task)]
-    dense = train("dense", task, steps, seed)
-    stages = [("dense", dense), *sparsify(dense, task, steps, seed)]
-    return [_evaluate_model(name, seed, stage, task) for name, stage in stages]
-
-
 @threads(1)
-def _evaluate_model(name: str, seed: int, trained: TrainedModel, task: Task) -> dict[str, Any]:
-    """Evaluate one model: accuracy by facts, by distance, and of needles by length."""
-    model, longest, hops = trained.model, task.seq_len, task.hops
+def _evaluate_pair(task: Task, steps: int, pair: tuple[int, str]) -> dict[str, Any]:
+    """Train and evaluate one model: accuracy by facts, by distance, and of needles by length."""
+    seed, variant = pair
+    model, losses = train(variant, task, steps, seed)
+    longest, hops = task.seq_len, task.hops
     by_facts, results = [], []
     rng = torch.Generator().manual_seed(SEED)
     for facts in FACT_COUNTS:
@@ -403,11 +344,10 @@ def _evaluate_model(name: str, seed: int, trained: TrainedModel, task: Task) -> 
     correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
     edges = [1, *(2**power for power in range(3, longest.bit_length()))]
     return {
-        "model": name,
+        "model": variant,
         "seed": seed,
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "seconds": round(trained.seconds, 1),
-        "loss": round(statistics.fmean(trained.losses[-20:]), 4),
+        "loss": round(statistics.fmean(losses[-20:]), 4),
         "by_facts": by_facts,
         "twice_as_long": twice,  # most facts, in sequences twice as long as in training
         "by_distance": [
@@ -449,15 +389,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     has_needles = any(row["needle"] for row in result["rows"])
     facts = [f"{facts} facts" for facts in FACT_COUNTS]
     header = ["model", *facts, f"{facts[-1]}, {2 * longest:,} tokens"]
-    header += [f"needles of {longest:,} tokens"] * has_needles + ["parameters", "seconds"]
+    header += [f"needles of {longest:,} tokens"] * has_needles + ["parameters"]
     cells = []
     for name, rows in by_model.items():
         far = [[row["by_facts"][index]["far"] for row in rows] for index in range(len(FACT_COUNTS))]
-        seconds = statistics.fmean(row["seconds"] for row in rows)
         far.append([row["twice_as_long"] for row in rows])
         if has_needles:
             far.append([row["needle"][-1]["far"] or 0.0 for row in rows])
-        cells.append([name, *map(_accuracy, far), f"{rows[0]['parameters']:,}", f"{seconds:.0f}"])
+        cells.append([name, *map(_accuracy, far), f"{rows[0]['parameters']:,}"])
     return markdown_table(header, cells)
 
 

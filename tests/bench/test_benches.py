@@ -21,7 +21,7 @@ from nsa.ops import NSASpec
 from nsa.ops.tune import parse_heads
 from tests.bench import decode, module, peers, profile, train
 from tests.bench.__main__ import main
-from tests.bench.harness import Report, figure, margin, time_step
+from tests.bench.harness import Report, margin, time_step
 from tests.ops.cases import one_thread as one_thread
 from tests.ranks import ROOT, spawn_ranks
 
@@ -58,8 +58,8 @@ def test_ratios_of_attention_are_quotients_of_times_in_the_same_case(
             # A missing library is an error.
             assert result["forward"] or "".join(result["errors"].values()), name
             if result["forward_backward"] and result is not base:
-                this, other = (figure(x, "forward_backward") for x in (result, base))
-                assert row["ratios"][name]["forward_backward"] == pytest.approx(this / other)
+                quotient = result["forward_backward"] / base["forward_backward"]
+                assert row["ratios"][name]["forward_backward"] == pytest.approx(quotient)
     dense, fla = rows["module"]["implementations"], rows["same-pattern"]["implementations"]["fla"]
     assert {"nsa-local", "index", "index-local", "sdpa-flash"} <= set(dense)
     assert dense["index"]["kernels"][0]["ms"] > 0
@@ -221,10 +221,8 @@ def test_the_library_and_its_gpu_benchmarks_import_with_torch_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_call_is_timed_on_the_host_and_its_median_is_between_the_extremes() -> None:
-    timing = time_step(lambda: time.sleep(0.002), CPU, seconds=0.05)
-    assert 2 <= timing["low"] <= timing["median"] <= timing["high"]
-    assert 3 <= timing["rounds"] <= 25
+def test_a_call_is_timed_on_the_host() -> None:
+    assert time_step(lambda: time.sleep(0.002), CPU, seconds=0.05) >= 2
 
 
 @pytest.mark.gpu
@@ -232,8 +230,7 @@ def test_a_call_is_timed_on_the_host_and_its_median_is_between_the_extremes() ->
 def test_a_call_is_timed_on_the_device(graph: bool) -> None:
     device = torch.device("cuda")
     x = torch.zeros(2**28, device=device)  # 1 GB, read and written
-    timing = time_step(lambda: x.add_(1), device, seconds=0.1, graph=graph)
-    assert 0.1 < timing["low"] <= timing["median"] <= timing["high"] < 100
+    assert 0.1 < time_step(lambda: x.add_(1), device, seconds=0.1, graph=graph) < 100
 
 
 @pytest.mark.gpu

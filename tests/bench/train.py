@@ -25,7 +25,6 @@ from tests.bench.harness import (
     Step,
     add_gpu_flags,
     lengths,
-    nvidia_smi,
     print_results,
     ratio,
     words_of,
@@ -144,7 +143,7 @@ def random_batch(
 
 
 def loop(step: Step, device: torch.device, seconds: float) -> Result:
-    """Return a step's wall milliseconds in a loop of `seconds`, and the clocks during others."""
+    """Return a step's wall milliseconds in a loop of `seconds`."""
     synchronize = torch.get_device_module(device).synchronize
     for _ in range(WARM_UP):
         step()
@@ -155,9 +154,4 @@ def loop(step: Step, device: torch.device, seconds: float) -> Result:
             step()
         synchronize()
         steps += IN_A_ROW
-    result: Result = {"loop_ms": (time.perf_counter() - start) * 1e3 / steps, "steps": steps}
-    if device.type == "cuda":
-        for _ in range(IN_A_ROW):  # the host is ahead of the device, which is still busy
-            step()
-        result["nvidia_smi"] = nvidia_smi()
-    return result
+    return {"loop_ms": (time.perf_counter() - start) * 1e3 / steps, "steps": steps}
