@@ -63,9 +63,10 @@ def test_the_version_is_the_packages_and_a_clone_that_is_not_installed_has_none(
     [
         ("import nsa", {"torch", "transformers", "numpy", "importlib_resources"}),
         ("main(['--help'])", {"torch"}),
+        ("main(['data', 'prepare', '--help'])", {"torch", "numpy"}),
         (f"main(['check', {str(DS_CONFIG)!r}, '--quiet'])", {"transformers", "datasets"}),
     ],
-    ids=["import", "help", "check"],
+    ids=["import", "help", "help of data", "check"],
 )
 def test_neither_the_package_nor_a_verb_imports_what_is_slow(
     statement: str, unwanted: set[str]

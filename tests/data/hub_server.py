@@ -29,7 +29,6 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root, self.mode = root, mode
         self.ok_before: int | None = None  # ok responses before the mode starts; None: none
-        self.bad_left: int | None = None  # responses until the mode is ok again; None: it stays
         self.versions = {"a" * 40: root}  # the last one is `main`
         self.requests: list[str] = []
 
@@ -151,10 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[start : start + PIECE])
 
     def _mode(self) -> str:
-        good, bad = self.server.ok_before, self.server.bad_left
-        if bad is not None and self.command != "HEAD":
-            self.server.bad_left = max(0, bad - 1)
-            return self.server.mode if bad else "ok"
+        good = self.server.ok_before
         if good is None or self.server.mode == "ok":
             return self.server.mode
         if self.command != "HEAD":

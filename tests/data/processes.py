@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from tests.ranks import alive
+
 SECONDS = 20.0  # in which a process must end
 
 
@@ -25,12 +27,6 @@ def workers_of(parent: int) -> list[int]:
 def ends_soon(pid: int) -> bool:
     """Whether a process ends within SECONDS; a zombie has ended."""
     deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return True
-        if stat.rpartition(")")[2].split()[0] == "Z":
-            return True
+    while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return False
+    return not alive(pid)

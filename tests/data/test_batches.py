@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.data.batches import Batch, BatchLoader, Samples, on_device
-from nsa.data.config import DataConfig
 from nsa.data.token_store import TokenStore
-from tests.data.texts import open_store
 
 EOS = 257
 
@@ -49,50 +43,10 @@ def samples_of(samples: Samples, consumed: int = 0, **shape: int) -> list[int]:
     return [sample for batch in step_of(samples, consumed, **shape) for sample in batch]
 
 
-def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> tuple[Batch, np.ndarray]:
-    """The first packed batch of `tokens`, and the sample number of each of its rows."""
+def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> Batch:
+    """The first packed batch of `tokens`."""
     store = TokenStore([np.array(tokens, dtype=np.uint16)], EOS, 1.0)
-    samples = Samples([store], seq_len=seq_len, seed=0, packing="documents")
-    order = counting((len(tokens) - 1) // seq_len, seq_len, seed=0)
-    return samples.batch(range(micro_batch)), np.array(samples_of(order, micro_batch=micro_batch))
-
-
-def digest_of_batches() -> str:
-    digest = hashlib.sha256()
-    for packing in ("concat", "documents"):
-        for split, source in (("val", "embedded"), ("train", "synthetic")):
-            config = DataConfig(source=source, packing=packing, seq_len=256)
-            store = open_store(config, split)
-            samples = Samples([store], seq_len=256, seed=1337, packing=packing)
-            for first in (0, 17 * 12 + 6, 10_000 * 12 + 3):
-                batch = samples.batch(range(first, first + 3))
-                digest.update(batch.input_ids.numpy().tobytes() + batch.labels.numpy().tobytes())
-    return digest.hexdigest()
-
-
-IN_ANOTHER_PROCESS = """
-import sys
-sys.path.insert(0, {folder!r})
-from test_batches import digest_of_batches
-print(digest_of_batches())
-"""
-
-
-def test_another_process_with_another_hash_seed_gets_the_same_batches() -> None:
-    code = IN_ANOTHER_PROCESS.format(folder=os.path.dirname(__file__))
-    environment = {**os.environ, "PYTHONHASHSEED": "4321"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == digest_of_batches()
-
-
-def test_a_batch_does_not_depend_on_those_read_before() -> None:
-    used, firsts = counting(13), [76, 2, 76, 32]
-    seen = [used.batch([first, first + 1]).input_ids for first in firsts]
-    assert torch.equal(seen[0], seen[2])
-    for first, ids in zip(firsts, seen, strict=True):
-        assert torch.equal(counting(13).batch([first, first + 1]).input_ids, ids)
+    return Samples([store], seq_len=seq_len, seed=0, packing="documents").batch(range(micro_batch))
 
 
 @settings(deadline=None)
@@ -209,23 +163,12 @@ def test_concat_packing_predicts_across_documents_and_has_no_cu_seqlens() -> Non
 
 
 def test_document_packing_starts_a_document_after_each_eos_and_ignores_labels_across() -> None:
-    batch, _ = packed([1, 2, EOS, 3, EOS, EOS, 4, 5], seq_len=7)
+    batch = packed([1, 2, EOS, 3, EOS, EOS, 4, 5], seq_len=7)
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3, EOS, EOS, 4]]
     assert batch.labels.tolist() == [[2, EOS, -100, EOS, -100, -100, 5]]
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens.tolist() == [0, 3, 5, 6, 7]
     assert batch.cu_seqlens.dtype == torch.int32
-
-
-def test_packed_rows_are_concatenated_and_no_document_crosses_a_row() -> None:
-    tokens = [10, 11, 12, EOS, 20, 21, 22, 23, 30]  # the first row ends with its document
-    batch, order = packed(tokens, seq_len=4, micro_batch=2)
-    rows = [([10, 11, 12, EOS], [11, 12, EOS, -100]), ([20, 21, 22, 23], [21, 22, 23, 30])]
-    first, second = (rows[sample] for sample in order)
-    assert batch.input_ids.tolist() == [first[0] + second[0]]
-    assert batch.labels.tolist() == [first[1] + second[1]]
-    assert batch.cu_seqlens is not None
-    assert batch.cu_seqlens.tolist() == [0, 4, 8]
 
 
 @settings(deadline=None)
@@ -239,7 +182,7 @@ def test_cu_seqlens_are_well_formed_for_any_text(
 ) -> None:
     if len(tokens) <= seq_len:
         return
-    batch, _ = packed(tokens, seq_len, micro_batch)
+    batch = packed(tokens, seq_len, micro_batch)
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     assert batch.cu_seqlens is not None
     bounds = batch.cu_seqlens.tolist()
@@ -256,7 +199,7 @@ def test_cu_seqlens_are_well_formed_for_any_text(
 
 
 def test_positions_restart_at_each_document_and_continue_in_a_later_part() -> None:
-    batch, _ = packed([1, 2, EOS, 3, EOS, EOS, 4, 5, 6], seq_len=8)
+    batch = packed([1, 2, EOS, 3, EOS, EOS, 4, 5, 6], seq_len=8)
     assert batch.positions().tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
     second = batch.sequence_part(1, 2)
     assert second.positions(4).tolist() == [1, 0, 0, 1]
@@ -266,7 +209,7 @@ def test_positions_restart_at_each_document_and_continue_in_a_later_part() -> No
 
 
 def test_the_parts_of_a_sequence_are_consecutive_and_complete() -> None:
-    batch, _ = packed(list(range(13)), seq_len=12)
+    batch = packed(list(range(13)), seq_len=12)
     batch = replace(batch, label_count=7)
     parts = [batch.sequence_part(index, 3) for index in range(3)]
     for name in ("input_ids", "labels"):
@@ -278,7 +221,7 @@ def test_the_parts_of_a_sequence_are_consecutive_and_complete() -> None:
 
 
 def test_to_moves_every_tensor_of_a_batch() -> None:
-    packed_batch, _ = packed([1, 2, EOS, 3, 4], seq_len=4)
+    packed_batch = packed([1, 2, EOS, 3, 4], seq_len=4)
     for batch in (packed_batch, replace(packed_batch, cu_seqlens=None)):
         moved = batch.to("meta", non_blocking=True)
         for name in ("input_ids", "labels", "cu_seqlens"):

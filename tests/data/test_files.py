@@ -233,10 +233,22 @@ def test_a_truncated_archive_is_an_error_not_an_early_end(
             list(open_files(path, "text").read_all())
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.txt.zst", "x.parquet"])
-def test_a_file_of_another_format_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path, name, b"something else altogether, and long enough to look at")
-    with pytest.raises(DataError, match=rf"{name}: cannot be read"):
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.jsonl.gz", b"no archive"),
+        ("x.txt.zst", b"no archive"),
+        ("x.csv.gz", b"no archive"),
+        ("x.parquet", b"something else altogether, and long enough to look at"),
+        ("x.json", b'[{"text": "x"}, '),
+        ("x.json", b'[1, "text"]'),
+    ],
+)
+def test_a_file_of_another_format_is_refused_by_name(
+    name: str, content: bytes, tmp_path: Path
+) -> None:
+    path = write(tmp_path, name, content)
+    with pytest.raises(DataError, match=rf"{name}"):
         list(open_files(path, "text").read_all())
 
 

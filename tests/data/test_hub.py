@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,9 @@ ENDINGS = {"json": "jsonl", "parquet": "parquet"}
 READ = """
 import datasets, json, os, sys
 from nsa.data.config import DataConfig
-from nsa.data.hub import open_hub
-from nsa.data.hub import hub_url, probe
+from nsa.data import hub
+from nsa.data.hub import hub_url, open_hub, probe
+hub.PROBE_SECONDS = float(os.environ.get("PROBE_SECONDS", hub.PROBE_SECONDS))
 for job in json.loads(sys.argv[1]):
     texts, state = [], None
     try:
@@ -133,42 +132,7 @@ def test_files_by_way_of_datasets_are_refused(name: str) -> None:
         open_dataset(DataConfig(source=name))
 
 
-# (mode, ok responses before it). Each takes as long as the timeouts: they run beside other tests.
-HUBS = {
-    "silent after its first responses": ("silent", 3),
-    "silent once it is read": ("silent", 7),
-    "unavailable once it is read": ("unavailable", 7),
-    "truncating once it is read": ("truncating", 7),
-    "disconnecting once it is read": ("disconnecting", 7),
-}
-DEFAULT = "silent once it is read"
-
-
-@pytest.fixture(scope="module")
-def failures(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Callable[[], Any]]]:
-    root = tmp_path_factory.mktemp("served")
-    noise = [os.urandom(1_500).hex() for _ in range(3_000)]
-    pq.write_table(pa.table({"text": noise}), root / "x.parquet", row_group_size=100)
-    results: dict[str, Callable[[], Any]] = {}
-    full = request.config.getoption("--full")
-    with ExitStack() as stack:
-        for name, (mode, ok_before) in HUBS.items():
-            if name != DEFAULT and not full:
-                continue
-            server = stack.enter_context(serving(root, mode))
-            server.ok_before = ok_before
-            job = {"name": f"hf:{REPO}", "config": {"pattern": "x.parquet"}}
-            child = Child(tmp_path_factory.mktemp("home"), job, HF_ENDPOINT=server.address)
-            stack.callback(child.process.kill)
-            results[name] = lambda child=child: child.results()[0]
-        yield results
-
-
-def test_a_hub_dataset_has_subsets_and_keeps_its_revision(
-    tmp_path: Path, failures: dict[str, Callable[[], Any]]
-) -> None:
+def test_a_hub_dataset_has_subsets_and_keeps_its_revision(tmp_path: Path) -> None:
     root = tmp_path / "first"
     large, small = write(root / "large", "parquet", 30, 30), write(root / "small", "parquet", 5)
     configs = "".join(
@@ -287,7 +251,7 @@ LOAD = {
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("streamed", marks=pytest.mark.full)])
 def test_a_fully_loaded_dataset_is_read_offline_and_a_streamed_one_is_refused(
-    tmp_path: Path, failures: dict[str, Callable[[], Any]], kind: str
+    tmp_path: Path, kind: str
 ) -> None:
     written = write(tmp_path / "root", "parquet", 30, 30)
     home, job = tmp_path / "home", {"name": f"hf:{REPO}", "config": {}}
@@ -300,9 +264,7 @@ def test_a_fully_loaded_dataset_is_read_offline_and_a_streamed_one_is_refused(
         assert fix in result["error"]
 
 
-def test_a_closed_port_is_reported_at_once_with_fixes(
-    tmp_path: Path, failures: dict[str, Callable[[], Any]]
-) -> None:
+def test_a_closed_port_is_reported_at_once_with_fixes(tmp_path: Path) -> None:
     datasets = ("hf:someone/corpus", "fineweb_edu")
     jobs: list[dict[str, Any]] = [{"what": "tokenizer"}]
     jobs += [{"name": name, "config": {}} for name in datasets]
@@ -329,14 +291,27 @@ def test_an_unresponsive_hub_is_reported_without_retries(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == DEFAULT else pytest.mark.full) for name in HUBS],
+    ("mode", "ok_before"),
+    [
+        ("silent", 3),
+        ("silent", 7),
+        ("unavailable", 7),
+        pytest.param("truncating", 7, marks=pytest.mark.full),  # half a minute of retries
+        ("disconnecting", 7),
+    ],
 )
-def test_a_server_that_fails_is_an_error_not_a_hang(
-    failures: dict[str, Callable[[], Any]], name: str
+def test_a_hub_that_fails_after_some_responses_is_an_error_not_a_hang(
+    tmp_path: Path, mode: str, ok_before: int
 ) -> None:
-    result = failures[name]()
+    """After seven it is read."""
+    texts = [os.urandom(1_500).hex() for _ in range(3_000)]
+    (tmp_path / "root").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "root/x.parquet", row_group_size=100)
+    job = {"name": f"hf:{REPO}", "config": {"pattern": "x.parquet"}}
+    with serving(tmp_path / "root", mode) as server:
+        server.ok_before = ok_before
+        hub = {"HF_ENDPOINT": server.address, "PROBE_SECONDS": "0.5"}
+        (result,) = Child(tmp_path / "home", job, **hub).results()
     assert result["error"] is not None, result["texts"][-1:]
-    assert f"hf:{REPO}" in result["error"]
-    for fix in FIXES:
-        assert fix in result["error"]
+    for part in (job["name"], *FIXES):
+        assert part in result["error"]

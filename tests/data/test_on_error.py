@@ -157,13 +157,3 @@ def test_nothing_but_broken_files_is_no_dataset(folder: Path, tmp_path: Path) ->
         open_store(config, "train")
     with pytest.raises(DataError, match="holds no documents" + reason):
         prepare(config, tmp_path / "out", progress=False)
-
-
-def test_a_stopped_run_may_go_on_with_skip(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    for name, text in small_request().config_files().items():
-        (tmp_path / "run" / name).write_text(text)
-    flags = ["--resume", f"--run-dir={tmp_path / 'run'}", "--set=data.on_error=skip"]
-    request = small_request(*flags)
-    assert request.config.data.on_error == "skip"
-    assert not request.data_changed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,25 +23,6 @@ def test_a_corpus_of_any_size_is_shuffled_without_a_table() -> None:
     assert min(indices) < 0.01 * size
 
 
-def test_first_indices_and_distances_are_uniformly_distributed() -> None:
-    """Chi-square over 4,000 keys; 12 values each, so 11 and 10 degrees of freedom."""
-    size, draws = 12, 4_000
-    orders = [
-        [shuffled_index(index, size, hash64("chance", at)) for index in (0, 1)]
-        for at in range(draws)
-    ]
-    firsts = Counter(first for first, _ in orders)
-    steps = Counter((second - first) % size for first, second in orders)
-    assert chi_square(firsts, size, draws) < 31.3  # one in a thousand
-    assert chi_square(steps, size - 1, draws) < 29.6
-
-
-def chi_square(counts: Counter[int], kinds: int, draws: int) -> float:
-    assert len(counts) == kinds
-    expected = draws / kinds
-    return sum((count - expected) ** 2 / expected for count in counts.values())
-
-
 @settings(deadline=None)
 @given(
     weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=5),
@@ -61,18 +40,6 @@ def test_a_mixture_spreads_its_sources_evenly_and_numbers_each_without_gaps(
     for source, indices in numbers.items():
         assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
         assert abs(len(indices) - 300 * fractions[source]) < len(fractions) + 1
-    if start == 0:
-        assert all(indices[0] == 0 for indices in numbers.values() if indices)
-
-
-def test_a_mixture_starts_each_source_at_its_first_sample() -> None:
-    mixer = Mixer([0.5, 0.3, 0.2], ["a", "b", "c"])
-    samples = [mixer.locate(position) for position in range(10)]
-    assert [sorted(index for source, index in samples if source == at) for at in range(3)] == [
-        [0, 1, 2, 3, 4],
-        [0, 1, 2],
-        [0, 1],
-    ]
 
 
 def test_a_fraction_below_the_resolution_is_refused_by_name() -> None:

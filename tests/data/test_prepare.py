@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,17 +24,11 @@ from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from nsa.data.writer import DOCUMENTS_PER_CALL, _next_documents, prepare
 from tests.data.processes import ends_soon, workers_of
-from tests.data.texts import documents_of
+from tests.data.texts import documents_of, write_lines
 
 HALVES = HeldOut(0.5, by_position=True)
 HELD_OUT = 0.2  # so that every part has validation documents
 DEADLINE_SECONDS = 60.0
-
-
-def write_lines(path: Path, texts: Sequence[bytes]) -> Path:
-    lines = [json.dumps({"text": text.decode(), "source": "test"}) for text in texts]
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
 
 
 def generated(size: int) -> list[bytes]:
@@ -90,10 +83,6 @@ def wait_for_shards(process: subprocess.Popen[str], out: Path, count: int) -> No
         time.sleep(0.001)
 
 
-def assert_ended(pids: Sequence[int]) -> None:
-    assert all(ends_soon(pid) for pid in pids)
-
-
 def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
     return documents_of(open_shards(str(out), split), tokenizer)
 
@@ -146,7 +135,7 @@ def test_repeated_kills_do_not_change_the_result(
             process.kill()
         _, output = process.communicate()
         assert "Traceback" not in output
-        assert_ended(workers)
+        assert all(map(ends_soon, workers))
         assert not (out / INDEX).exists()
         for shard in json.loads((out / PLAN).read_text())["shards"]:
             written = (out / shard["name"]).stat().st_mtime_ns
@@ -157,29 +146,6 @@ def test_repeated_kills_do_not_change_the_result(
     assert process.returncode == 0
     assert f"{out} is finished" in output
     assert contents(out) == uninterrupted
-
-
-def test_a_worker_that_waits_for_text_ends_with_its_parent(tmp_path: Path) -> None:
-    pipe = tmp_path / "never.jsonl"
-    os.mkfifo(pipe)
-    process = start(pipe, tmp_path / "out")
-    writer = open_once_it_is_read(pipe, process)
-    workers = workers_of(process.pid)
-    process.kill()
-    process.communicate()
-    assert_ended(workers)
-    os.close(writer)  # until here the pipe was open
-
-
-def open_once_it_is_read(pipe: Path, process: subprocess.Popen[str]) -> int:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while True:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        try:
-            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # not open for reading yet
-            time.sleep(0.01)
 
 
 def test_after_a_killed_worker_the_same_command_resumes(
@@ -193,7 +159,7 @@ def test_after_a_killed_worker_the_same_command_resumes(
     _, output = process.communicate()
     assert process.returncode == 2
     assert re.search(r"out: its worker was ended by signal 9 .*memory.*; run the same", output)
-    assert_ended(workers)
+    assert all(map(ends_soon, workers))
     assert not list(out.glob(".*.bin*"))
     assert start(corpus, out).wait() == 0
     assert contents(out) == uninterrupted
@@ -211,7 +177,7 @@ def test_after_ctrl_c_the_same_command_resumes(
     assert process.returncode == 130
     assert "nsa: stopped; the same command resumes" in output
     assert "Traceback" not in output
-    assert_ended(workers)
+    assert all(map(ends_soon, workers))
     assert not list(out.glob(".*.bin*"))
     assert start(corpus, out).wait() == 0
     assert contents(out) == uninterrupted
@@ -309,7 +275,7 @@ def test_any_tokenizer_keeps_documents_apart(trained: Path, tmp_path: Path) -> N
         "naïve 日本".encode(),
     ]
     source = write_lines(tmp_path / "texts.jsonl", texts)
-    config = DataConfig(source=str(source), tokenizer=f"hf:{trained}", held_out=HELD_OUT)
+    config = DataConfig(source=source, tokenizer=f"hf:{trained}", held_out=HELD_OUT)
     index = prepare(config, tmp_path / "out", progress=False)
     tokenizer = build_tokenizer(config)
     assert index.stamp.tokenizer_fingerprint == tokenizer.fingerprint
@@ -339,20 +305,10 @@ def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:
     )
 
 
-def test_the_error_of_a_bad_record_names_its_location(tmp_path: Path) -> None:
-    texts = generated(50_000)
-    source = write_lines(tmp_path / "texts.jsonl", texts)
-    with source.open("a") as file:
-        file.write('{"body": "no text"}\n')
-    with pytest.raises(DataError, match=rf"texts\.jsonl:{len(texts) + 1}.*text"):
-        prepare(DataConfig(source=str(source)), tmp_path / "out", progress=False)
-    assert not (tmp_path / "out").exists()
-
-
 def test_after_an_early_error_a_corrected_command_may_use_the_folder(
     tmp_path: Path,
 ) -> None:
-    source = str(write_lines(tmp_path / "texts.jsonl", generated(10_000)))
+    source = write_lines(tmp_path / "texts.jsonl", generated(10_000))
     wrong = DataConfig(source=source, text_field="body")
     with pytest.raises(DataError, match="no field 'body', but 'text'"):
         prepare(wrong, tmp_path / "out", progress=False)
@@ -362,18 +318,9 @@ def test_after_an_early_error_a_corrected_command_may_use_the_folder(
 def test_an_empty_source_is_refused_and_may_be_filled_later(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [])
     with pytest.raises(DataError, match=r"texts\.jsonl' holds no documents"):
-        prepare(DataConfig(source=str(source)), tmp_path / "out", progress=False)
-    write_lines(source, generated(10_000))
-    index = prepare(DataConfig(source=str(source)), tmp_path / "out", progress=False)
-    assert index.of("train")
-
-
-def test_a_single_document_is_prepared(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "texts.jsonl", [b"only one"])
-    config = DataConfig(source=str(source), held_out=1e-9)
-    prepare(config, tmp_path / "out", progress=False)
-    assert texts_of(tmp_path / "out", "train", ByteTokenizer()) == [b"only"]
-    assert texts_of(tmp_path / "out", "val", ByteTokenizer()) == [b" one"]
+        prepare(DataConfig(source=source), tmp_path / "out", progress=False)
+    write_lines(tmp_path / "texts.jsonl", generated(10_000))
+    assert prepare(DataConfig(source=source), tmp_path / "out", progress=False).of("train")
 
 
 def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -395,7 +342,7 @@ def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> 
 
 def test_documents_are_tokenized_up_to_a_thousand_or_a_size_at_a_time(tmp_path: Path) -> None:
     count = DOCUMENTS_PER_CALL + 9
-    source = open_files(write_lines(tmp_path / "a.jsonl", [b"ten bytes!"] * count), "text")
-    documents = source.read()
+    path = Path(write_lines(tmp_path / "a.jsonl", [b"ten bytes!"] * count))
+    documents = open_files(path, "text").read()
     calls = [len(_next_documents(documents, size)) for size in (21, 20, 10**9, 10**9, 10**9)]
     assert calls == [3, 2, DOCUMENTS_PER_CALL, 4, 0]

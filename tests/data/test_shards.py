@@ -110,7 +110,8 @@ def test_a_shard_larger_than_a_read_is_intact_and_verified_to_its_last_token(
             verify_shards(tmp_path, index)
     low = replace(stamp, vocab_size=59_999, eos_id=0)
     shard = write_shard(tmp_path, shard.name, "train", low, [tokens], 1)
-    with pytest.raises(DataError, match="holds the token id 59,999"):
+    message = r"00000\.bin: holds the token id 59,999, .* vocab_size = 59,999; prepare"
+    with pytest.raises(DataError, match=message):
         verify_shards(tmp_path, Index(low, {}, [shard]))
 
 
@@ -182,8 +183,6 @@ def damage(path: Path, how: str) -> None:
         content[8:12] = struct.pack("<I", 2)
     elif how == "header":
         content[20:30] = b"\xff" * 10
-    elif how == "one bit":
-        content[HEADER + 3] ^= 1
     path.write_bytes(content)
 
 
@@ -210,24 +209,6 @@ def test_a_damaged_shard_is_refused_by_name(folder: Path, how: str, message: str
             refuse()
         assert "\n" not in str(refused.value)
     open_shards(str(folder), "val")  # the other split is intact
-
-
-def test_verify_detects_a_changed_token_by_its_checksum(folder: Path) -> None:
-    damage(folder / "train-000-00000.bin", "one bit")
-    open_shards(str(folder), "train")  # does not read the content
-    with pytest.raises(DataError, match=r"train-000-00000\.bin.*its content changed"):
-        verify_shards(folder, read_index(folder))
-
-
-def test_verify_names_a_shard_with_a_token_id_outside_of_the_vocabulary(folder: Path) -> None:
-    name, index = "train-000-00001.bin", read_index(folder)
-    document = np.array([STAMP.vocab_size, STAMP.eos_id])
-    changed = write_shard(folder, name, "train", STAMP, [document], 20)  # its checksum is right
-    shards = [changed if shard.name == name else shard for shard in index.shards]
-    write_index(folder, replace(index, shards=shards))
-    message = r"train-000-00001\.bin: holds the token id 50,257, .* vocab_size = 50,257; prepare"
-    with pytest.raises(DataError, match=message):
-        verify_shards(folder, read_index(folder))
 
 
 def test_a_shard_of_another_split_or_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:

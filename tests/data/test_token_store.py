@@ -3,45 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.builtin import embedded, synthetic
-from nsa.data.config import DataConfig
-from nsa.data.source import is_validation
 from nsa.data.token_store import TokenStore, coverage
-from nsa.data.tokenizer import ByteTokenizer
-from tests.data.texts import documents_of, open_store
-
-SYNTHETIC = DataConfig(source="synthetic")
-
-
-def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
-    train, val = (documents_of(open_store(SYNTHETIC, split)) for split in ("train", "val"))
-    texts = [document.text for document in synthetic().read_all()]
-    assert train == [text for text in texts if not is_validation(text, 0.05)]
-    assert val == [text for text in texts if is_validation(text, 0.05)]
-    assert train
-    assert val
-
-
-def test_bytes_per_token_divides_text_by_all_tokens() -> None:
-    store = open_store(DataConfig(), "val")
-    texts = [
-        document.text for document in embedded().read_all() if is_validation(document.text, 0.05)
-    ]
-    size = sum(map(len, texts))
-    assert store.bytes_per_token == pytest.approx(size / (size + len(texts)), rel=1e-12)
-    assert store.vocab_size == ByteTokenizer.vocab_size
-    assert store.read(0, len(store)).dtype == np.uint16
-
-
-def test_different_tokens_have_different_fingerprints() -> None:
-    stores = [open_store(SYNTHETIC, "train"), open_store(SYNTHETIC, "val")]
-    stores.append(open_store(DataConfig(source="synthetic", held_out=0.06), "train"))
-    assert len({store.fingerprint for store in stores}) == 3
-    assert open_store(SYNTHETIC, "train").fingerprint == stores[0].fingerprint
 
 
 @settings(deadline=None)

@@ -123,13 +123,6 @@ def test_encode_many_equals_encode(trained: Tokenizer) -> None:
     assert trained.encode_many([]) == []
 
 
-def test_text_that_spells_the_end_of_text_is_plain_text(trained: Tokenizer) -> None:
-    text = b"before <|endoftext|> after<|endoftext|>"
-    ids = trained.encode(text)
-    assert trained.eos_id not in ids
-    assert trained.decode(ids) == text
-
-
 def test_invalid_utf8_becomes_the_replacement_character(trained: Tokenizer) -> None:
     assert trained.decode(trained.encode(b"caf\xe9 \xf0\x9f time")) == "caf� � time".encode()
 
@@ -328,22 +321,6 @@ def test_a_charsmap_with_a_long_text_is_refused(folder: Path, tmp_path: Path) ->
         copy = edited(folder, tmp_path / str(length), {"normalizer": rules})
         with pytest.raises(DataError, match="33 times as long") if refused else nullcontext():
             build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
-
-
-def test_a_folder_is_loaded_without_network_or_warning(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    copy = shutil.copytree(folder, tmp_path / "copy")  # not cached
-    for name in ("socket.socket.connect", "socket.getaddrinfo"):
-        monkeypatch.setattr(name, lambda *_: pytest.fail("it used the network"))
-    tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
-    assert len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000
-    assert capfd.readouterr() == ("", "")
-    assert not list(recwarn)
 
 
 LOAD_OFFLINE = """

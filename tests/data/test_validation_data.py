@@ -19,6 +19,11 @@ from tests.data.texts import configure, split, texts, write_lines
 
 
 @pytest.fixture
+def source(tmp_path: Path) -> str:
+    return write_lines(tmp_path / "a.jsonl", texts(200))
+
+
+@pytest.fixture
 def validation_of(tmp_path: Path) -> Iterator[Callable[..., ValidationData]]:
     with ExitStack() as stack:
 

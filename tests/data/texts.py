@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,23 +88,6 @@ def texts(count: int, longest: int = 60) -> list[bytes]:
 def write_lines(path: Path, documents: Iterable[bytes]) -> str:
     """Write JSON lines; returns the value for data.source."""
     path.write_text("".join(json.dumps({"text": text.decode()}) + "\n" for text in documents))
-    return str(path)
-
-
-def write_to_pipe(pipe: BinaryIO, documents: Iterable[bytes]) -> None:
-    """Write JSON lines that a reader gets at once."""
-    for text in documents:
-        pipe.write(json.dumps({"text": text.decode()}).encode() + b"\n")
-    pipe.flush()
-
-
-def write_parquet(path: Path, documents: Iterable[bytes]) -> str:
-    """Write a Parquet file; returns the value for data.source."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.table({"text": [text.decode() for text in documents]})
-    pq.write_table(table, path, row_group_size=7)
     return str(path)
 
 
