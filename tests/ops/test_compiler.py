@@ -16,7 +16,6 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.triton import band
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
@@ -59,12 +58,6 @@ def test_every_op_matches_its_declaration_forward_and_backward(name: str, backen
     if name == "batch":
         laid_out = Inputs(*(by_head(y) for y in x.tensors()))
         check_calls(lambda: all_branches(laid_out, case, index, backend))
-
-
-def test_gradients_through_the_compilers_dispatch_equal_the_eager_ones() -> None:
-    given = tuple(x.requires_grad_() for x in inputs(BATCH).tensors())
-    arguments = (*given, None, SPEC.to_ints(), BATCH.scale)
-    torch.library.opcheck(band.triton_gated, arguments, test_utils="test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize("case", default(1, [PACKED, BATCH]), ids=str)

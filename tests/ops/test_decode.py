@@ -129,12 +129,6 @@ def test_any_pattern_length_and_capacity_give_the_last_position(seed: int) -> No
     assert_own_queries_rank(case, "blockwise", **buffered)
 
 
-def test_tokens_at_many_positions_of_a_small_version_of_the_papers_pattern() -> None:
-    lengths = tuple(range(1, 131, 3))
-    case = Case(NSASpec(8, 4, 16, 4, 1, 2, 24), lengths, kv_heads=1, group=6)
-    assert_is_the_last_position(case, "blockwise")
-
-
 @backends
 @pytest.mark.parametrize("branches", SUBSETS[1:])
 def test_a_subset_of_branches_reads_only_their_buffers(branches: str, backend: str) -> None:

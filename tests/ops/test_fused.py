@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from nsa.ops import (
     PackedLayout,
     add_rms_norm,
-    compress_mean,
     fallback_counts,
     reset_fallback_counts,
     rotary_pool,
@@ -289,12 +288,6 @@ def test_a_wrong_argument_raises(message: str) -> None:
 # SwiGLU.
 
 
-def test_swiglu_in_bf16_rounds_as_separate_pytorch_operations_do() -> None:
-    x = fused.normal(4, 10, std=3).bfloat16()
-    separate = with_gradients(lambda y: F.silu(y[..., :5]) * y[..., 5:], [x])
-    torch.testing.assert_close(with_gradients(ops_swiglu, [x]), separate)
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])
 def test_large_gates_neither_overflow_nor_underflow(backend: str) -> None:
@@ -313,11 +306,6 @@ def test_the_total_alone_gives_x_and_delta_its_gradient_and_the_weight_none(back
     assert torch.equal(d_x, d_delta)
     assert d_x.any()
     assert not any(x.any() for x in d_weight)
-
-
-def test_without_a_residual_x_itself_is_returned() -> None:
-    x = fused.normal(2, 5)
-    assert add_rms_norm(x, None, WEIGHT, EPS)[0] is x
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
@@ -396,15 +384,6 @@ def test_the_projection_is_not_saved_for_the_backward_pass() -> None:
 # φ `pool`.
 
 
-def test_weights_of_zero_and_a_scale_of_one_give_the_mean() -> None:
-    documents = Documents((37,), l=8, d=4)
-    operation = pool(documents, 3, 5, False)
-    x, weight, position, scale = operation.inputs()
-    start = torch.zeros_like(weight), torch.zeros_like(position), torch.ones_like(scale)
-    y = operation.run("blockwise", x, *start)
-    torch.testing.assert_close(y, compress_mean(x, NSASpec(8, 4, 8)), rtol=0, atol=1e-14)
-
-
 def test_blocks_that_are_cut_already_give_the_same() -> None:
     documents = Documents((37,), l=8, d=4)
     operation = pool(documents, 3, 5, False)
@@ -437,27 +416,6 @@ def test_sizes_that_a_program_cannot_hold_fall_back(
 
 
 # The selector loss.
-
-
-@pytest.mark.parametrize("name", ["packed", "batch", "odd sizes", "some queries without"])
-def test_queries_of_their_own_rank_blocks_and_the_target_is_still_attentions(name: str) -> None:
-    loss, target, _, d_own = fused.selector(PATTERNS[name], 2).results("blockwise", torch.float64)
-    with_q = fused.selector(PATTERNS[name]).results("blockwise", torch.float64)
-    assert d_own.any()
-    torch.testing.assert_close(target, with_q[1])
-    assert not torch.allclose(loss, with_q[0])
-
-
-def test_the_target_is_the_attention_of_ranked_blocks() -> None:
-    """Equal selected keys give each position the same weight."""
-    case = Case(NSASpec(8, 4, 8, 3, 1, 1, 16), (41,))
-    x = Inputs.of(case)
-    x.k_sel.zero_()
-    target = selector_loss(x.q, x.k_cmp, x.k_sel, torch.tensor([7, 40]), case.spec)[1]
-    assert target.shape == (1, 2, 2, 6)
-    assert not target[:, :, 0].any()
-    expected = torch.tensor([0, 8, 8, 8, 8, 0], dtype=torch.float64) / 41
-    torch.testing.assert_close(target[:, :, 1], expected.expand(1, 2, 6))
 
 
 def test_few_scores_at_a_time_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.spec import NSASpec
-from tests.ops import cases, test_reference
+from tests.ops import cases, test_blockwise, test_reference
 from tests.ops.cases import Case, Inputs, branches, selection, with_gradients
 from tests.ops.planted_errors import Check, Into, in_source, wrong
 
@@ -126,11 +126,7 @@ def block_and_row_do_not_overflow_32_bits(backend: str) -> None:
 
 def gradients_are_right_to_nine_digits(backend: str) -> None:
     """No absolute tolerance that a wrong gradient would fit into."""
-    x = Inputs.of(ONE)
-    index = selection(x, ONE, "reference")
-    actual, exact = (cases.all_branches(x, ONE, index, b) for b in (backend, "reference"))
-    for a, e in zip(actual, exact, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
+    test_blockwise.assert_equal_to_the_reference(ONE)
 
 
 def near_ties_are_judged_by_score(backend: str) -> None:

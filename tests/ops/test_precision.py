@@ -5,6 +5,8 @@ Both are compared with float64 on the same rounded inputs.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize(
     ("backend", "case", "dtype"),
-    [("blockwise", case, dtype) for case in CASES for dtype in (torch.float32, *HALF)]
+    list(product(["reference", "blockwise"], CASES, [torch.float32, *HALF]))
     + [("triton", *pair) for pair in zip(SMALL, HALF, strict=True)],
     ids=str,
 )

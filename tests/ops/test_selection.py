@@ -11,13 +11,11 @@ import torch
 from nsa.ops import compressed_attention, select_blocks
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
-from tests.ops import naive
 from tests.ops.cases import (
     Case,
     default,
     exact_score,
     random_cases,
-    rank_score,
     same_selection,
     selection,
     small_blockwise_tiles,
@@ -134,28 +132,6 @@ def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(
     index = select_blocks(q, x.k_cmp, lse, case.spec, seq_len=case.seq_len, backend=backend)
     full, score = reference_blocks(case).cpu(), exact_score(x, case)
     assert same_selection(score[:, -queries:], index.cpu(), full[:, -queries:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", ["reference", "blockwise"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(NSASpec(8, 4, 8, 3, 1, 1, 40), (120,), group=6, key_dim=16, value_dim=32),
-        Case(NSASpec(6, 5, 4, 4, 1, 2, 17), (3, 70, 60), kv_heads=1, group=4, key_dim=32),
-    ],
-    ids=str,
-)
-def test_selection_in_any_dtype_is_as_good_as_in_float64(
-    case: Case, backend: str, dtype: torch.dtype
-) -> None:
-    """The inputs are rounded; what is computed from them is ranked in float32."""
-    x = inputs(case, dtype)
-    q, k = (y.double().cpu().numpy() for y in (x.q, x.k_cmp))
-    score = naive.importance(q, k, case.spec, case.scale, case.offsets)
-    exact = torch.from_numpy(naive.select_blocks(score, case.spec, case.offsets))
-    ranked = rank_score(torch.from_numpy(score), case)
-    assert same_selection(ranked, selection(x, case, backend).cpu(), exact, rtol=1e-4)
 
 
 @backends
