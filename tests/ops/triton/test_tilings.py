@@ -8,9 +8,11 @@ from itertools import product
 import pytest
 import torch
 
+from nsa.ops.triton import selected
 from nsa.ops.triton.configs import CHIPS, Config, candidates, override_choices
+from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, default
+from tests.ops.cases import Calls, Case, default
 from tests.ops.triton.parity import BRANCHES, DENSE, GATHERED, KERNELS, assert_parity, settings
 
 # Several tiles of everything, full and partial ones, even where a tile is large.
@@ -110,3 +112,27 @@ def test_long_lists_of_queries_are_added_up_in_parts(
 def test_the_gradient_of_compressed_keys_is_added_up_in_splits(case: Case, queries: int) -> None:
     with settings(queries_per_split=queries):
         assert_parity(case, "compressed")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(NSASpec(2, 1, 1, 6, 0, 1, 7), (150,), kv_heads=1, group=1),
+        Case(NSASpec(4, 2, 4, 2, 0, 1, 7), (*(i % 4 for i in range(70)), 35), kv_heads=1, group=1),
+    ],
+    ids=["many blocks", "many documents"],
+)
+def test_lists_may_take_several_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected, "STEP", 4)
+    assert_parity_with(dict.fromkeys(KERNELS, (32, 16)), case, "selected")
+
+
+def test_lists_take_three_launches_and_no_other_kernel() -> None:
+    """On `meta` tensors, where reading a value would raise."""
+    index = torch.empty(8, 2048, 2, 16, dtype=torch.int32, device="meta")
+    with recording() as launches, Calls() as recorded:
+        selected.queries_by_block(index, None, NSASpec())
+    assert [launch.kernel.fn.__name__ for launch in launches] == [
+        "members_kernel", "totals_kernel", "lists_kernel",
+    ]  # fmt: skip
+    assert set(recorded.names) == {"new_empty"}
