@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nsa.model import AttentionConfig, LanguageModel
-from tests.model.models import tiny
+from nsa.spec import NSASpec
+from tests.model.models import ONE_KEY, SPEC, tiny
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": 0}, r"^model\.layers = 0: must be a whole number, 1 or more$"),
@@ -49,6 +50,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"attention": AttentionConfig(branches="sel+win", compressor="mlp")},
         r"branches = 'sel\+win'; add cmp, or set it to mean$",
+    ),
+    *(
+        (
+            {"attention": AttentionConfig(selector_loss=1.0, **x)},
+            r"selector_loss = 1\.0: needs kind",
+        )
+        for x in ({"branches": "cmp+sel"}, {"kind": "dense"})
+    ),
+    (
+        {"attention": AttentionConfig(selector_loss=-1.0)},
+        r"^model\.attention\.selector_loss = -1\.0: must be 0 or more",
+    ),
+    (
+        {"attention": AttentionConfig(spec=SPEC, branches="sel")},
+        r"window = 6: branches=sel has no window; remove it and set local_blocks",
+    ),
+    (
+        {"attention": AttentionConfig(spec=NSASpec(4, 4, 4, 2, 1, 1), branches="sel")},
+        r"select_top = 2: leaves the index nothing .* to 3 or",
+    ),
+    (
+        {"attention": AttentionConfig(spec=ONE_KEY, branches="sel", compressor="mlp")},
+        r"compressor = 'mlp': .* set it to pool or mean",
     ),
     ({"rope_theta": 0.0}, r"^model\.rope_theta = 0\.0: "),
     ({"norm_eps": -1e-5}, r"^model\.norm_eps = -1e-05: "),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +16,6 @@ from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, NAMED, SPEC, build, tiny, tokens
 from tests.ops.cases import Calls
-from tests.ranks import ROOT
 
 ODD = NSASpec(7, 3, 5, 4, 0, 2, 3)  # l, d, l' without common divisors; l > w
 M7C = NSASpec(8, 4, 16, 4, 1, 2, 24)  # as M7C's 32/16/64, smaller
@@ -316,12 +314,3 @@ def test_invalid_inputs_are_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_training_does_not_import_the_decoding_path() -> None:
-    decoding = {"nsa.model.decode", "nsa.model.cache", "nsa.ops.decode"}
-    for package in ("engine", "data", "monitor", "checkpoint", "planner", "model"):
-        for source in (ROOT / "nsa" / package).rglob("*.py"):
-            if source.stem not in ("decode", "hf"):
-                imports = re.findall(r"^\s*from (nsa[.\w]+) import", source.read_text(), re.M)
-                assert not decoding & set(imports), source

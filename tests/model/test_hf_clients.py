@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from nsa.model.hf import NSAForCausalLM, NSAModel
 from nsa.model.hf_config import NSAConfig
 from tests.model.models import build, tiny, tokens
 from tests.model.test_hf import MASK, greedy, reload, wrapped
-from tests.ranks import ROOT
 
 OLD_EXPORT = Path(__file__).with_name("old_export.json")  # as exports were before NSAModel
 
@@ -227,14 +224,3 @@ def test_servers_that_replace_attention_are_refused(server: str) -> None:
     for kind in (AutoModel, AutoModelForCausalLM):
         with pytest.raises(ValueError, match="no sparse attention; give it a dense export"):
             kind.from_config(config)
-
-
-def test_importing_the_module_registers_the_model(tmp_path: Path) -> None:
-    wrapped().save_pretrained(tmp_path)
-    program = f"""import transformers, nsa.model.hf
-print(type(transformers.AutoConfig.from_pretrained({str(tmp_path)!r})).__name__)
-for auto in transformers.AutoModel, transformers.AutoModelForCausalLM:
-    print(type(auto.from_pretrained({str(tmp_path)!r})).__name__)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.split() == ["NSAConfig", "NSAModel", "NSAForCausalLM"], done.stderr

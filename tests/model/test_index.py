@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAttention, ops
+from nsa import NSAttention
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.spec import NSASpec
-from tests.model.models import IMPORTED, ONE_KEY, SPEC, build, packed, step, tiny, tokens
+from tests.model.models import IMPORTED, ONE_KEY, build, packed, step, tiny, tokens
 
 LENGTH = 37
 INDEXED = ("index", "index, mean")
@@ -152,33 +151,3 @@ def test_a_new_model_starts_as_the_dense_one_of_its_seed(imported: dict[str, obj
     indexed, dense = (model.state_dict() for model in models)
     for name, weight in dense.items():
         assert torch.equal(indexed[name], weight), name
-
-
-def test_the_blocks_are_those_of_select_blocks() -> None:
-    model = build(tiny("index")).eval()
-    seen: list[Tensor] = []
-    layer = layers_of(model)[0]
-    layer.observer = lambda gates, blocks, cu, loss: seen.extend((gates is None, blocks, loss))
-    x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
-    layer(x)
-    assert seen[0]
-    assert seen[2] is None
-    metadata = AttentionMetadata.build(model.config, LENGTH, None, x.device)
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata)
-    queries, keys = layer.branch_kv(parts, metadata)["index"]
-    assert torch.equal(seen[1], ops.select_blocks(queries, keys, None, ONE_KEY))
-
-
-@pytest.mark.parametrize(
-    ("settings", "spec", "message"),
-    [
-        ({}, SPEC, r"window = 6: branches=sel has no window; remove it and set local_blocks"),
-        ({}, NSASpec(4, 4, 4, 2, 1, 1), r"select_top = 2: leaves the index nothing .* to 3 or"),
-        ({"compressor": "mlp"}, ONE_KEY, r"compressor = 'mlp': .* set it to pool or mean"),
-    ],
-)
-def test_settings_that_an_index_cannot_use_are_refused(
-    settings: dict[str, str], spec: NSASpec, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        NSAttention(24, 4, 2, spec, branches="sel", **settings)

@@ -251,18 +251,3 @@ def test_a_model_takes_the_loss_of_each_layer() -> None:
     model = build(1.0)
     for _ in range(2):
         model(IDS, labels=IDS).backward()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"branches": "cmp+sel"}, r"selector_loss = 1\.0: needs kind nsa with branches sel"),
-        ({"kind": "dense"}, r"selector_loss = 1\.0: needs kind nsa with branches sel"),
-        ({"selector_loss": -1.0}, r"selector_loss = -1.0: must be 0 or more"),
-    ],
-)
-def test_a_selector_loss_that_would_train_nothing_is_refused(
-    change: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(ATTENTION, **change).validate()
