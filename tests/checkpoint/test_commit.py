@@ -23,7 +23,6 @@ from nsa.checkpoint.commit import (
     list_checkpoints,
     new_draft,
     prune,
-    read_manifest,
     remove_drafts,
     trial_commit,
     write_part,
@@ -166,18 +165,6 @@ def test_the_trial_commit_leaves_nothing_and_names_a_disk_that_cannot_save(
     with pytest.raises(ValueError, match=r"can be saved there: .*Input/output error"):
         trial_commit(tmp_path)
     assert os.listdir(tmp_path) == before
-
-
-def test_a_checkpoint_is_finite_only_if_every_rank_is(tmp_path: Path) -> None:
-    draft = new_draft(tmp_path, 3)
-    for rank, finite in ((0, True), (1, False)):
-        names = [f"rng_rank{rank}.pt", *["state.json"] * (rank == 0)]
-        for name in names:
-            (draft / name).write_text("x")
-        write_part(draft, rank, names, finite)
-    path = commit(tmp_path, 3, 2, {})
-    assert newest_valid(tmp_path)[0] == path
-    assert not read_manifest(path)["finite"]
 
 
 def test_an_older_draft_of_the_step_is_removed(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ def main(time_limit: str, peer: str, waits_in: str) -> None:
     if waits_in != "data":
         print("ready", flush=True)
     started = time.monotonic()
-    in_step = waits_in == "long step"
-    while (in_step or monitor.reason is None) and time.monotonic() < started + 60:
+    while monitor.reason is None and time.monotonic() < started + 60:
         if waits_in == "data":
             try:
                 with monitor.interruptible():

@@ -184,13 +184,10 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("attention.spec.select_top=2", ["select_top", "2", "raise"]),
         ("attention.kind=sparse", ["attention.kind", "sparse", "dense"]),
         ("attention.backend=cuda", ["attention.backend", "cuda", "blockwise"]),
-        ("train.learning_rate=inf", ["train.learning_rate = inf", "a finite number"]),
         ("train.weight_decay=1" + "0" * 400, ["train.weight_decay", "a finite number"]),
-        ("monitor.watch.save=nan", ["monitor.watch.save = nan", "a finite number"]),
         ("train.steps=1" + "0" * 30, ["train.steps", "too large"]),
         ("train.steps=1" + "0" * 5000, ["--set train.steps", "not YAML"]),
         ("train.accumulation=1000000000000", ["train.accumulation", "65,536 or less"]),
-        ("data.workers=2", ["data.workers is withdrawn in this version; remove it"]),
         ("data.files=a.parquet", ["data.files is withdrawn in this version; set data.pattern"]),
         ("data.seq_len=99999999999", ["data.seq_len", "or less"]),
         ("model.layers=1000000000", ["model.layers", "1,024 or less"]),
@@ -272,7 +269,7 @@ def test_every_number_of_the_tree_must_be_finite() -> None:
     assert len(numbers) > 40
     for name in numbers:
         for value in (".inf", "-.inf", ".nan"):
-            with pytest.raises(ValueError, match=re.escape(name)):
+            with pytest.raises(ValueError, match=rf"{re.escape(name)} = .* number"):
                 resolve_config(RunConfig(), None, [f"{name}={value}"])
 
 

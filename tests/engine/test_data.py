@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -206,17 +205,6 @@ def without_hub(*arguments: str, folder: Path) -> subprocess.CompletedProcess[st
     """Run a recipe with the hub at a closed port and an empty cache."""
     environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(folder / "hf")}
     return on_one_rank("m7c.py", *TINY, *arguments, folder=folder, environment=environment)
-
-
-def test_without_the_hub_production_data_is_refused_in_seconds_with_three_fixes(
-    tmp_path: Path,
-) -> None:
-    start = time.monotonic()
-    line = refused(without_hub("--set=data.source=fineweb_edu", folder=tmp_path))
-    assert time.monotonic() - start < 30
-    for fix in ("nsa data prepare", "--set data.source=embedded", "HF_HOME"):
-        assert fix in line
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_dry_run_without_the_hub_reports_unchecked_data(tmp_path: Path) -> None:

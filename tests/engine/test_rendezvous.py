@@ -43,28 +43,22 @@ def test_other_ranks_find_the_file_of_rank_0_which_only_the_user_can_open() -> N
             find_rendezvous(other_run, SOON)
 
 
-@pytest.mark.parametrize("mode", [0o710, 0o702])
-def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
-    folder_in(tmp_path).mkdir()
-    folder_in(tmp_path).chmod(mode)
+@pytest.mark.parametrize("kind", ["open to a group", "open to others", "a link", "another user's"])
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = folder_in(tmp_path)
+    folder.mkdir(mode=0o700)
+    if kind == "a link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif kind == "another user's":
+        if os.getuid():
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, 65534, 65534)
+    else:
+        folder.chmod(0o710 if kind == "open to a group" else 0o702)
     for refuse in (lambda: create_rendezvous("7-1"), lambda: find_rendezvous("7-1", SOON)):
         with pytest.raises(ValueError, match=r"only you can enter.*set TMPDIR"):
             refuse()
-
-
-def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    folder_in(tmp_path).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="only you can enter"):
-        private_folder()
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
-def test_another_users_folder_is_refused(tmp_path: Path) -> None:
-    folder_in(tmp_path).mkdir(mode=0o700)
-    os.chown(folder_in(tmp_path), 65534, 65534)
-    with pytest.raises(ValueError, match="only you can enter"):
-        private_folder()
 
 
 def test_what_an_ended_run_left_is_ignored_and_removed() -> None:

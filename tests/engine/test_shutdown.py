@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.engine.shutdown import CTRL_C_AGAIN_SECONDS, parse_time
+from nsa.engine.shutdown import parse_time
 from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 
 PROGRAM = Path(__file__).with_name("shutdown_rank.py")
@@ -39,28 +39,6 @@ def output(rank: SpawnedRanks, code: int = 0) -> str:
     """Wait for the end; return what the rank printed after "ready"."""
     assert rank.codes(LIMIT) == [code], rank.text("err")
     return rank.text("out").removeprefix("ready\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_the_reason_and_the_step_is_finished(number: signal.Signals) -> None:
-    with ready_rank() as rank:
-        rank.started[0].kill(number)
-        assert output(rank) == f"{number.name}\n"
-
-
-def test_a_step_that_goes_on_after_a_signal_is_announced_and_a_second_ctrl_c_ends_it() -> None:
-    line = "nsa: SIGINT: the run saves after this step; Ctrl-C again ends it at once\n"
-    with ready_rank(waits_in="long step") as rank:
-        rank.started[0].kill(signal.SIGINT)
-        deadline = time.monotonic() + LIMIT
-        while line not in rank.text("err"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(CTRL_C_AGAIN_SECONDS)
-        rank.started[0].kill(signal.SIGINT)
-        assert rank.codes(LIMIT) != [0]
-    assert rank.text("err").count(line) == 1
-    assert "KeyboardInterrupt" in rank.text("err")
 
 
 def test_a_signal_interrupts_waiting_for_data() -> None:

@@ -120,10 +120,6 @@ def test_teachers_that_do_not_fit_are_refused_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_without_a_teacher_has_none() -> None:
-    assert find_teacher(RunConfig()) is None
-
-
 def test_a_teacher_with_another_tokenizer_or_indivisible_heads_is_refused(dense: Path) -> None:
     config = RunConfig()
     config.train.teacher = str(dense)

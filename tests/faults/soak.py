@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -54,19 +55,20 @@ class Soak:
     def run(self, seconds: float) -> None:
         """Inject faults for `seconds`, then end the run with SIGTERM."""
         end = time.monotonic() + seconds
+        faults = FAULTS | (DISK_FAULTS if self.disk else {})
         try:
             while time.monotonic() < end:
                 self._progress()
                 time.sleep(self._rng.uniform(0, 6))
-                fault = self._rng.choice(FAULTS + (DISK_FAULTS if self.disk else []))
+                name, fault = self._rng.choice([*faults.items()])
                 try:
                     fault(self)
                 except (LookupError, OSError, psutil.Error) as error:  # no such process or file
-                    print(f"  {fault.__name__}: {error}")
+                    print(f"  {name}: {error}")
                     continue
-                self.faults[fault.__name__] += 1
+                self.faults[name] += 1
                 left = end - time.monotonic()
-                print(f"{left:6.0f} s left, step {self.step}: {fault.__name__}", flush=True)
+                print(f"{left:6.0f} s left, step {self.step}: {name}", flush=True)
             self._progress()
         finally:
             if self._watchdog is not None:
@@ -115,8 +117,11 @@ class Soak:
         assert self._watchdog is not None
         return self._watchdog
 
-    def random_rank(self) -> int:
-        return self.process(self._rng.choice("01"))
+    def signal_a_rank(self, number: signal.Signals) -> int:
+        """Signal a random rank; return its pid."""
+        rank = self.process(self._rng.choice("01"))
+        os.kill(rank, number)
+        return rank
 
     def random_checkpoint_file(self) -> Path:
         """Return a random file of the newest checkpoint; LookupError if there is none."""
@@ -126,8 +131,10 @@ class Soak:
         return self._rng.choice(sorted(folders[-1].iterdir()))
 
 
-def kill_one_rank(soak: Soak) -> None:
-    os.kill(soak.random_rank(), signal.SIGKILL)
+def kill_after(damage: Callable[[Path], object], soak: Soak) -> None:
+    """Damage a random file of the newest checkpoint, then kill a rank, so that it is read."""
+    damage(soak.random_checkpoint_file())
+    soak.signal_a_rank(signal.SIGKILL)
 
 
 def kill_all_ranks(soak: Soak) -> None:
@@ -135,17 +142,8 @@ def kill_all_ranks(soak: Soak) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def kill_launcher(soak: Soak) -> None:
-    os.kill(soak.process(LAUNCHER), signal.SIGKILL)
-
-
-def stop_one_rank(soak: Soak) -> None:
-    os.kill(soak.random_rank(), signal.SIGSTOP)
-
-
-def pause_one_rank(soak: Soak) -> None:
-    rank = soak.random_rank()
-    os.kill(rank, signal.SIGSTOP)
+def pause_a_rank(soak: Soak) -> None:
+    rank = soak.signal_a_rank(signal.SIGSTOP)
     time.sleep(3)
     os.kill(rank, signal.SIGCONT)
 
@@ -153,25 +151,6 @@ def pause_one_rank(soak: Soak) -> None:
 def terminate_the_watchdog(soak: Soak) -> None:
     soak.watchdog().send_signal(signal.SIGTERM)
     soak.watchdog().wait(120)
-
-
-def terminate_one_rank(soak: Soak) -> None:
-    os.kill(soak.random_rank(), signal.SIGTERM)
-
-
-def truncate_a_checkpoint_file(soak: Soak) -> None:
-    truncate(soak.random_checkpoint_file())
-    kill_one_rank(soak)
-
-
-def flip_a_bit_of_a_checkpoint_file(soak: Soak) -> None:
-    flip_a_bit(soak.random_checkpoint_file())
-    kill_one_rank(soak)
-
-
-def delete_a_checkpoint_file(soak: Soak) -> None:
-    soak.random_checkpoint_file().unlink()
-    kill_one_rank(soak)
 
 
 def corrupt_a_heartbeat(soak: Soak) -> None:
@@ -201,20 +180,20 @@ def fill_the_disk(soak: Soak) -> None:
         filler.unlink()
 
 
-FAULTS: list[Callable[[Soak], None]] = [
-    kill_one_rank,
-    kill_all_ranks,
-    kill_launcher,
-    stop_one_rank,
-    pause_one_rank,
-    terminate_one_rank,
-    terminate_the_watchdog,
-    flip_a_bit_of_a_checkpoint_file,
-    truncate_a_checkpoint_file,
-    delete_a_checkpoint_file,
-    corrupt_a_heartbeat,
-]
-DISK_FAULTS: list[Callable[[Soak], None]] = [freeze_the_disk, fill_the_disk]
+FAULTS: dict[str, Callable[[Soak], object]] = {
+    "kill a rank": lambda soak: soak.signal_a_rank(signal.SIGKILL),
+    "kill all ranks": kill_all_ranks,
+    "kill the launcher": lambda soak: os.kill(soak.process(LAUNCHER), signal.SIGKILL),
+    "stop a rank": lambda soak: soak.signal_a_rank(signal.SIGSTOP),
+    "pause a rank": pause_a_rank,
+    "terminate a rank": lambda soak: soak.signal_a_rank(signal.SIGTERM),
+    "terminate the watchdog": terminate_the_watchdog,
+    "flip a bit of a checkpoint": partial(kill_after, flip_a_bit),
+    "truncate a file of a checkpoint": partial(kill_after, truncate),
+    "delete a file of a checkpoint": partial(kill_after, Path.unlink),
+    "corrupt a heartbeat": corrupt_a_heartbeat,
+}
+DISK_FAULTS = {"freeze the disk": freeze_the_disk, "fill the disk": fill_the_disk}
 
 
 def launcher() -> list[str]:
@@ -273,7 +252,7 @@ def run_and_compare(soak: Soak, minutes: float) -> None:
     different, missing = compare(rows, read_rows(soak.folder / "golden"))
     print(f"rows that differ: {len(different)} {different[:9]}")
     print(f"rows that were not written: {len(missing)} {missing[:9]}")
-    if different or (missing and not soak.faults["fill_the_disk"]):
+    if different or (missing and not soak.faults["fill the disk"]):
         raise SystemExit(f"FAILED; see {soak.folder}")
 
 

@@ -90,6 +90,8 @@ def test_a_second_ctrl_c_in_a_step_that_hangs_is_recorded_as_the_reason_of_the_e
     interrupt(run)
     assert run.end().codes == [130, 130], run.output[-3_000:]
     assert "Traceback" not in run.output
+    line = "nsa: SIGINT: the run saves after this step; Ctrl-C again ends it at once\n"
+    assert run.ranks.text("err").count(line) == 1, "of rank 0 alone"
     ends = [run.beats(rank)[-1] for rank in BOTH]
     assert [end["event"] for end in ends] == ["end", "end"]
     assert [end["status"] for end in ends] == ["failed: KeyboardInterrupt"] * 2

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.soak import Soak, kill_one_rank, run_and_compare
+from tests.faults import soak as soak_test
+from tests.faults.soak import Soak, run_and_compare
 from tests.faults.table import BEGIN, END, FAULTS, HEAD, PAGE
 
 
@@ -27,7 +28,7 @@ def test_every_fault_of_the_catalogue_is_tested() -> None:
 def test_a_run_under_faults_computes_what_an_undisturbed_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.faults.soak.FAULTS", [kill_one_rank])
+    monkeypatch.setattr(soak_test, "FAULTS", {"kill": soak_test.FAULTS["kill a rank"]})
     soak = Soak(tmp_path, 0, None)
     run_and_compare(soak, minutes=0.3)
     assert soak.faults.total() >= 1
