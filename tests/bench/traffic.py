@@ -37,8 +37,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--micro-batch", type=int, default=8, help="sequences (%(default)s)")
     add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
-    add("--layers", type=int, default=12, help="transformer blocks (%(default)s)")
-    add("--vocab", type=int, default=50_304, help="rows of the embedding (%(default)s)")
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
     add("--compressor", choices=COMPRESSORS, default="mean", help="of three branches (%(default)s)")
     add("--selector-loss", action="store_true", help="count the selector loss too")
@@ -57,12 +55,7 @@ def run(report: Report) -> dict[str, Any]:
         "dense": KINDS["dense"],
     }
     for kind, attention in models.items():
-        config = ModelConfig(
-            layers=flags.layers,
-            vocab_size=flags.vocab,
-            attention=attention,
-            activation_checkpointing=flags.checkpointing,
-        )
+        config = ModelConfig(attention=attention, activation_checkpointing=flags.checkpointing)
         dense = kind.endswith("dense steps")
         operations = record_operations(config, flags.micro_batch, flags.seq_len, dense)
         rows = totals(operations)

@@ -155,16 +155,6 @@ def test_the_forward_pass_keeps_no_state(attention: str) -> None:
     assert not dict(model.named_buffers())
 
 
-@modes
-def test_evaluation_recomputes_nothing(mode: str) -> None:
-    model = build(tiny("mean", activation_checkpointing=mode), torch.float32)
-    with torch.no_grad(), Calls() as recorded:
-        loss = model(IDS, labels=IDS)
-    assert not loss.requires_grad
-    calls = attention_calls(recorded)
-    assert calls == {"blockwise_attention": 6, "blockwise_select_blocks": 2}
-
-
 def test_training_with_auto_unresolved_is_refused() -> None:
     model = build(tiny("mean", activation_checkpointing="auto"), torch.float32)
     with torch.no_grad():

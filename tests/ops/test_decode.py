@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.constants import BRANCHES
-from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import SUBSETS
-from nsa.model.decode import prefill, step
 from nsa.ops.triton import decode
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
@@ -248,29 +246,6 @@ def test_the_op_matches_its_declaration_with_and_without_each_branch() -> None:
     for names in (BRANCHES, ("sel",)):
         check_calls(lambda names=names: decoded(case, x, names, backend="triton"))
     check_calls(lambda: by_own_queries(case, x, backend="triton"))
-
-
-@pytest.mark.parametrize("options", [{}, {"compressor": "mlp"}, {"branches": "sel+win"}], ids=str)
-@torch.no_grad()
-def test_a_model_decodes_as_with_pytorch(options: dict[str, Any]) -> None:
-    """With the model's own cache: shared buffers, growing ones, blocks that get complete."""
-    torch.manual_seed(0)
-    attention = AttentionConfig(spec=SPEC, backend="blockwise", **options)
-    config = ModelConfig(
-        vocab_size=40, layers=1, width=16, heads=6, kv_heads=2, head_dim=4, value_dim=6,
-        mlp_width=8, attention=attention,
-    )  # fmt: skip
-    model = LanguageModel(config)
-    model.initialize(0.5)
-    model.to(DEVICE)
-    tokens = torch.randint(40, (2, 30), device=DEVICE)
-    steps = []
-    for backend in ("blockwise", "triton"):
-        cache = prefill(model, [tokens[0, :23], tokens[1, :3]])[1]
-        model.blocks[0].attention.backend = backend
-        steps.append(torch.stack([step(model, tokens[:, i], cache) for i in range(3)]))
-        model.blocks[0].attention.backend = "blockwise"
-    torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=1e-4)
 
 
 WRONG: dict[str, dict[str, Any]] = {

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from nsa.model import ModelConfig
 from nsa.ops.inputs import GatedInputs
 from nsa.ops.triton.band import gated_backward, gated_forward
 from nsa.ops.triton.configs import Config, choosing_for, override_choices
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
+from tests.operations import record_operations
 from tests.ops.cases import Case, Inputs
 from tests.ops.triton.parity import DEVICE, settings
 from tests.ops.triton.program_costs import program_costs, selections, simulated
@@ -124,25 +126,12 @@ def test_attention_of_16384_tokens_is_balanced(
     spec, offsets = NSASpec(), np.array([0, seq_len])
     masks = selections(kind, offsets, spec, 2 * batch)
     ratios = {}
-    for launch in recorded(batch, seq_len, spec):
+    with choosing_for("sm_80"):
+        operations = record_operations(ModelConfig(layers=1), batch, seq_len)
+    for launch in (x.launch for operation in operations for x in operation.launches if x.launch):
         costs = program_costs(launch, offsets, masks)
         if costs is not None:
             balanced = costs.sum() / multiprocessors
             ratios[launch.kernel.fn.__name__] = simulated(costs, multiprocessors, 1) / balanced
     assert len(ratios) == 6
     assert max(ratios.values()) <= 1.10, ratios
-
-
-def recorded(batch: int, seq_len: int, spec: NSASpec) -> list[Launch]:
-    """Every launch of a layer's attention, on `meta` tensors."""
-
-    def empty(length: int, heads: int, size: int) -> Tensor:
-        return torch.empty(batch, length, heads, size, dtype=torch.bfloat16, device="meta")
-
-    lengths = spec.compressed_len(seq_len), seq_len, seq_len
-    pairs = [empty(length, 2, 64) for length in lengths for _ in range(2)]
-    with choosing_for("sm_80"), recording() as launches:
-        x = GatedInputs(empty(seq_len, 12, 64), *pairs, empty(seq_len, 12, 3), None, spec, 1.0)
-        o, *saved = gated_forward(x)
-        gated_backward(o, x, *saved)
-    return launches
