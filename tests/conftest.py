@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -72,6 +72,23 @@ def pytest_collection_finish() -> None:
 def free_port() -> int:
     """A free TCP port of this machine."""
     return ranks.free_port()
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Call `nsa`, which must end with exit code 2 and one line on stderr; return the line."""
+
+    def call(*arguments: object) -> str:
+        from nsa.cli import main
+
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("nsa: ")
+        assert error.count("\n") == 1, error
+        return error
+
+    return call
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nsa.atomic_io import append_all_or_nothing, atomic_write, check_new_folder
 from nsa.resources import existing_or_resource
 from nsa.system import (
     free_port,
@@ -73,23 +72,6 @@ def test_a_tables_columns_are_aligned_and_its_cells_harmless() -> None:
 def test_the_first_line_of_an_error_or_its_type() -> None:
     assert first_line(ValueError("\n one\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
-
-
-def test_a_new_folder_may_exist_only_if_it_is_empty(tmp_path: Path) -> None:
-    check_new_folder(tmp_path / "none")
-    check_new_folder(tmp_path)
-    (tmp_path / "file").touch()
-    for taken in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ValueError, match=f"--to {taken}: already exists"):
-            check_new_folder(taken)
-
-
-def test_bytes_are_appended_and_chunks_written_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "file"
-    atomic_write(path, [b"a", memoryview(b"b")])
-    with path.open("r+b", buffering=0) as file:
-        append_all_or_nothing(file, b"cd")
-    assert path.read_bytes() == b"abcd"
 
 
 def test_a_flag_names_the_installed_file_unless_there_is_one_of_that_name(

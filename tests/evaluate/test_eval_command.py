@@ -27,7 +27,9 @@ def test_json_is_eval_json_alone_on_stdout_with_stable_keys(
     assert main(["eval", models[0], *flags]) == 0
     output = capsys.readouterr()
     tree = json.loads(output.out)
-    assert tree == json.loads((tmp_path / "one/eval/eval.json").read_text())
+    folder = tmp_path / "one/eval"  # of the first run, without --out
+    assert tree == json.loads((folder / "eval.json").read_text())
+    assert {"positions.csv", "positions.png"} < {path.name for path in folder.iterdir()}
     assert "640 tokens in 10 samples" in output.err
     assert tree.keys() == {"text", "results"}
     assert tree["text"] == {"source": source, "split": "all", "packing": "concat"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from nsa.export.to_hf import export
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
-from tests.export.llamas import SHAPE, SMALL, add_chat_tokenizer, imported, llama
+from tests.export.llamas import SHAPE, SMALL, add_chat_tokenizer, command, imported, llama
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +20,18 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "llama"
     llama(folder)
     return folder
+
+
+@pytest.fixture
+def refused(refusal: Callable[..., str]) -> Callable[..., str]:
+    """Import a folder, which must be refused; return the error. No file may be left."""
+
+    def call(folder: Path, *arguments: str) -> str:
+        error = refusal(*command(folder, folder.parent / "refused", *arguments))
+        assert [path for path in folder.parent.iterdir() if "refused" in path.name] == []
+        return error
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -23,6 +23,8 @@ from nsa.data.dataset import open_source
 from nsa.data.tokenizer import Tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from tests.data.texts import texts, write_lines
+
+Refused = Callable[..., str]  # the fixtures `refusal` and `refused`
 
 # All blocks of 32 tokens are selected.
 SPEC = ["block_len=8", "block_stride=4", "select_len=8", "select_top=4", "local_blocks=2"]
@@ -99,16 +101,6 @@ def command(folder: Path, to: Path, *arguments: str) -> list[str]:
 def imported(folder: Path, to: Path, *arguments: str) -> Any:
     assert main(command(folder, to, *arguments)) == 0
     return load_run(to, device="cpu")
-
-
-def refused(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> str:
-    """Return the error, which must be one line; no file may be left."""
-    to = folder.parent / "refused"
-    assert main(command(folder, to, *arguments)) == 2
-    assert [path for path in folder.parent.iterdir() if "refused" in path.name] == []
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
 
 
 def add_tokenizer(folder: Path) -> Tokenizer:

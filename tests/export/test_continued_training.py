@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from nsa.cli import main
 from nsa.engine.config import TrainConfig
-from tests.export.llamas import command, imported, refused
+from tests.export.llamas import Refused, command, imported
 
 SCRATCH = TrainConfig()
 
@@ -59,9 +59,9 @@ def test_a_run_that_began_densely_can_be_continued(llama_folder: Path, tmp_path:
 
 @pytest.mark.parametrize("tokens", ["0", "nan", "1e300"])
 def test_an_impossible_number_of_tokens_is_refused(
-    tokens: str, llama_folder: Path, capsys: pytest.CaptureFixture[str]
+    tokens: str, llama_folder: Path, refused: Refused
 ) -> None:
-    assert "--tokens" in refused(capsys, llama_folder, f"--tokens={tokens}")
+    assert "--tokens" in refused(llama_folder, f"--tokens={tokens}")
 
 
 def test_transformers_trainer_trains_an_export(sparse: Path, tmp_path: Path) -> None:

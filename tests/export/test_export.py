@@ -32,6 +32,7 @@ from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
 from nsa.model.config import AttentionConfig
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
+from tests.export.llamas import Refused
 from tests.ranks import ROOT
 
 TOKENS = torch.arange(96)[None]
@@ -216,26 +217,21 @@ def test_the_exported_tokenizer_gives_the_runs_ids_for_any_text(kind: str, tmp_p
 
 
 def test_a_non_empty_target_or_a_missing_run_is_refused_by_name(
-    run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, exported: Path, tmp_path: Path, refusal: Refused
 ) -> None:
-    assert main(["export", str(run), "--to", str(exported)]) == 2
-    assert f"--to {exported}: already exists" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "nowhere"), "--to", str(tmp_path / "new")]) == 2
-    assert "nowhere': there is no such folder" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
+    assert f"--to {exported}: already exists" in refusal("export", run, "--to", exported)
+    nowhere, to = tmp_path / "nowhere", tmp_path / "new"
+    assert "nowhere': there is no such folder" in refusal("export", nowhere, "--to", to)
+    assert not to.exists()
 
 
-def test_a_full_disk_leaves_no_files(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_leaves_no_files(run: Path, tmp_path: Path, refusal: Refused) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # the weights are larger
     try:
-        code = main(["export", str(run), "--to", str(tmp_path / "out")])
+        assert "cannot be written" in refusal("export", run, "--to", tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert code == 2
-    assert "cannot be written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -30,16 +30,7 @@ from nsa.model.hf import NSAForCausalLM
 from nsa.planner.memory import memory
 from nsa.spec import NSASpec
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
-from tests.export.llamas import (
-    FAMILIES,
-    LLAMA_3,
-    SHAPE,
-    SMALL,
-    imported,
-    logits,
-    refused,
-    tokens,
-)
+from tests.export.llamas import FAMILIES, LLAMA_3, SHAPE, SMALL, Refused, imported, logits, tokens
 from tests.ranks import ROOT
 
 
@@ -232,7 +223,7 @@ def test_a_converted_model_has_22_blocks_of_64_or_the_sizes_of_its_run(
 
 
 def test_a_tied_matrix_is_read_by_either_of_its_names_and_must_be_one(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama_folder: Path, tmp_path: Path, refused: Refused
 ) -> None:
     """safetensors' save_model keeps only the head's name."""
     other = tmp_path / "llama"
@@ -245,9 +236,9 @@ def test_a_tied_matrix_is_read_by_either_of_its_names_and_must_be_one(
     assert torch.equal(model.embed.weight, head)
     both = {"lm_head.weight": head, "model.embed_tokens.weight": 2 * head}
     save_file(weights | both, other / "model.safetensors")
-    assert "lm_head.weight differs from the embedding" in refused(capsys, other)
+    assert "lm_head.weight differs from the embedding" in refused(other)
     save_file(weights, other / "model.safetensors")
-    assert "has no weight model.embed_tokens.weight" in refused(capsys, other)
+    assert "has no weight model.embed_tokens.weight" in refused(other)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.resume import find_initial_weights
 from nsa.export.from_hf import read_model
-from tests.export.llamas import command, imported, refused
+from tests.export.llamas import Refused, command, imported
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_an_unsupported_model_is_refused_by_what_differs(
     message: str,
     llama_folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     folder = shutil.copytree(llama_folder, tmp_path / "llama")
     tree = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(tree | changes))
-    assert message in refused(capsys, folder)
+    assert message in refused(folder)
 
 
 def test_layers_without_rope_must_be_every_nth(llama_folder: Path, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_weight_that_cannot_be_imported_is_named(
     message: str,
     llama_folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     folder = shutil.copytree(llama_folder, tmp_path / "llama")
     weights = load_file(folder / "model.safetensors")
@@ -93,7 +93,7 @@ def test_a_weight_that_cannot_be_imported_is_named(
         changed[3, 4] = change
         weights[f"model.layers.1.{weight}.weight"] = changed
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert message in refused(capsys, folder)
+    assert message in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_a_weight_that_cannot_be_imported_is_named(
     ],
 )
 def test_invalid_arguments_are_refused_with_the_fix(
-    arguments: list[str], message: str, llama_folder: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, llama_folder: Path, refused: Refused
 ) -> None:
-    assert message in refused(capsys, llama_folder, *arguments)
+    assert message in refused(llama_folder, *arguments)
 
 
 @pytest.mark.parametrize("flag", ["--shares=0,1,0", "--gap=embedded"])
@@ -125,32 +125,28 @@ def test_flags_of_three_branches_are_withdrawn(
 
 
 def test_folders_that_cannot_be_imported_are_refused_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refusal: Refused, refused: Refused
 ) -> None:
     folder = tmp_path / "other"
     folder.mkdir()
-    assert "holds neither checkpoints/ nor model.safetensors" in refused(capsys, folder)
+    assert "holds neither checkpoints/ nor model.safetensors" in refused(folder)
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "config.json without model.safetensors; save the model with" in refused(capsys, folder)
+    assert "config.json without model.safetensors; save the model with" in refused(folder)
     save_file({"wte.weight": torch.ones(2)}, folder / "model.safetensors")
     (folder / "config.json").write_text("[]")
-    assert "not the JSON of a configuration" in refused(capsys, folder)
-    assert main(["import", str(folder), "--to", str(folder)]) == 2
-    assert "already exists" in capsys.readouterr().err
+    assert "not the JSON of a configuration" in refused(folder)
+    assert "already exists" in refusal("import", folder, "--to", folder)
 
 
 def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, refusal: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["import", "org/Small-1B", "--to", "run"]) == 2
-    error = capsys.readouterr().err
-    assert "hf download org/Small-1B --local-dir models/Small-1B" in error
-    assert main(["import", str(tmp_path / "nowhere"), "--to", "run"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "nowhere': there is no such folder; name a folder of transformers' save_pretrained" in error
-    )
+    for name, fix in (
+        ("org/Small-1B", "hf download org/Small-1B --local-dir models/Small-1B"),
+        ("/nowhere", "there is no such folder; name a folder of transformers' save_pretrained"),
+    ):
+        assert fix in refusal("import", name, "--to", "run")
 
 
 def test_training_from_a_folder_of_transformers_names_the_import(llama_folder: Path) -> None:
@@ -161,7 +157,7 @@ def test_training_from_a_folder_of_transformers_names_the_import(llama_folder: P
 
 
 def test_the_target_may_be_a_link_but_not_the_working_directory(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    llama_folder: Path, tmp_path: Path, refusal: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replacing the working directory would leave the shell in a deleted folder."""
     (tmp_path / "empty").mkdir()
@@ -172,6 +168,6 @@ def test_the_target_may_be_a_link_but_not_the_working_directory(
         assert not (tmp_path / target).is_symlink()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert main(command(llama_folder, Path("."))) == 2
-    assert "--to .: cannot be replaced; name a new folder inside it" in capsys.readouterr().err
+    error = refusal(*command(llama_folder, Path(".")))
+    assert "--to .: cannot be replaced; name a new folder inside it" in error
     imported(llama_folder, Path("new"), "--attention=dense")

@@ -24,27 +24,24 @@ from tests.export.llamas import (
     LONG,
     LOOP,
     SMALL,
+    Refused,
     add_chat_tokenizer,
     add_tokenizer,
     imported,
     llama,
-    refused,
 )
 
 
 def test_a_folder_without_a_tokenizer_is_refused_unless_one_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refusal: Refused, refused: Refused
 ) -> None:
-    folder, to = tmp_path / "llama", tmp_path / "refused"
+    folder = tmp_path / "llama"
     llama(folder, vocab_size=300)
     (folder / "tokenizer_config.json").write_text("{}")  # holds no vocabulary
-    capsys.readouterr()
-    assert main(["import", str(folder), "--to", str(to)]) == 2
-    error = capsys.readouterr().err
+    error = refusal("import", folder, "--to", tmp_path / "to")
     assert f"{folder}: has no tokenizer.json; save the model's tokenizer" in error
-    assert error.count("\n") == 1
-    assert not to.exists()
-    assert "data.tokenizer = 'bytes': choose byte" in refused(capsys, folder, "--tokenizer=bytes")
+    assert not (tmp_path / "to").exists()
+    assert "data.tokenizer = 'bytes': choose byte" in refused(folder, "--tokenizer=bytes")
     for flag in ("--tokenizer=byte", "--set=data.tokenizer=byte"):
         run = imported(folder, tmp_path / flag[2:5], flag)
         assert run.config.data.tokenizer == "byte"
@@ -54,11 +51,10 @@ def test_a_folder_without_a_tokenizer_is_refused_unless_one_is_named(
 
 
 def test_the_byte_tokenizer_is_refused_for_a_smaller_vocabulary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused
 ) -> None:
     llama(tmp_path / "llama", vocab_size=258)
-    capsys.readouterr()
-    error = refused(capsys, tmp_path / "llama", "--tokenizer=byte")
+    error = refused(tmp_path / "llama", "--tokenizer=byte")
     assert "--tokenizer byte: has 259 ids, but the vocabulary of" in error
     assert "has 258" in error
 
@@ -140,22 +136,21 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(
-    chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chat_llama: Path, tmp_path: Path, refused: Refused
 ) -> None:
     llama(tmp_path / "llama", vocab_size=200)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(chat_llama / name, tmp_path / "llama" / name)
-    capsys.readouterr()
-    error = refused(capsys, tmp_path / "llama")
+    error = refused(tmp_path / "llama")
     assert "has ids up to 259, but the model's vocabulary is 200" in error
 
 
 def test_a_chat_without_a_template_is_refused(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama_folder: Path, tmp_path: Path, refusal: Refused, refused: Refused
 ) -> None:
     imported(llama_folder, tmp_path / "run")
-    assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt=hello"]) == 2
-    assert "--chat: the tokenizer 'byte' has no chat template" in capsys.readouterr().err
+    error = refusal("generate", tmp_path / "run", "--chat", "--prompt=hello")
+    assert "--chat: the tokenizer 'byte' has no chat template" in error
 
 
 @pytest.mark.parametrize(
@@ -175,7 +170,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_one_line_with_its_file(
     reason: str,
     chat_llama: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Refused,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = 0.5 if "Timeout" in reason else 100
@@ -183,10 +178,7 @@ def test_a_chat_template_that_fails_or_never_ends_is_one_line_with_its_file(
     imported(chat_llama, tmp_path / "run")
     file = tmp_path / "run/chat_template.jinja"
     file.write_text(template)
-    capsys.readouterr()
-    assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt=hello"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error = refusal("generate", tmp_path / "run", "--chat", "--prompt=hello")
     assert f"nsa: {file}: the chat template ends with {reason}" in error
 
 

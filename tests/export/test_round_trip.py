@@ -12,16 +12,9 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from nsa.cli import main
 from nsa.export.to_hf import export
 from nsa.model.hf import NSAForCausalLM
-from tests.export.llamas import (
-    SMALL,
-    add_chat_tokenizer,
-    imported,
-    llama,
-    refused,
-)
+from tests.export.llamas import SMALL, Refused, add_chat_tokenizer, imported, llama
 
 # As of a model that others trained: positions, ids and fields of no default.
 FIELDS: dict[str, Any] = {
@@ -153,7 +146,7 @@ def test_the_card_of_an_untrained_import_claims_no_training(original: Path, tmp_
 
 
 def test_a_link_out_of_the_folder_is_refused(
-    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    original: Path, tmp_path: Path, refusal: Refused, refused: Refused
 ) -> None:
     (secret := tmp_path / "secret").write_text("a key")
     folder = tmp_path / "models" / "model"
@@ -165,18 +158,17 @@ def test_a_link_out_of_the_folder_is_refused(
         shutil.copytree(original, folder)
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
-        capsys.readouterr()
-        assert name == "config.json" or "is a link to a file outside" in refused(capsys, folder)
+        assert name == "config.json" or "is a link to a file outside" in refused(folder)
     folder = tmp_path / "run"  # and an import of someone else's, at its export
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").symlink_to(secret)
-    assert main(["export", str(folder), "--to", str(tmp_path / "hf")]) == 2
-    assert "chat_template.jinja: is a link to a file outside" in capsys.readouterr().err
+    error = refusal("export", folder, "--to", tmp_path / "hf")
+    assert "chat_template.jinja: is a link to a file outside" in error
     assert not (tmp_path / "hf").exists()
 
 
 def test_a_snapshot_of_the_hubs_cache_links_to_its_blobs(
-    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    original: Path, tmp_path: Path, refused: Refused
 ) -> None:
     snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
     snapshot.mkdir(parents=True)
@@ -187,13 +179,13 @@ def test_a_snapshot_of_the_hubs_cache_links_to_its_blobs(
     (tmp_path / "secret").write_text("a key")
     (blobs / "chat_template.jinja").unlink()
     (blobs / "chat_template.jinja").symlink_to(tmp_path / "secret")
-    assert "is a link to a file outside" in refused(capsys, snapshot)
+    assert "is a link to a file outside" in refused(snapshot)
 
 
 def test_a_second_configuration_file_is_neither_read_nor_run(
     original: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """transformers would read it instead of config.json, and ask whether to run its code."""
@@ -205,28 +197,31 @@ def test_a_second_configuration_file_is_neither_read_nor_run(
     first = settings(folder) | {"configuration_files": ["config.4.0.0.json"]}
     (folder / "config.json").write_text(json.dumps(first))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    assert "configuration_files = ['config.4.0.0.json']: transf" in refused(capsys, folder)
+    assert "configuration_files = ['config.4.0.0.json']: transf" in refused(folder)
     (folder / "config.json").write_text(json.dumps(settings(folder) | {"model_type": "granite"}))
-    assert "configuration_files" in refused(capsys, folder)
+    assert "configuration_files" in refused(folder)
     del first["configuration_files"]
     (folder / "config.json").write_text(json.dumps(first | {"model_type": "granite"}))
-    assert "granite': has multipliers of embeddings" in refused(capsys, folder)
+    assert "granite': has multipliers of embeddings" in refused(folder)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", '{"eos_token_id": ' * 200])
 def test_generation_settings_that_are_no_settings_are_refused(
-    content: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str,
+    original: Path,
+    tmp_path: Path,
+    refusal: Refused,
+    refused: Refused,
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(original, folder)
     imported(folder, tmp_path / "run")
     for place in (folder, tmp_path / "run"):
         (place / "generation_config.json").write_text(content)
-    capsys.readouterr()
-    assert "generation_config.json: not the JSON of a configuration" in refused(capsys, folder)
-    assert main(["generate", str(tmp_path / "run"), "--prompt=a", "--max-new-tokens=1"]) == 2
-    assert "generation_config.json: not the JSON of a conf" in capsys.readouterr().err
+    assert "generation_config.json: not the JSON of a configuration" in refused(folder)
+    error = refusal("generate", tmp_path / "run", "--prompt=a", "--max-new-tokens=1")
+    assert "generation_config.json: not the JSON of a configuration" in error
 
 
 def test_a_tokenizer_without_an_origin_is_exported_without_the_machines_settings(

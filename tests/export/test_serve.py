@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from nsa.cli import main
 from nsa.export.serve import RENDERED, ServedModel, build_app
 from nsa.model.hf import NSAForCausalLM
-from tests.export.llamas import CHAT, DOUBLE, LOOP, imported, llama
+from tests.export.llamas import CHAT, DOUBLE, LOOP, Refused, imported, llama
 
 for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package, reason=f"needs {package}: pip install -e '.[serve]'")
@@ -180,27 +179,21 @@ def test_an_import_is_served_by_an_export_of_it(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, refusal: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def error(*arguments: str) -> str:
-        assert main(["serve", *arguments]) == 2
-        text = capsys.readouterr().err
-        assert text.count("\n") == 1
-        return text
-
     folder = tmp_path / "llama"
     llama(folder)
-    capsys.readouterr()
-    assert "there is no such folder" in error(str(tmp_path / "none" / "at" / "all"), "--port=0")
+    none = tmp_path / "none/at/all"
+    assert "there is no such folder" in refusal("serve", none, "--port=0")
     with socket.create_server(("localhost", 0)) as other:
         port = other.getsockname()[1]
-        message = error(str(folder), f"--port={port}")
+        message = refusal("serve", folder, f"--port={port}")
         assert f"--host localhost --port {port}: cannot listen there" in message
-    assert "--port 99999: must be from 0 to 65,535" in error(str(folder), "--port=99999")
+    assert "--port 99999: must be from 0 to 65,535" in refusal("serve", folder, "--port=99999")
     config = json.loads((folder / "config.json").read_text())
     code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
     (folder / "config.json").write_text(json.dumps(config | code))
     (folder / "mine.py").write_text("raise SystemExit('code of a stranger')")
-    assert "model_type = 'mine'" in error(str(folder), "--port=0")
+    assert "model_type = 'mine'" in refusal("serve", folder, "--port=0")
     monkeypatch.setitem(sys.modules, "openai", None)
-    assert "pip install 'nsa-m7c[serve]'" in error(str(folder), "--port=0")
+    assert "pip install 'nsa-m7c[serve]'" in refusal("serve", folder, "--port=0")

@@ -14,9 +14,6 @@ from tests.ranks import ROOT
 
 GITHUB = ROOT / ".github"
 DOCKERFILES = sorted(ROOT.glob("launch/*.Dockerfile"))
-FORMS = sorted(
-    set((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) - {GITHUB / "ISSUE_TEMPLATE/config.yml"}
-)
 
 
 def lines(dockerfile: Path) -> list[tuple[str, str]]:
@@ -31,21 +28,6 @@ def test_pre_commit_runs_the_checks_of_the_test_script() -> None:
     hooks = [hook["entry"] for repo in config["repos"] for hook in repo["hooks"]]
     checks = re.findall(r"^check (.+)$", (ROOT / "launch/test.sh").read_text(), re.M)
     assert hooks == [f".venv/bin/{check}" for check in checks if "pytest" not in check]
-
-
-def test_the_workflow_runs_ci() -> None:
-    workflow = yaml.safe_load((GITHUB / "workflows/tests.yml").read_text())
-    steps = workflow["jobs"]["tests"]["steps"]
-    assert steps[-1]["run"] == ".ci/run"
-    assert workflow["permissions"] == {"contents": "read"}
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
-def test_issue_forms_ask_for_the_environment_in_fields_that_github_reads(form: Path) -> None:
-    body = yaml.safe_load(form.read_text())["body"]
-    assert {part["type"] for part in body} <= {"textarea", "input", "markdown"}
-    if form.name != "idea.yml":
-        assert {"env", "doctor"} <= {part["id"] for part in body}
 
 
 def test_links_and_citation_are_right() -> None:
@@ -70,13 +52,6 @@ def test_an_image_installs_the_tested_versions_from_files_that_exist(dockerfile:
     assert {"nsa", "recipes", "ds_configs", "pyproject.toml"} <= set(copied)
     assert all((ROOT / word).exists() for word in copied)
     assert instructions[0][1].startswith("python:3.11-")  # the version that all tests ran with
-
-
-def test_both_images_differ_in_pytorchs_build_and_nvml_alone() -> None:
-    cpu, cuda = (lines(dockerfile) for dockerfile in DOCKERFILES)
-    differ = [(a[1], b[1]) for a, b in zip(cpu, cuda, strict=True) if a != b]
-    assert all(first.startswith("pip install") for first, _ in differ)
-    assert len(differ) == 2
 
 
 def test_a_lint_failure_fails_ci_and_the_tests_still_run_last(real_packages: Path) -> None:
