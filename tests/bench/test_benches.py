@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa.model import ModelConfig
 from nsa.ops import NSASpec
 from nsa.ops.tune import parse_heads
-from tests.bench import decode, module, peers, profile, train
+from tests.bench import module, peers, profile, train
 from tests.bench.__main__ import main
 from tests.bench.harness import Report, margin, time_step
 from tests.ops.cases import one_thread as one_thread
@@ -142,22 +141,6 @@ def test_decoding_is_measured_and_the_bytes_it_reads_are_counted(bench: Bench) -
     assert read["nsa"] == pair * (blocks + selected + 512)
     assert read["dense"] == pair * 1100
     assert read["index"] == pair * 1100 + pair // 2 * 17  # all; 17 index keys
-
-
-def test_dense_attention_alone_equals_softmax_over_the_context() -> None:
-    config = ModelConfig(width=16, heads=4, kv_heads=2, head_dim=4,
-                         attention=train.KINDS["dense"])  # fmt: skip
-    drawn: list[Tensor] = []
-
-    def draw(*shape: int) -> Tensor:
-        drawn.append(torch.randn(2, *shape))
-        return drawn[-1]
-
-    o = decode.layer(config, 20, draw)()
-    q, k, v = drawn
-    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
-    p = (torch.einsum("bhd,bnhd->bhn", q, k) / 2).softmax(-1)
-    torch.testing.assert_close(o.flatten(1, 2), torch.einsum("bhn,bnhd->bhd", p, v))
 
 
 def test_profiled_times_and_launches_are_per_step_and_overlaps_count_once() -> None:

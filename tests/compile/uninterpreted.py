@@ -10,7 +10,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -73,14 +72,6 @@ SINGLE = Config(16, 32, 4, 1), torch.float32
 
 def test_float32_in_three_passes_counts_as_tensor_cores() -> None:
     assert checked(partial(toys.attention, *SINGLE, precision="tf32x3"))[1] == []
-
-
-def test_a_kernel_for_one_position_may_lack_products() -> None:
-    """AMD's compiler keeps the products."""
-    blind = partial(toys.attention, Config(64, 64, 4, 2), keys=1)
-    rows, failures = checked(blind, case=replace(CASE, seq_len=1), chips=("sm_80", "sm_100"))
-    assert failures == []
-    assert [(row["products"], row["tensor_core"]) for row in rows] == [(2, 0)] * 2
 
 
 def thirty_two_warps() -> None:

@@ -55,7 +55,6 @@ def test_a_layer_continues_from_the_weights_of_a_model(
     [
         ((10, 4, {}), "heads = 4: does not divide hidden_size = 10; give head_dim"),
         ((24, 4, {"kv_heads": 3}), "not a multiple of"),
-        ((12, 4, {}), "head_dim = 3: RoPE rotates pairs; make it even"),
         ((24, 4, {"branches": "all"}), "attention.branches = 'all'"),
         ((24, 4, {"windw": 3}), "no setting 'windw'; choose one of compressor, "),
     ],
