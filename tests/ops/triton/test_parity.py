@@ -238,13 +238,6 @@ def by_size(x: Tensor) -> Tensor:
     return x.transpose(2, 3).contiguous().transpose(2, 3)
 
 
-def interleaved(x: Tensor) -> Tensor:
-    """Every third [H, D] of a token, as in a packed projection of three branches."""
-    rows = torch.full((*x.shape[:2], 3, *x.shape[2:]), torch.nan, device=x.device)
-    rows[:, :, 1] = x
-    return rows[:, :, 1]
-
-
 def padded(x: Tensor) -> Tensor:
     """With padding after each dimension."""
     buffer = torch.full([size + 1 for size in x.shape], torch.nan, device=x.device)
@@ -258,7 +251,7 @@ def contiguous(branch: str) -> list[Tensor]:
 
 
 @branches_and_sum
-@pytest.mark.parametrize("layout", [by_head, by_size, interleaved, padded])
+@pytest.mark.parametrize("layout", [by_head, by_size, padded])
 def test_inputs_laid_out_otherwise_give_the_same_bits(
     layout: Callable[[Tensor], Tensor], branch: str
 ) -> None:
@@ -287,15 +280,11 @@ def one_for_all(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
     return _gradients(function, given, lambda o: torch.ones_like(o[:1, :1, :1, :1]).expand_as(o))
 
 
-def one_for_all_heads(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
-    return _gradients(function, given, lambda o: _numbers(o[:, :, :1]).expand_as(o))
-
-
 def laid_out_by_head(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
     return _gradients(function, given, lambda o: by_head(_numbers(o)))
 
 
 @branches_and_sum
-@pytest.mark.parametrize("run", [one_for_all, one_for_all_heads, laid_out_by_head])
+@pytest.mark.parametrize("run", [one_for_all, laid_out_by_head])
 def test_the_outputs_gradient_may_be_expanded_or_transposed(run: Run, branch: str) -> None:
     assert_parity(STRIDED, branch, run=run)

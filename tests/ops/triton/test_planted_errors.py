@@ -57,12 +57,21 @@ def parity(branch: str, case: Case = CASE, **how: int) -> Check:
     return check
 
 
+def selects_as_well(case: Case) -> None:
+    x = inputs(case)
+    index = selection(x, case, "triton")
+    assert same_selection(exact_score(x, case), index, reference_blocks(case))
+
+
 def selection_is_as_good() -> None:
     specs = NSASpec(7, 3, 4, 4, 2, 1, 5), NSASpec(4, 2, 4, 4, 0, 1, 5)
     for case in (PACKED, *(replace(CASE, lengths=(90,), spec=spec) for spec in specs)):
-        x = inputs(case)
-        index = selection(x, case, "triton")
-        assert same_selection(exact_score(x, case), index, reference_blocks(case))
+        selects_as_well(case)
+
+
+def unmasked_tiles_are_fully_visible() -> None:
+    with override_choices(lambda *_: Config(16, 16, 4, 1)):
+        selects_as_well(Case(NSASpec(20, 2, 2, 4, 0, 1, 5), (121,), kv_heads=1, group=1))
 
 
 def one_head_selects_without_an_lse() -> None:
@@ -78,14 +87,6 @@ def selector_losses_of_own_queries_are_those_of_pytorch() -> None:
     with override_choices(lambda *_: Config(16, 16, 4, 1)):
         fused.selector(PATTERNS["packed"], heads=1).assert_parity()
         fused.selector(PATTERNS["batch"], heads=2).assert_parity()
-
-
-def unmasked_tiles_are_fully_visible() -> None:
-    case = Case(NSASpec(20, 2, 2, 4, 0, 1, 5), (121,), kv_heads=1, group=1)
-    x = inputs(case)
-    with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        index = selection(x, case, "triton")
-    assert same_selection(exact_score(x, case), index, reference_blocks(case))
 
 
 def ties_go_to_the_lower_index() -> None:

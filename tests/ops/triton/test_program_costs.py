@@ -98,24 +98,6 @@ def test_every_program_multiplies_as_often_as_counted(name: str, tile: Config) -
     assert checked == 6
 
 
-@pytest.mark.parametrize(
-    ("costs", "multiprocessors", "blocks", "time"),
-    [
-        ([1] * 8, 4, 1, 2),
-        ([1, 1, 1, 1, 4], 4, 1, 5),
-        ([4, 1, 1, 1, 1], 4, 1, 4),
-        ([2, 2], 1, 2, 4),
-        ([4, 2], 1, 2, 6),
-        ([4, 2], 2, 2, 4),
-        ([], 3, 1, 0),
-    ],
-)
-def test_programs_start_in_order_and_share_a_multiprocessors_speed(
-    costs: list[int], multiprocessors: int, blocks: int, time: float
-) -> None:
-    assert simulated(np.array(costs), multiprocessors, blocks) == time
-
-
 @pytest.mark.parametrize("kind", ["random", "local"])
 @pytest.mark.parametrize("multiprocessors", [108, 132])
 @pytest.mark.parametrize(("batch", "seq_len"), [(8, 2048), (16, 1024), (4, 4096), (2, 8192)])
