@@ -109,7 +109,7 @@ class Variant:
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.jit_cache_hook = skip_compiling
             arguments = {**launch.arguments, **launch.constants, **config.options()}
-            with _as_if_on(chip):
+            with as_if_on(chip):
                 launch.kernel.warmup(grid=launch.grid, **arguments)
         (spec,) = hooked
         parts = spec["signature"], spec["constants"], spec["configs"][0]
@@ -140,7 +140,7 @@ class BinaryStats:
 
 def compile_variant(variant: Variant) -> BinaryStats:
     """Compile for the chip and read the binary."""
-    with _as_if_on(variant.chip):
+    with as_if_on(variant.chip):
         compiled: Any = triton.compile(
             variant.source(), target=_target(variant.chip), options=variant.options
         )
@@ -212,7 +212,7 @@ def _output(*command: str) -> str:
 
 
 @contextmanager
-def _as_if_on(chip: str) -> Iterator[None]:
+def as_if_on(chip: str) -> Iterator[None]:
     """Give Triton the part of this chip's driver that it uses until a kernel is compiled."""
     no_device = SimpleNamespace(
         get_current_device=lambda: chip,

@@ -161,14 +161,6 @@ def test_the_command_fails_if_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert end.value.code == 1
 
 
-class Device:
-    """The part of a GPU driver that Triton uses before it compiles."""
-
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-    get_current_target = staticmethod(lambda: triton.backends.compiler.GPUTarget("cuda", 80, 32))
-
-
 def test_a_launch_finds_the_checks_binaries_in_tritons_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,13 +172,14 @@ def test_a_launch_finds_the_checks_binaries_in_tritons_cache(
     hits: list[bool] = []
     listener = lambda **facts: hits.append(facts["cache_hit"])  # noqa: E731
     monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
-    triton.runtime.driver.set_active(Device())
-    for width in (32, 16):
-        arguments = toys.every_kind_of_argument("cpu")
-        toys.take_all.warmup(**arguments, WIDTH=width, num_warps=4, num_stages=2, grid=(1,))
+    with check.as_if_on("sm_80"):
+        for width in (32, 16):
+            arguments = toys.every_kind_of_argument("cpu")
+            toys.take_all.warmup(**arguments, WIDTH=width, num_warps=4, num_stages=2, grid=(1,))
     assert hits == [True, False]
 
 
+@check.as_if_on("sm_80")
 def test_a_repeated_launch_runs_the_binary_that_triton_would_choose() -> None:
     """For every kind of argument: dtypes, alignment, integers that Triton compiles for, None.
 
@@ -216,7 +209,6 @@ def test_a_repeated_launch_runs_the_binary_that_triton_would_choose() -> None:
     def by_launch(arguments: dict[str, Any], config: Config) -> None:
         launch(toys.take_all, (3, 2), config, **arguments, WIDTH=32)
 
-    triton.runtime.driver.set_active(Device())
     toys.take_all.pre_run_hooks.append(lambda *_, **__: looked_up.append(None))
     with mock.patch.object(CompiledKernel, "_init_handles", without_a_gpu):
         for run in (by_triton, by_launch):
@@ -245,6 +237,7 @@ class Binary:
         Binary.launches += 1
 
 
+@check.as_if_on("sm_80")
 def test_a_layers_launches_take_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dispatch, autograd, launchers and Triton's launch code: a fast GPU waits for them.
 
@@ -270,7 +263,6 @@ def test_a_layers_launches_take_few_python_calls(monkeypatch: pytest.MonkeyPatch
         calls += event == "call"
 
     monkeypatch.setattr(JITFunction, "_do_compile", without_compiling)
-    triton.runtime.driver.set_active(Device())
     for _ in range(3):
         step()
     before = Binary.launches

@@ -32,19 +32,14 @@ from tests.ops.triton.parity import (
     BRANCHES,
     DENSE,
     DEVICE,
-    FLOOR,
     GATHERED,
-    TIMES,
+    assert_exact_enough,
     computed,
-    error,
     inputs,
     settings,
 )
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# In half precision plain attention rounds probabilities as the kernels do, so twice is enough.
-TIMES_OF_PLAIN = {torch.float32: TIMES, torch.float16: 2, torch.bfloat16: 2}
-
 SANITIZED = 150, (torch.float16, torch.float32)  # sizes of the calls under compute-sanitizer
 
 
@@ -96,7 +91,7 @@ def loses_no_more_than_plain_attention(
     actual, exact = branches(x, case, index, backend), branches(wide, case, index, "reference")
     for branch in BRANCHES:
         function, tensors = actual[branch]
-        assert_loses_no_more(
+        assert_exact_enough(
             with_gradients(lambda *y, f=function: _first(f(*y)), tensors),
             with_gradients(usual[branch], tensors),
             with_gradients(lambda *y, f=exact[branch][0]: _first(f(*y)), exact[branch][1]),
@@ -114,7 +109,7 @@ def loses_no_more_than_plain_attention(
 
         return mixed
 
-    assert_loses_no_more(
+    assert_exact_enough(
         with_gradients(
             lambda *y: nsa_attention(*y, case.spec, cu_seqlens=cu, backend=backend), x.tensors()
         ),
@@ -126,15 +121,6 @@ def loses_no_more_than_plain_attention(
 
 def _first(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
-
-
-def assert_loses_no_more(
-    actual: Sequence[Tensor], usual: Sequence[Tensor], exact: Sequence[Tensor], what: str
-) -> None:
-    for i, (a, u, e) in enumerate(zip(actual, usual, exact, strict=True)):
-        assert a.dtype == u.dtype
-        lost, allowed = error(a, e), TIMES_OF_PLAIN[a.dtype] * error(u, e) + FLOOR
-        assert lost <= allowed, f"{what}, result {i}: lost {lost:.2e}, allowed {allowed:.2e}"
 
 
 def lse_is_nearly_exact(case: Case, dtype: torch.dtype, backend: str = "triton") -> None:
