@@ -49,13 +49,6 @@ VIEWS = (
         click=SETTINGS_PANE,
     ),
     View(
-        "histograms",
-        CURVES.format(quote("(gate_values|selection_distance_log2)/layer00")),
-        ("gate_values/layer00/sel", "gate_values/layer00/win", "selection_distance_log2/layer00"),
-        860,
-        click=SETTINGS_PANE,
-    ),
-    View(
         "selection",
         CURVES.format(quote("selection/layer0[03]/(entropy|overlap|distance)")),
         tuple(f"selection/layer00/{metric}" for metric in ("entropy", "overlap", "distance")),

@@ -272,7 +272,7 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
 
 
 def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
-    health = run.health.read()
+    layers = run.health.read()
     speed = run.throughput.read()
     dist.all_reduce(loss)
     mean_loss = (loss / dist.get_world_size()).item()
@@ -305,7 +305,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             grad_norm=None if grad_norm is None else float(grad_norm),
             memory_gb=memory_gb(),
             skipped_steps=run.state.skipped,
-            health=health,
+            layers=layers,
             versus_teacher=versus_teacher,
             **vars(speed),
         )

@@ -6,22 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nsa.constants import BRANCHES
-from nsa.monitor.observer import (
-    DISTANCES,
-    GATE_BINS,
-    LAYER_STATISTICS,
-    SELECTOR_STATISTICS,
-    Health,
-    warn,
-)
+from nsa.monitor.observer import LAYER_STATISTICS, SELECTOR_STATISTICS, LayerStatistics, warn
 from nsa.spec import NSASpec
 
 MAX_QUERIES = 4_096  # sampled per layer, approximately
@@ -60,12 +51,12 @@ class HealthRecorder:
         for name, layer in self._layers.items():
             layer.observer = partial(self._observe, name)
 
-    def read(self) -> Health | None:
-        """Return the statistics of the samples, in one transfer; None without samples."""
+    def read(self) -> list[LayerStatistics]:
+        """Return the statistics of the sampled layers, in one transfer."""
         self._disarm()
         samples = [self._samples[name] for name in self._layers if name in self._samples]
         self._samples.clear()
-        return self._try(lambda: _health(samples, self._spec)) if samples else None
+        return self._try(lambda: _statistics(samples, self._spec)) or [] if samples else []
 
     def _disarm(self) -> None:
         for layer in self._layers.values():
@@ -148,7 +139,7 @@ def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return offsets[torch.searchsorted(offsets, position, right=True) - 1]
 
 
-def _health(samples: list[_Sample], spec: NSASpec) -> Health:
+def _statistics(samples: list[_Sample], spec: NSASpec) -> list[LayerStatistics]:
     """Compute the statistics of all layers on the device; copy them to the host together.
 
     Without free blocks their statistics are None (NaN on the device, from 0/0); without gates the
@@ -160,30 +151,18 @@ def _health(samples: list[_Sample], spec: NSASpec) -> Health:
     if selector:
         names += SELECTOR_STATISTICS
         columns += torch.stack(selector).unbind(1)
-    bins = columns[0].new_zeros(len(samples), len(BRANCHES), 0)
     if gates := [sample.gates for sample in samples if sample.gates is not None]:
         names += [name for name in LAYER_STATISTICS if name.startswith("gate_")]
-        means, bins = _gate_statistics(torch.stack(gates).float())
-        columns += means
-    layers, gate_bins = [], []
-    for row in torch.cat([torch.stack(columns, 1), bins.flatten(1)], 1).tolist():
-        values: dict[str, float | None] = dict.fromkeys(LAYER_STATISTICS)
-        for name, value in zip(names, row, strict=False):
+        stacked = torch.stack(gates).float()  # [L, B, S, Hq, 3]
+        columns += stacked.mean((1, 2, 3)).unbind(1)
+        columns += stacked.std((1, 2, 3), correction=0).unbind(1)
+    layers = []
+    for row in torch.stack(columns, 1).tolist():
+        values: LayerStatistics = dict.fromkeys(LAYER_STATISTICS)
+        for name, value in zip(names, row, strict=True):
             values[name] = None if math.isnan(value) and "gate" not in name else value
         layers.append(values)
-        fractions = iter(row[len(names) :])
-        by_branch = {branch: list(islice(fractions, GATE_BINS)) for branch in BRANCHES}
-        gate_bins.append(by_branch if gates else {})
-    return Health(layers, gate_bins)
-
-
-def _gate_statistics(gates: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the columns of gates [L, B, S, Hq, 3], each [L], and their histograms [L, 3, bins]."""
-    dims = (1, 2, 3)
-    edges = [index / GATE_BINS for index in range(1, GATE_BINS)]
-    bins = _fractions([(gates < edge).sum(dims) for edge in edges], gates[0, ..., 0].numel())
-    std, saturated = gates.std(dims, correction=0), bins[..., 0] + bins[..., -1]
-    return [*gates.mean(dims).unbind(1), *std.unbind(1), *saturated.unbind(1)], bins
+    return layers
 
 
 def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
@@ -199,16 +178,11 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
     has_choice = own >= spec.select_top  # more candidates than can be selected
     free = selected & ~forced & has_choice  # selected by importance
     dims = (1, 2, 3, 4)
-    free_count = free.sum(dims)
-    distance = own - blocks
-    nearer = [(free & (distance < edge)).sum(dims) for edge in DISTANCES[1:]]
     return [
         has_choice.float().mean().expand(len(blocks)),
-        forced.sum(dims) / selected.sum(dims),
         _entropy(blocks, free, own, first.seq_len, spec),
         _overlap(blocks[:, :, 1:], previous, free[:, :, 1:]),
-        (distance * free).sum(dims) / free_count,
-        *_fractions(nearer, free_count).unbind(1),
+        ((own - blocks) * free).sum(dims) / free.sum(dims),
     ]
 
 
@@ -239,11 +213,3 @@ def _overlap(blocks: Tensor, previous: Tensor, counted: Tensor) -> Tensor:
     index = torch.searchsorted(previous, blocks.contiguous()).clamp(max=previous.shape[-1] - 1)
     shared = (previous.gather(-1, index) == blocks) & counted
     return shared.sum((1, 2, 3, 4)) / counted.sum((1, 2, 3, 4))
-
-
-def _fractions(below: list[Tensor], total: Tensor | int) -> Tensor:
-    """Turn counts below each bin edge into fractions of `total` per bin, along a new last axis."""
-    counts = torch.stack(below, -1)
-    zero = torch.zeros_like(counts[..., :1])
-    totals = zero + (total if isinstance(total, int) else total[..., None])
-    return counts.diff(dim=-1, prepend=zero, append=totals) / totals

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial, partialmethod
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from nsa.constants import BRANCHES
@@ -34,44 +33,18 @@ class RunInfo:
 
 # Of each range of positions: the model beside its teacher. docs/reference/metrics.md defines them.
 TEACHER_COLUMNS = ("first", "last", "tokens", "loss", "teacher_loss", "kl", "same_top1")
-GATE_BINS = 20  # of equal width from 0 to 1; the first and last hold the saturated gates
-DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks: lower edges of the distance bins
-
-
 LAYER_STATISTICS = (  # columns of selection.csv; docs/reference/metrics.md defines each
-    *(f"gate_{branch}{suffix}" for suffix in ("", "_std", "_saturated") for branch in BRANCHES),
+    *(f"gate_{branch}{suffix}" for suffix in ("", "_std") for branch in BRANCHES),
     "choosing",
-    "forced",
     "entropy",
     "overlap",
     "distance",
-    *(f"distance_from_{edge}" for edge in DISTANCES),
 )
 # Further columns of a run with the selector loss, from its sampled queries.
 SELECTOR_STATISTICS = ("selector_loss", "recall", "recall_random")
 
 
-@dataclass(frozen=True)
-class Health:
-    """Health of all NSA layers, from a sample of one micro-batch on rank 0.
-
-    Statistics of free blocks are None if no query had more candidates than it may select.
-    """
-
-    # LAYER_STATISTICS of each layer, and with the selector loss its SELECTOR_STATISTICS
-    layers: Sequence[Mapping[str, float | None]]
-    # by branch: fraction in each of GATE_BINS; empty without gates
-    gate_bins: Sequence[Mapping[str, Sequence[float]]]
-
-    @property
-    def gates(self) -> dict[str, float]:
-        """The mean gate of each branch over the layers; empty if they have no gates."""
-        means = {branch: [layer[f"gate_{branch}"] for layer in self.layers] for branch in BRANCHES}
-        return {
-            branch: fmean(value or 0.0 for value in values)
-            for branch, values in means.items()
-            if values[0] is not None
-        }
+LayerStatistics = dict[str, float | None]  # None: not measured, or no block is free
 
 
 def _metric(tag: str | None, column: bool = True, line: str = "", **options: Any) -> Any:
@@ -99,14 +72,8 @@ class StepRecord:
     memory_gb: float = _metric("memory/peak_gb")  # peak so far
     seconds: float = _metric("speed/step_seconds")  # mean since the previous logged step
     skipped_steps: int = _metric("train/skipped_steps", column=False, default=0)  # of the run
-    health: Health | None = None  # None for dense attention
+    layers: Sequence[LayerStatistics] = ()  # of NSA layers, from rank 0's first micro-batch
     versus_teacher: Sequence[Mapping[str, float]] = ()  # of the validation split: TEACHER_COLUMNS
-
-    @property
-    def layers(self) -> list[dict[str, float | None]]:
-        """The rows of selection.csv, one for each NSA layer."""
-        layers = self.health.layers if self.health is not None else ()
-        return [{"step": self.step, "layer": i, **layer} for i, layer in enumerate(layers)]
 
 
 METRICS_COLUMNS = tuple(x.name for x in fields(StepRecord) if x.metadata.get("column"))

@@ -5,7 +5,7 @@ run again. A file with other columns, of another version or other settings, is m
 `metrics.1.csv`, or the next free number.
 
 DeepSpeed's trackers (TensorBoard, W&B, Comet) all get scalars; W&B and Comet also the settings,
-TensorBoard histograms and texts.
+TensorBoard texts.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
 
 from nsa.atomic_io import append, atomic_write_text
+from nsa.constants import BRANCHES
 from nsa.monitor.observer import (
-    DISTANCES,
-    GATE_BINS,
     LAYER_STATISTICS,
     LINES,
     METRICS_COLUMNS,
@@ -34,7 +32,7 @@ from nsa.monitor.observer import (
     TAGS,
     TEACHER_COLUMNS,
     BackgroundWriter,
-    Health,
+    LayerStatistics,
     Observer,
     RunInfo,
     StepRecord,
@@ -189,7 +187,12 @@ def metrics_csv() -> CsvObserver:
 def selection_csv(selector_loss: bool = False) -> CsvObserver:
     """Write one row per logged step and NSA layer; a dense run has no such file."""
     columns = (*SELECTION_COLUMNS, *(SELECTOR_STATISTICS if selector_loss else ()))
-    return CsvObserver(SELECTION_FILE, columns, lambda record: record.layers)
+
+    def rows(record: StepRecord) -> list[Cells]:
+        layers = enumerate(record.layers)
+        return [{"step": record.step, "layer": index, **layer} for index, layer in layers]
+
+    return CsvObserver(SELECTION_FILE, columns, rows)
 
 
 def teacher_csv() -> CsvObserver:
@@ -231,9 +234,6 @@ class FallbacksCsv(Observer):
 
 
 Event = tuple[str, float, int]  # tag, value, x
-HISTOGRAMS_EVERY = 10  # logged steps: a histogram is as large as fifty scalars
-_GATE_EDGES = [index / GATE_BINS for index in range(GATE_BINS + 1)]
-_DISTANCE_EDGES = [math.log2(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
 
 
 class BackgroundMonitor:
@@ -262,10 +262,9 @@ class BackgroundMonitor:
 
 
 class TrackerObserver(Observer):
-    """Writes the scalars of every logged step, and histograms at every tenth.
+    """Writes the scalars of every logged step to DeepSpeed's `monitor`, which flushes.
 
-    W&B and Comet get the nested `settings`, TensorBoard the `texts`. Scalars go to DeepSpeed's
-    `monitor`, which flushes; the rest, which it cannot write, to the client of each tracker.
+    W&B and Comet get the nested `settings`, TensorBoard the `texts`, from the client of each.
     """
 
     def __init__(self, monitor: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
@@ -279,13 +278,12 @@ class TrackerObserver(Observer):
             import wandb  # late: optional
 
             self._wandb = wandb
-        self._health_records = 0
 
     def on_start(self, info: RunInfo) -> None:
         if self._wandb is not None:
             self._wandb.config.update(dict(self._settings))
         if self._comet is not None:
-            self._comet.log_parameters(dict(_flatten(self._settings)))
+            self._comet.log_parameters(dict(self._settings))
         if self._board is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
 
@@ -311,65 +309,20 @@ class TrackerObserver(Observer):
             for name in ("teacher_loss", "kl"):
                 total = sum(row[name] * row["tokens"] for row in record.versus_teacher)
                 scalars[f"eval/{name}"] = total / tokens
-        if record.health is not None:
-            scalars |= _scalars(record.health)
-            if self._board is not None and self._health_records % HISTOGRAMS_EVERY == 0:
-                for histogram in _histograms(record.health, record.step):
-                    self._board.add_histogram_raw(**histogram)
-            self._health_records += 1
+        scalars |= _scalars(record.layers)
         self._monitor.write_events(
             [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
         )
 
 
-def _flatten(tree: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; values other than numbers become text."""
-    for key, value in tree.items():
-        name = f"{parents}{key}"
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{name}.")
-        else:
-            yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _scalars(health: Health) -> dict[str, float | None]:
-    scalars: dict[str, float | None] = {
-        f"gates/{name}": mean for name, mean in health.gates.items()
-    }
-    for index, layer in enumerate(health.layers):
+def _scalars(layers: Sequence[LayerStatistics]) -> dict[str, float | None]:
+    """Return the statistics of each layer by tag, and the mean gate of each branch."""
+    scalars: dict[str, float | None] = {}
+    for branch in BRANCHES:
+        gates = [gate for layer in layers if (gate := layer[f"gate_{branch}"]) is not None]
+        scalars[f"gates/{branch}"] = fmean(gates) if gates else None
+    for index, layer in enumerate(layers):
         for name, value in layer.items():
-            if name.startswith("gate_"):
-                scalars[f"gates/layer{index:02}/{name.removeprefix('gate_')}"] = value
-            elif not name.startswith("distance_from_"):
-                scalars[f"selection/layer{index:02}/{name}"] = value
+            group = "gates" if name.startswith("gate_") else "selection"
+            scalars[f"{group}/layer{index:02}/{name.removeprefix('gate_')}"] = value
     return scalars
-
-
-def _histograms(health: Health, step: int) -> Iterator[dict[str, Any]]:
-    """Yield histograms, whose tags differ from scalars': a tag holds one kind of value."""
-    for index, (layer, bins) in enumerate(zip(health.layers, health.gate_bins, strict=True)):
-        for branch, fractions in bins.items():
-            yield _histogram(f"gate_values/layer{index:02}/{branch}", step, fractions, _GATE_EDGES)
-        distances = [layer[f"distance_from_{edge}"] for edge in DISTANCES]
-        if measured := [fraction for fraction in distances if fraction is not None]:
-            tag = f"selection_distance_log2/layer{index:02}"
-            yield _histogram(tag, step, measured, _DISTANCE_EDGES)
-
-
-def _histogram(
-    tag: str, step: int, fractions: Sequence[float], edges: Sequence[float]
-) -> dict[str, Any]:
-    """Return the arguments of `add_histogram_raw`; values count as the middle of their bin."""
-    middles = [(low + high) / 2 for low, high in pairwise(edges)]
-    bins = list(zip(fractions, middles, strict=True))
-    return {
-        "tag": tag,
-        "min": edges[0],
-        "max": edges[-1],
-        "num": sum(fractions),
-        "sum": sum(fraction * middle for fraction, middle in bins),
-        "sum_squares": sum(fraction * middle**2 for fraction, middle in bins),
-        "bucket_limits": list(edges[1:]),
-        "bucket_counts": list(fractions),
-        "global_step": step,
-    }

@@ -230,12 +230,12 @@ def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
         model.train()  # the selector loss has the attention that blocks compete for
         recorder.arm()
     loss = document_losses(model, row.to(model.embed.weight.device))
-    health = recorder.read()
+    recorded = recorder.read()
     model.eval()
     edges = [*(edge for edge in EDGES if edge < len(loss)), len(loss)]
     fractions = [
         attention_fractions(layer, statistics["recall"])
-        for layer, statistics in zip(layers.values(), health.layers if health else (), strict=True)
+        for layer, statistics in zip(layers.values(), recorded, strict=True)
         if statistics["recall"] is not None
     ]
     means = {name: mean(layer[name] for layer in fractions) for name in ATTENTION}

@@ -96,7 +96,7 @@ def test_comet_has_the_settings_and_every_logged_step(run: Path) -> None:
     metrics = [payload["metric"] for payload in payloads if "metric" in payload]
     sent = {one["step"]: one["metricValue"] for one in metrics if one["metricName"] == "train/loss"}
     assert sent == pytest.approx(losses(run), rel=1e-6)
-    assert '"train.steps"' in json.dumps(payloads)
+    assert '"train|steps"' in json.dumps(payloads)
 
 
 def test_wandb_without_an_api_key_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.constants import BRANCHES
-from nsa.monitor.observer import DISTANCES, GATE_BINS, BackgroundWriter, Health, RunInfo, StepRecord
+from nsa.monitor.observer import BackgroundWriter, LayerStatistics, RunInfo, StepRecord
 
 PATIENCE = 60.0  # seconds until a wait that should be short has failed
 
@@ -36,10 +36,9 @@ def make_record(step: int, **changes: Any) -> StepRecord:
     return StepRecord(step=step, **{**values, **changes})
 
 
-def make_health(layers: int = 2, **changes: Any) -> Health:
-    """Return layers with different gates, and free blocks near and far."""
-    bins = dict.fromkeys(BRANCHES, [1 / GATE_BINS] * GATE_BINS)
-    return Health([make_layer(index, **changes) for index in range(layers)], [bins] * layers)
+def make_layers(layers: int = 2, **changes: Any) -> list[LayerStatistics]:
+    """Return the statistics of layers with different gates."""
+    return [make_layer(index, **changes) for index in range(layers)]
 
 
 def make_layer(index: int, **changes: Any) -> dict[str, Any]:
@@ -47,18 +46,13 @@ def make_layer(index: int, **changes: Any) -> dict[str, Any]:
     for place, branch in enumerate(BRANCHES):
         values[f"gate_{branch}"] = (index + place) / 8
         values[f"gate_{branch}_std"] = 1 / 3
-        values[f"gate_{branch}_saturated"] = 0.25
-    values |= {"choosing": 0.75, "forced": 0.1875, "entropy": 0.5 + index / 16}
+    values |= {"choosing": 0.75, "entropy": 0.5 + index / 16}
     values |= {"overlap": 0.875, "distance": 6.5}
-    values |= {f"distance_from_{edge}": 0.5 * (edge in (1, 512)) for edge in DISTANCES}
     return {**values, **changes}
 
 
 # Statistics of a layer whose queries all read every block.
-NO_FREE_BLOCKS: dict[str, Any] = {
-    **dict.fromkeys(("entropy", "overlap", "distance")),
-    **{f"distance_from_{edge}": None for edge in DISTANCES},
-}
+NO_FREE_BLOCKS: dict[str, Any] = dict.fromkeys(("entropy", "overlap", "distance"))
 
 
 def wait_for(condition: Callable[[], Any]) -> None:

@@ -16,7 +16,7 @@ from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import Gate, GateResult
 from nsa.monitor.artifacts import list_ranks, read_rank, read_table, valid_beats
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.observer import Health, StepRecord
+from nsa.monitor.observer import StepRecord
 from nsa.monitor.outputs import metrics_csv, selection_csv
 from tests.monitor.records import make_info, make_layer, make_record
 
@@ -136,11 +136,10 @@ def write_selection(
         {**make_layer(layer), **values, "entropy": 0.7 - 0.1 * layer, **changes[layer]}
         for layer in range(layers)
     ]
-    health = Health(rows, [{}] * layers)
     observer = selection_csv(selector_loss=any(changes))
     observer.on_start(make_info(run_dir, total_steps=steps))
     for step in (1, *range(10, steps + 1, 10)):
-        observer.on_step(make_record(step, health=health))
+        observer.on_step(make_record(step, layers=rows))
 
 
 def write_run(run_dir: Path, steps: int = 300, ranks: int = 2, **values: Any) -> Path:

@@ -14,8 +14,8 @@ from nsa.monitor.outputs import BackgroundMonitor, TrackerObserver
 from tests.monitor.records import (
     drain,
     files_no_longer_than,
-    make_health,
     make_info,
+    make_layers,
     make_record,
 )
 
@@ -46,7 +46,7 @@ def main(run_dir: Path, disk: str) -> None:
         engine.backward(engine(torch.ones(1, 4)).sum())
         engine.step()
         evaluated = {"val_loss": 2.5, "bits_per_byte": 1.25} if number == 2 else {}
-        warm = {"mfu": 0.125, "health": make_health(1)} if number > 1 else {"tokens_per_s": None}
+        warm = {"mfu": 0.125, "layers": make_layers(1)} if number > 1 else {"tokens_per_s": None}
         observers.on_step(make_record(number, skipped_steps=number - 1, **evaluated, **warm))
 
     for number in range(1, 4):

@@ -26,8 +26,8 @@ from tests.engine.runs import read_metrics
 from tests.monitor.records import (
     NO_FREE_BLOCKS,
     files_no_longer_than,
-    make_health,
     make_info,
+    make_layers,
     make_record,
 )
 
@@ -46,7 +46,7 @@ def log(
 
 
 def healthy(step: int, layers: int = 2) -> StepRecord:
-    return make_record(step, health=make_health(layers, overlap=step / 64))
+    return make_record(step, layers=make_layers(layers, overlap=step / 64))
 
 
 def test_values_read_back_exactly_and_missing_ones_are_empty_cells(
@@ -138,8 +138,8 @@ def test_a_run_resumed_with_the_selector_loss_switched_starts_another_selection_
     tmp_path: Path,
 ) -> None:
     for step, switched_on in ((1, False), (2, True)):
-        health = make_health(2, **({"selector_loss": 0.5} if switched_on else {}))
-        record = make_record(step, health=health)
+        layers = make_layers(2, **({"selector_loss": 0.5} if switched_on else {}))
+        record = make_record(step, layers=layers)
         path = log(selection_csv(switched_on), tmp_path, [record], start_step=step - 1)
     for file, step, loss in ((tmp_path / "selection.1.csv", 1, None), (path, 2, 0.5)):
         rows = read_table(file).rows
@@ -157,23 +157,16 @@ def test_lines_that_are_no_rows_do_not_lose_the_file(tmp_path: Path) -> None:
 
 
 def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
-    without_free = make_health(1, **NO_FREE_BLOCKS)
-    log(selection_csv(), tmp_path, [healthy(1), make_record(7, health=without_free)])
+    without_free = make_layers(1, **NO_FREE_BLOCKS)
+    log(selection_csv(), tmp_path, [healthy(1), make_record(7, layers=without_free)])
     rows = read_table(tmp_path / "selection.csv").rows
     assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (7, 0)]
     second, last = rows[1], rows[2]
     assert [second[f"gate_{branch}"] for branch in ("cmp", "sel", "win")] == [0.125, 0.25, 0.375]
     assert second["gate_sel_std"] == pytest.approx(1 / 3, rel=1e-5)
-    assert second["gate_win_saturated"] == 0.25
-    assert (second["choosing"], second["forced"], second["entropy"]) == (0.75, 0.1875, 0.5625)
+    assert (second["choosing"], second["entropy"]) == (0.75, 0.5625)
     assert (second["overlap"], second["distance"]) == (1 / 64, 6.5)
-    assert (second["distance_from_1"], second["distance_from_4"]) == (0.5, 0)
-    assert second["distance_from_512"] == 0.5
-    assert set(SELECTION_COLUMNS) - last.keys() == {
-        "entropy",
-        "overlap",
-        *(name for name in SELECTION_COLUMNS if "distance" in name),
-    }
+    assert set(SELECTION_COLUMNS) - last.keys() == {"entropy", "overlap", "distance"}
 
 
 def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:
@@ -183,7 +176,7 @@ def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("observer", "part"),
-    [(metrics_csv(), 20), (selection_csv(), 150)],  # of a row; one row and a half
+    [(metrics_csv(), 20), (selection_csv(), 105)],  # of a row; one row and a half
     ids=["metrics", "selection"],
 )
 def test_a_step_that_does_not_fit_on_the_disk_writes_none_of_its_rows(
@@ -209,9 +202,9 @@ def test_a_run_with_the_selector_loss_has_a_column_for_it(tmp_path: Path) -> Non
     recorder.arm()
     ids = torch.randint(64, (1, 96))
     model(ids, labels=ids).backward()
-    health = recorder.read()
-    assert health is not None
-    path = log(selection_csv(selector_loss=True), tmp_path, [make_record(1, health=health)])
+    path = log(
+        selection_csv(selector_loss=True), tmp_path, [make_record(1, layers=recorder.read())]
+    )
     rows = read_table(path).rows
     assert [row["layer"] for row in rows] == [0, 1]
     assert all(0 < row["selector_loss"] < 10 for row in rows)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nsa.constants import BRANCHES
 from nsa.monitor import health
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import DISTANCES, GATE_BINS, LAYER_STATISTICS, Health
+from nsa.monitor.observer import LAYER_STATISTICS, LayerStatistics
 from nsa.spec import NSASpec
 from tests.model.models import packed
 
@@ -58,8 +57,8 @@ def is_forced(block: int, own: int, spec: NSASpec) -> bool:
 
 def reference(
     gates: Tensor, blocks: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, stride: int = 1
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Compute a layer's statistics and bins by docs/reference/metrics.md, one value at a time."""
+) -> dict[str, Any]:
+    """Compute a layer's statistics by docs/reference/metrics.md, one value at a time."""
     batch, length = gates.shape[:2]
     starts = starts_of(length, cu_seqlens)
     sampled = range(0, length, stride)
@@ -68,15 +67,13 @@ def reference(
         for index, branch in enumerate(BRANCHES)
     }
     means = {branch: sum(samples) / len(samples) for branch, samples in values.items()}
-    all_picks = forced = compared = shared = 0
+    compared = shared = 0
     free: list[tuple[int, int, int]] = []  # head, block, distance
     for b in range(batch):
         for t in sampled:
             own = (t - starts[t]) // spec.select_len
             for head in range(KV_HEADS):
                 picks = [pick for pick in blocks[b, t, head].tolist() if pick >= 0]
-                all_picks += len(picks)
-                forced += sum(is_forced(pick, own, spec) for pick in picks)
                 if own + 1 <= spec.select_top:
                     continue
                 mine = [pick for pick in picks if not is_forced(pick, own, spec)]
@@ -93,40 +90,24 @@ def reference(
         least = math.log(spec.select_top - always)
         entropy = -sum(part * math.log(part) for part in parts)
         entropies.append((entropy - least) / (math.log(most - always) - least) if mine else 0.0)
-    edges = [*DISTANCES, math.inf]
     layer: dict[str, Any] = {}
     for branch, samples in values.items():
         count, mean = len(samples), means[branch]
         layer[f"gate_{branch}"] = mean
         layer[f"gate_{branch}_std"] = math.sqrt(sum((one - mean) ** 2 for one in samples) / count)
-        layer[f"gate_{branch}_saturated"] = sum(x < 0.05 or x >= 0.95 for x in samples) / count
     late = sum((t - starts[t]) // spec.select_len >= spec.select_top for t in sampled)
-    layer |= {"choosing": late / len(sampled), "forced": forced / all_picks}
+    layer["choosing"] = late / len(sampled)
     layer["entropy"] = sum(entropies) / len(entropies) if free else None
     layer["overlap"] = shared / compared if compared else None
     layer["distance"] = sum(back for *_, back in free) / len(free) if free else None
-    for low, high in pairwise(edges):
-        near = sum(low <= back < high for *_, back in free)
-        layer[f"distance_from_{low}"] = near / len(free) if free else None
-    bins = {
-        branch: [
-            sum(int(one * GATE_BINS) == bin_ for one in samples) / len(samples)
-            for bin_ in range(GATE_BINS)
-        ]
-        for branch, samples in values.items()
-    }
-    return layer, bins
+    return layer
 
 
-def assert_same(
-    actual: Health | None, expected: list[tuple[dict[str, Any], dict[str, list[float]]]]
-) -> None:
-    assert actual is not None
-    assert len(actual.layers) == len(actual.gate_bins) == len(expected)
-    for mine, my_bins, (other, bins) in zip(actual.layers, actual.gate_bins, expected, strict=True):
+def assert_same(actual: list[LayerStatistics], expected: list[dict[str, Any]]) -> None:
+    assert len(actual) == len(expected)
+    for mine, other in zip(actual, expected, strict=True):
         assert tuple(mine) == LAYER_STATISTICS
         assert list(mine.values()) == pytest.approx([other[name] for name in mine], abs=2e-6)
-        assert {branch: pytest.approx(bins[branch], abs=2e-6) for branch in BRANCHES} == my_bins
 
 
 def armed_recorder(layers: int, spec: NSASpec = SPEC) -> tuple[HealthRecorder, list[Any]]:
@@ -157,13 +138,7 @@ def test_all_statistics_match_a_loop_over_single_values(
         )
         layer.observer(*outputs, cu_seqlens)
         expected.append(reference(*outputs, spec, cu_seqlens))
-    health = recorder.read()
-    assert_same(health, expected)
-    assert health is not None
-    for branch, mean in health.gates.items():
-        assert mean == pytest.approx(
-            sum(layer[f"gate_{branch}"] for layer, _ in expected) / 2, abs=1e-6
-        )
+    assert_same(recorder.read(), expected)
 
 
 @pytest.mark.parametrize(("batch", "most", "stride"), [(1, 40, 3), (2, 60, 4), (1, 120, 1)])
@@ -207,8 +182,7 @@ def test_recall_matches_a_loop_over_single_values(documents: tuple[int, ...]) ->
         layer.observer(make_gates(1, length), blocks, cu_seqlens, torch.tensor(0.25))
         expected.append((held / total, random / total) if total else (None, None))
     found = recorder.read()
-    assert found is not None
-    for layer, (recall, random) in zip(found.layers, expected, strict=True):
+    for layer, (recall, random) in zip(found, expected, strict=True):
         assert layer["selector_loss"] == 0.25
         assert layer["recall"] == (None if recall is None else pytest.approx(recall, abs=1e-6))
         assert layer["recall_random"] == (random and pytest.approx(random, abs=1e-6))
@@ -238,22 +212,10 @@ def test_collapsed_selection_and_a_fixed_distance_are_told_apart(
 ) -> None:
     recorder, (layer,) = armed_recorder(1)
     layer.observer(make_gates(1, 400), make_blocks_at(picks), None)
-    (health,) = recorder.read().layers
+    (health,) = recorder.read()
     assert entropy[0] - 1e-6 <= health["entropy"] <= entropy[1] + 1e-6
     assert distance[0] <= health["distance"] <= distance[1]
     assert health["overlap"] == 1
-
-
-def test_closed_and_open_gates_count_as_saturated() -> None:
-    recorder, (layer,) = armed_recorder(1)
-    gates = make_gates(1, 90)
-    gates[..., 0], gates[..., 1], gates[..., 2] = 0.0, 1.0, 0.5
-    layer.observer(gates, make_blocks(1, 90, SPEC), None)
-    (layer_health,) = recorder.read().layers
-    for branch, mean, saturated in (("cmp", 0, 1), ("sel", 1, 1), ("win", 0.5, 0)):
-        assert layer_health[f"gate_{branch}"] == mean
-        assert layer_health[f"gate_{branch}_saturated"] == saturated
-        assert layer_health[f"gate_{branch}_std"] == 0
 
 
 def test_bfloat16_gates_are_averaged_in_float32() -> None:
@@ -261,7 +223,8 @@ def test_bfloat16_gates_are_averaged_in_float32() -> None:
     gates = make_gates(8, 500).bfloat16()
     layer.observer(gates, make_blocks(1, 500, SPEC).expand(8, -1, -1, -1), None)
     expected = gates.double().mean((0, 1, 2)).tolist()
-    assert list(recorder.read().gates.values()) == pytest.approx(expected, abs=1e-5)
+    (health,) = recorder.read()
+    assert [health[f"gate_{branch}"] for branch in BRANCHES] == pytest.approx(expected, abs=1e-5)
 
 
 def test_only_the_first_pass_since_arming_counts() -> None:
@@ -271,13 +234,13 @@ def test_only_the_first_pass_since_arming_counts() -> None:
     layer.observer(make_gates(1, 90, seed=5), make_blocks(1, 90, SPEC, seed=5), None)
     assert_same(recorder.read(), [reference(*outputs, SPEC, None)])
     assert layer.observer is None
-    assert recorder.read() is None, "a reading covers the passes since the last"
+    assert recorder.read() == [], "a reading covers the passes since the last"
 
 
-def test_a_recorder_without_layers_returns_none() -> None:
+def test_a_recorder_without_layers_returns_nothing() -> None:
     recorder = HealthRecorder({}, SPEC)
     recorder.arm()
-    assert recorder.read() is None
+    assert recorder.read() == []
 
 
 def test_samples_keep_no_activation_alive() -> None:
@@ -287,7 +250,7 @@ def test_samples_keep_no_activation_alive() -> None:
     layer.observer(gates, blocks, None)
     del gates, blocks
     assert all(storage.expired() for storage in storages)
-    assert recorder.read() is not None
+    assert len(recorder.read()) == 1
 
 
 def test_measuring_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +261,7 @@ def test_measuring_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Tensor, "tolist", lambda rows: transfers.append(rows.shape) or [])
     for layer in layers:
         layer.observer(gates, blocks, packed(40, 50).to("meta"))
-    assert recorder.read() == Health([], [])
+    assert recorder.read() == []
     assert len(transfers) == 1
 
 
@@ -308,9 +271,9 @@ def test_an_error_while_measuring_costs_the_statistics_and_not_the_run(
     recorder, layers = armed_recorder(2)
     layers[0].observer(make_gates(1, 90), torch.zeros(0, dtype=torch.int32), None)
     assert [layer.observer for layer in layers] == [None, None]
-    assert recorder.read() is None
+    assert recorder.read() == []
     recorder.arm()
     assert [layer.observer for layer in layers] == [None, None]
-    assert recorder.read() is None
+    assert recorder.read() == []
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nsa: layer health is off for the rest of the run: ")

@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from nsa.monitor.observer import BackgroundWriter
 from nsa.monitor.outputs import BackgroundMonitor, Event, TrackerObserver
-from tests.monitor.records import NO_FREE_BLOCKS, PATIENCE, make_health, make_info, make_record
+from tests.monitor.records import NO_FREE_BLOCKS, PATIENCE, make_info, make_layers, make_record
 from tests.ranks import launch
 
 RANK = Path(__file__).with_name("tensorboard_rank.py")
@@ -55,14 +55,13 @@ def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
     assert scalars.pop("train/loss") == [(step, single(make_record(step).loss)) for step in steps]
     assert scalars.pop("train/skipped_steps") == [(1, 0), (2, 1), (3, 2)]
     layers = {tag: scalars.pop(tag) for tag in list(scalars) if "/layer" in tag}
-    gates, rest = {"": (0, 0.125, 0.25), "_std": [1 / 3] * 3, "_saturated": [0.25] * 3}, (2, 3)
+    gates, rest = {"": (0, 0.125, 0.25), "_std": [1 / 3] * 3}, (2, 3)
     assert layers == {
         f"gates/layer00/{branch}{suffix}": [(step, single(values[place])) for step in rest]
         for suffix, values in gates.items()
         for place, branch in enumerate(("cmp", "sel", "win"))
     } | {
         "selection/layer00/choosing": [(step, 0.75) for step in rest],
-        "selection/layer00/forced": [(step, 0.1875) for step in rest],
         "selection/layer00/entropy": [(step, 0.5) for step in rest],
         "selection/layer00/overlap": [(step, 0.875) for step in rest],
         "selection/layer00/distance": [(step, 6.5) for step in rest],
@@ -80,19 +79,6 @@ def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
         "gates/sel": [(step, 0.125) for step in (2, 3)],
         "gates/win": [(step, 0.25) for step in (2, 3)],
     }
-
-    events = read_events(tmp_path / "tb")
-    assert set(events.Tags()["histograms"]) == {
-        "selection_distance_log2/layer00",
-        *(f"gate_values/layer00/{branch}" for branch in ("cmp", "sel", "win")),
-    }
-    (distances,) = events.Histograms("selection_distance_log2/layer00")
-    assert distances.step == 2
-    assert distances.histogram_value.bucket_limit == list(range(1, 11)), "powers of two"
-    assert distances.histogram_value.bucket == [0.5] + [0] * 8 + [0.5]
-    (values,) = events.Histograms("gate_values/layer00/sel")
-    assert values.histogram_value.bucket == pytest.approx([0.05] * 20)
-    assert (values.histogram_value.min, values.histogram_value.max) == (0, 1)
     assert read_texts(tmp_path / "tb") == {
         "run/config.yaml": [(1, "```\nmodel:\n  layers: 2\n```")],
         "run/ds_config.json": [(1, "```\n{}\n```")],
@@ -109,13 +95,11 @@ def test_steps_taken_again_are_shown_once(tmp_path: Path) -> None:
         observer = TrackerObserver(ScalarMonitor(summary_writer), rate, texts)
         observer.on_start(make_info(tmp_path, start_step=start))
         for step in taken:
-            observer.on_step(make_record(step, loss=start + step, health=make_health(1)))
+            observer.on_step(make_record(step, loss=start + step, layers=make_layers(1)))
         observer.on_end("preempted: SIGTERM" if start == 0 else "finished")
         summary_writer.close()
-    events = read_events(tmp_path / "tensorboard")
     points = read_scalars(tmp_path / "tensorboard")["train/loss"]
     assert points == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
-    assert [one.step for one in events.Histograms("selection_distance_log2/layer00")] == [1, 7]
     assert read_texts(tmp_path / "tensorboard") == {
         "run/config.yaml": [(1, "```\nbegan at 0\n```"), (7, "```\nbegan at 6\n```")]
     }
@@ -142,32 +126,22 @@ class KeptEvents:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.histograms: list[tuple[str, int]] = []
         self.tb_monitor = SimpleNamespace(summary_writer=self)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         self.events.extend(event_list)
 
-    def add_histogram_raw(self, tag: str, global_step: int, **rest: object) -> None:
-        self.histograms.append((tag.split("/")[0], global_step))
 
-
-def test_every_tenth_logged_step_has_histograms_and_missing_values_have_no_scalar() -> None:
+def test_missing_values_have_no_scalar() -> None:
     board = KeptEvents()
-    observer = TrackerObserver(board, {}, {})
-    silent = make_health(1, **NO_FREE_BLOCKS)
-    for step in range(1, 22):
-        observer.on_step(make_record(step, health=silent if step == 11 else make_health(1)))
-    assert set(board.histograms) == {
-        ("gate_values", 1),
-        ("gate_values", 11),
-        ("gate_values", 21),
-        ("selection_distance_log2", 1),
-        ("selection_distance_log2", 21),
+    TrackerObserver(board, {}, {}).on_step(
+        make_record(1, layers=make_layers(1, **NO_FREE_BLOCKS, gate_win=None))
+    )
+    tags = {tag for tag, _, _ in board.events}
+    assert {tag for tag in tags if tag.startswith("selection/")} == {"selection/layer00/choosing"}
+    assert {tag for tag in tags if tag.endswith(("/cmp", "/sel", "/win"))} == {
+        f"gates/{layer}{branch}" for layer in ("", "layer00/") for branch in ("cmp", "sel")
     }
-    tags = {tag for tag, _, step in board.events if step == 11 and "layer" in tag}
-    assert len(tags) == 11
-    assert tags >= {"selection/layer00/choosing", "selection/layer00/forced"}
 
 
 def test_a_disk_that_fills_up_under_tensorboard_costs_events_and_not_the_run(
