@@ -88,9 +88,3 @@ def test_all_of_a_folder_is_on_disk_before_it_has_its_name(
     assert synced == [*(f"{name}, draft" for name in names), f"{tmp_path.name}, published"]
     assert (to / "inner/file").exists()
     assert os.listdir(tmp_path) == ["new"]
-
-
-def test_an_error_leaves_neither_a_folder_nor_its_draft(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="disk"), draft_folder(tmp_path / "new"):
-        raise OSError("disk")
-    assert os.listdir(tmp_path) == []

@@ -8,13 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from nsa.validation import (
-    Parser,
     above_zero,
     at_least,
     at_most,
-    one_of,
     positive_flags,
-    reject_unknown_flags,
     whole_numbers,
 )
 
@@ -47,13 +44,6 @@ def test_a_whole_number_is_no_float_and_no_switch() -> None:
         assert problem(whole_numbers, 1, a=value) == expected
 
 
-def test_a_choice_names_the_others() -> None:
-    config = SimpleNamespace(a="x", b="z")
-    one_of("part", config, a=("x", "y"))
-    with pytest.raises(ValueError, match=r"part\.b = 'z': choose one of x, y"):
-        one_of("part", config, a=("x", "y"), b=("x", "y"))
-
-
 def test_flags_that_count_are_1_or_more() -> None:
     positive_flags(
         SimpleNamespace(seq_len=1, ranks=None, steps=[1, 2]), "seq_len", "ranks", "steps"
@@ -61,22 +51,3 @@ def test_flags_that_count_are_1_or_more() -> None:
     for value in (0, [3, 0]):
         with pytest.raises(ValueError, match=r"--seq-len 0: must be 1 or more"):
             positive_flags(SimpleNamespace(seq_len=value), "seq_len")
-
-
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        ("--profil", "--profil (did you mean --profile?)"),
-        ("--profil=demo", "--profil=demo (did you mean --profile?)"),
-        ("--zzz", "arguments: --zzz\n"),
-    ],
-)
-def test_an_unknown_flag_is_refused_with_the_nearest(
-    word: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = Parser(prog="recipe.py", allow_abbrev=False)
-    parser.add_argument("--profile")
-    with pytest.raises(SystemExit) as exit_code:
-        reject_unknown_flags(parser, [word])
-    assert exit_code.value.code == 2
-    assert hint in capsys.readouterr().err

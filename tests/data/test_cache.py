@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from nsa.data.tokenizer import train_tokenizer
 from nsa.data.writer import FIRST_SHARD, LOCK, prepare
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import configure, documents_in, split, texts, write_lines
+from tests.disks import mounted
 from tests.ranks import spawn_ranks
 
 OpenCache = Callable[..., TokenCache]
@@ -326,24 +326,13 @@ def test_a_source_without_documents_leaves_no_cache(tmp_path: Path, open_cache: 
 
 
 def test_a_full_disk_names_the_bytes_that_the_run_still_needs(large: str, tmp_path: Path) -> None:
-    private = ["unshare", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*private, "true"]).returncode:
-        pytest.skip("needs `unshare` to mount a small disk of its own, which is not allowed here")
-    folder = tmp_path / "run"
-    (folder / "cache").mkdir(parents=True)
-    run = f"{sys.executable} {RUN} {large} {folder} 5000 0 0 1"
-    mount = f"mount -t tmpfs -o size=400k tmpfs {folder}/cache || exit 9"
-    script = f"{mount}\n{run}; ls -A {folder}/cache/*\n"
-    path = os.pathsep.join(sys.path)
-    result = subprocess.run(
-        [*private, "sh", "-c", script],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert "the disk is full: the run still needs " in result.stderr, result.stderr
-    assert "are free; free some space and run the same command again" in result.stderr
-    assert "bin." not in result.stdout, "no draft is left"
+    with mounted(tmp_path / "cache", "-t", "tmpfs", "-o", "size=400k", "tmpfs") as disk:
+        run = spawn_ranks(RUN, large, str(tmp_path), "5000", "0", "0", "1", ranks=0)
+        assert run.codes(60) == [1]
+        error = run.text("err")
+        assert "the disk is full: the run still needs " in error
+        assert "are free; free some space and run the same command again" in error
+        assert not [path for path in disk.rglob("*") if "bin." in path.name], "no draft is left"
 
 
 def test_a_process_ends_with_open_caches(large: str, tmp_path: Path) -> None:

@@ -51,26 +51,15 @@ os._exit(0)  # as a run ends: pyarrow's threads may outlive the interpreter
 """
 
 
-class Child:
-    """A process that does jobs in a separate environment."""
-
-    def __init__(
-        self, home: Path, *jobs: dict[str, Any], code: str = READ, **variables: str
-    ) -> None:
-        environment = {**os.environ, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), **variables}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(jobs)],
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-
-    def results(self) -> list[dict[str, Any]]:
-        """The result of each job."""
-        out, err = self.process.communicate(timeout=120)
-        assert self.process.returncode == 0, err
-        return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+def results_of(
+    home: Path, *jobs: dict[str, Any], code: str = READ, **variables: str
+) -> list[dict[str, Any]]:
+    """Do jobs in a process with an environment of its own; return the result of each."""
+    environment = {**os.environ, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-c", code, json.dumps(jobs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def write(folder: Path, kind: str, *sizes: int) -> list[str]:
@@ -121,8 +110,7 @@ def test_a_pass_resumes_exactly(
     written = write(tmp_path / "files", kind, *sizes)
     job = {"name": f"hf:{REPO}", "pattern": f"*.{ENDINGS[kind]}", "row": row}
     with serving(tmp_path / "files") as server:
-        child = Child(tmp_path / "home", job, code=RESUME, HF_ENDPOINT=server.address)
-        (result,) = child.results()
+        (result,) = results_of(tmp_path / "home", job, code=RESUME, HF_ENDPOINT=server.address)
     assert result["texts"] == (written if row is None else written[row + 1 :])
 
 
@@ -157,7 +145,7 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(tmp_path: Path) -> Non
     jobs += [{"name": "hf:me/none", "config": {}}, {"name": "hf:me/gated", "config": {}}]
     jobs.append({"name": name, "config": {}, "count": 40})
     with serving(root) as server:
-        results = Child(tmp_path / "home", *jobs, HF_ENDPOINT=server.address).results()
+        results = results_of(tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
         assert results[0]["texts"] == large
         assert results[1]["texts"] == small
         errors = [result["error"] or "" for result in results]
@@ -176,7 +164,7 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(tmp_path: Path) -> Non
         (tmp_path / "second/README.md").write_text((root / "README.md").read_text())
         server.versions["c" * 40] = tmp_path / "second"
         jobs = [{"name": name, "config": {}, "state": results[9]["state"]}, jobs[0]]
-        later = Child(tmp_path / "later", *jobs, HF_ENDPOINT=server.address).results()
+        later = results_of(tmp_path / "later", *jobs, HF_ENDPOINT=server.address)
     assert later[0]["texts"] == large[40:]
     assert later[1]["texts"] == ["document 0 é"]
 
@@ -193,8 +181,8 @@ def test_broken_empty_and_slow_files_of_a_hub(tmp_path: Path) -> None:
     patterns = ("good/*", "some.jsonl.zst", "bad/*", "empty.jsonl")
     jobs = [{"name": f"hf:{REPO}", "config": {"pattern": pattern}} for pattern in patterns]
     with serving(root, "slow") as server:
-        child = Child(tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
-        good, some, bad, empty = child.results()
+        results = results_of(tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
+    good, some, bad, empty = results
     assert good["texts"] == written
     assert some["texts"] == ["a", "b"]
     assert len(bad["texts"]) == 100
@@ -229,7 +217,7 @@ def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_compl
 
     def run(samples: int, folder: str, hub: str) -> dict[str, Any]:
         job = {"name": f"hf:{REPO}", "folder": str(tmp_path / folder), "samples": samples}
-        return Child(tmp_path / "home", job, code=CACHED, HF_ENDPOINT=hub).results()[0]
+        return results_of(tmp_path / "home", job, code=CACHED, HF_ENDPOINT=hub)[0]
 
     with serving(tmp_path / "first") as server:
         complete = run(15_000, "complete", server.address)
@@ -256,9 +244,9 @@ def test_a_fully_loaded_dataset_is_read_offline_and_a_streamed_one_is_refused(
     written = write(tmp_path / "root", "parquet", 30, 30)
     home, job = tmp_path / "home", {"name": f"hf:{REPO}", "config": {}}
     with serving(tmp_path / "root") as server:
-        Child(home, code=LOAD[kind], HF_ENDPOINT=server.address).results()
+        results_of(home, code=LOAD[kind], HF_ENDPOINT=server.address)
         hub = {"HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "1"}
-    (result,) = Child(home, job, **hub).results()
+    (result,) = results_of(home, job, **hub)
     assert result["texts"] == (written if kind == "full" else [])
     for fix in FIXES if kind == "streamed" else ():
         assert fix in result["error"]
@@ -269,7 +257,7 @@ def test_a_closed_port_is_reported_at_once_with_fixes(tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [{"what": "tokenizer"}]
     jobs += [{"name": name, "config": {}} for name in datasets]
     hub = f"http://127.0.0.1:{free_port()}"
-    results = Child(tmp_path, *jobs, HF_ENDPOINT=hub).results()
+    results = results_of(tmp_path, *jobs, HF_ENDPOINT=hub)
     for name, result in zip(("tokenizer", *datasets), results, strict=True):
         for part in (f"{name}: {hub}", "cannot be reached", "Connection refused", *FIXES):
             assert part in result["error"]
@@ -311,7 +299,7 @@ def test_a_hub_that_fails_after_some_responses_is_an_error_not_a_hang(
     with serving(tmp_path / "root", mode) as server:
         server.ok_before = ok_before
         hub = {"HF_ENDPOINT": server.address, "PROBE_SECONDS": "0.5"}
-        (result,) = Child(tmp_path / "home", job, **hub).results()
+        (result,) = results_of(tmp_path / "home", job, **hub)
     assert result["error"] is not None, result["texts"][-1:]
     for part in (job["name"], *FIXES):
         assert part in result["error"]

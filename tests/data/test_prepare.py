@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_
 from nsa.data.writer import DOCUMENTS_PER_CALL, _next_documents, prepare
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import documents_of, write_lines
+from tests.disks import mount, mounted
 
 HALVES = HeldOut(0.5, by_position=True)
 HELD_OUT = 0.2  # so that every part has validation documents
@@ -186,24 +186,17 @@ def test_after_ctrl_c_the_same_command_resumes(
 def test_after_a_full_disk_the_same_command_resumes(
     corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    private = ["unshare", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*private, "true"]).returncode:
-        pytest.skip("needs `unshare` to mount a small disk of its own, which is not allowed here")
-    disk, copy = tmp_path / "disk", tmp_path / "copy"
-    disk.mkdir()
-    again = " ".join(command(corpus, disk / "out"))
-    script = (
-        f"mount -t tmpfs -o size=1m tmpfs {disk} || exit 9\n"
-        f"{again}; echo ended with $?; ls -A {disk}/out | grep [.]bin[.]\n"
-        f"mount -o remount,size=64m {disk} && {again} && cp -r {disk}/out {copy}\n"
-    )
-    run = subprocess.run([*private, "sh", "-c", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("ended with 2\n/"), run.stdout  # and no draft is left
-    refusal = next(line for line in run.stderr.splitlines() if line.startswith("nsa: "))
-    assert f"{disk}/out: the disk is full: " in refusal
-    assert "are free; free some space and run the same command again" in refusal
-    assert contents(copy) == uninterrupted
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as disk:
+        process = start(corpus, out := disk / "out")
+        _, output = process.communicate()
+        assert process.returncode == 2
+        (line,) = (line for line in output.splitlines() if line.startswith("nsa: "))
+        assert f"{out}: the disk is full: " in line
+        assert "are free; free some space and run the same command again" in line
+        assert not list(out.glob(".*.bin*"))
+        mount("-o", "remount,size=64m", str(disk))
+        assert start(corpus, out).wait() == 0
+        assert contents(out) == uninterrupted
 
 
 def test_a_finished_folder_is_not_rewritten(

@@ -14,7 +14,7 @@ import pickle
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from nsa.data.worker import WorkerDied
 from nsa.engine.cpu_collectives import AllRanksCrash, CpuCollectives
 from nsa.engine.process_group import Ranks, end_process, start_ranks
 from nsa.engine.resume import agree_on_run
+from tests.checkpoint.planted_code import Code
 
 LISTEN = "0A"  # of /proc/net/tcp
 
@@ -31,13 +32,6 @@ LISTEN = "0A"  # of /proc/net/tcp
 class Entry(NamedTuple):
     path: Path | None
     size: float
-
-
-class Pickle:
-    """Creates a file where it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return Path(sys.argv[1]).touch, ()
 
 
 def addresses() -> list[str]:
@@ -87,7 +81,7 @@ folder, processes = agree_on_run(collectives, Path(f"runs/{rank}"), None)
 print("folder:", folder, [process_id for _, process_id in processes].index(os.getpid()) == rank)
 if rank == 1:
     with contextlib.suppress(pickle.UnpicklingError):  # rank 0's JSON
-        dist.all_gather_object([None, None], Pickle(), group=collectives._group)
+        dist.all_gather_object([None, None], Code(Path(sys.argv[1])), group=collectives._group)
 else:
     try:
         collectives.gather(own, Entry)

@@ -22,6 +22,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
 
+import nsa.model.hf  # noqa: F401 (registers its classes with transformers)
 from nsa.cli import main
 from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
@@ -113,14 +114,6 @@ def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path
     assert "validation loss (nats per token)" not in figures  # the first is at step 4
 
 
-def test_the_cards_metadata_is_what_the_hub_reads(exported: Path) -> None:
-    data = ModelCard.load(exported / "README.md").data
-    assert (data.license, data.library_name) == ("apache-2.0", "transformers")
-    assert data.language == ["code"]  # the embedded source is Python
-    assert data.get("datasets") is None  # and not a dataset of the Hub
-    assert data.get("model-index") is data.get("metrics") is None
-
-
 def test_the_card_names_datasets_of_the_hub_and_no_local_path(
     exported: Path, tmp_path: Path
 ) -> None:
@@ -130,6 +123,7 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
     text.write_text("Some words. " * 200)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     for source, datasets, language in (
+        ("embedded", None, ["code"]),  # Python
         ("hf:org/corpus", ["org/corpus"], None),
         ("fineweb_edu", ["HuggingFaceFW/fineweb-edu"], ["en"]),
         ({"embedded": 0.5, "embedded:torch": 0.5}, None, ["code"]),
@@ -143,6 +137,8 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
         assert str(tmp_path) not in written
         data = ModelCard(written).data
         assert (data.get("datasets"), data.language) == (datasets, language), source
+        assert (data.license, data.library_name) == ("apache-2.0", "transformers")
+        assert data.get("model-index") is data.get("metrics") is None
     assert "| dataset | secret (local) |" in written
 
 

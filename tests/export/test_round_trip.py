@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -238,29 +237,3 @@ def test_a_tokenizer_without_an_origin_is_exported_without_the_machines_settings
     tree = settings(tmp_path / "written", "tokenizer_config.json")
     assert not {"local_files_only", "is_local"} & tree.keys()
     assert (tree["model_max_length"], tree["padding_side"]) == (96, "left")
-
-
-@pytest.mark.parametrize("verb", ["import", "export"])
-def test_every_file_and_folder_is_on_the_disk_before_the_command_ends(
-    verb: str, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that is renamed into place before its content is written may be empty later."""
-    synced: list[tuple[str, bool]] = []
-    to, fsync = tmp_path / "new" / "to", os.fsync
-    to.parent.mkdir()
-
-    def record(descriptor: int) -> None:
-        fsync(descriptor)
-        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), to.exists()))
-
-    imported(original, tmp_path / "run")
-    with monkeypatch.context() as patched:
-        patched.setattr("os.fsync", record)
-        if verb == "export":
-            export(tmp_path / "run", to)
-        else:
-            imported(original, to)
-    before = {Path(path).name for path, renamed in synced if not renamed}
-    assert {file.name for file in to.iterdir()} < before
-    assert any(name.startswith(".to.") for name in before)  # the folder, by its earlier name
-    assert (str(to.parent), True) in synced
