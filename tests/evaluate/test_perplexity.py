@@ -154,20 +154,6 @@ def test_held_out_documents_that_were_trained_on_are_reported(
         assert "nsa: its training" not in output
 
 
-def test_held_out_by_hash_but_in_training_by_position_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "texts").mkdir()
-    few = write_lines(tmp_path / "texts/few.jsonl", LINES[:20])
-    trained = ("--steps=1", f"--set=data.source={few}", "--run-dir=run")
-    succeed(on_one_rank("m7c_dense.py", "--profile=demo", *TINY, *trained, folder=tmp_path))
-    write_lines(tmp_path / "texts/more.jsonl", LINES)
-    source = ("--source", str(tmp_path / "texts"), "--tokens", "96")
-    evaluate(tmp_path, str(tmp_path / "run"), *source)
-    output = capsys.readouterr().out
-    assert "run: its training read some of the text evaluated here" in output
-
-
 def test_sources_are_compared_by_resolved_path_and_by_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

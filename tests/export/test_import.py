@@ -169,30 +169,6 @@ def test_a_model_of_its_true_shape_is_counted_and_planned(name: str, tmp_path: P
     assert 16 * parameters / 2 < peak < 200e9
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", TRUE_SHAPES)
-def test_one_layer_of_the_true_width_has_the_same_logits_and_learns(
-    name: str, tmp_path: Path
-) -> None:
-    """With the full vocabulary, up to 151,936 ids, in the loss and its gradient."""
-    model_type, shape, _ = TRUE_SHAPES[name]
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **shape | {"num_hidden_layers": 1})
-    original = AutoModelForCausalLM.from_config(config).eval()
-    original.save_pretrained(tmp_path / "original")
-    ids = torch.randint(shape["vocab_size"], (1, 600), generator=torch.Generator().manual_seed(1))
-    expected = logits(original, ids)
-    dense = imported(tmp_path / "original", tmp_path / "dense", "--attention=dense")
-    assert (logits(dense.model, ids) - expected).norm() < 1e-5 * expected.norm()
-    sparse = imported(tmp_path / "original", tmp_path / "sparse").model.train()
-    loss = sparse(ids, labels=ids.roll(-1, 1))  # 600 tokens: selection includes all blocks
-    with torch.no_grad():
-        theirs = torch.nn.functional.cross_entropy(expected[0], ids.roll(-1, 1)[0])
-    torch.testing.assert_close(loss, theirs)
-    loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in sparse.parameters())
-
-
 def test_an_index_changes_no_other_weight_and_no_logit_where_all_blocks_are_selected(
     llama_folder: Path, dense_logits: torch.Tensor, tmp_path: Path
 ) -> None:

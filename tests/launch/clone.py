@@ -56,6 +56,13 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) ->
         wheel.writestr(f"{info}/RECORD", "")
 
 
+def write_script(path: Path, text: str) -> Path:
+    """Write a file that can be executed."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def make_clone(folder: Path) -> Path:
     """Create a clone with the real scripts and toy packages that install in a second, offline."""
     clone = folder / "a clone"  # people's folders have spaces
@@ -79,9 +86,8 @@ def make_installed_clone(folder: Path) -> Path:
     for wheel in ("torch-2.13.0", "nsa_m7c-0"):
         zipfile.ZipFile(clone / f"wheels/{wheel}-py3-none-any.whl").extractall(packages)
     for name, module in (("nsa", "nsa.cli"), ("deepspeed", "deepspeed.launcher")):
-        script = clone / ".venv/bin" / name
-        script.write_text(f"#!/usr/bin/env python\nfrom {module} import main\nmain()\n")
-        script.chmod(0o755)
+        text = f"#!/usr/bin/env python\nfrom {module} import main\nmain()\n"
+        write_script(clone / ".venv/bin" / name, text)
     return clone
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.__main__ import parser
-from tests.launch.clone import write_wheel
+from tests.launch.clone import write_script, write_wheel
 from tests.ranks import ROOT
 
 RUNS = {
@@ -43,10 +43,7 @@ def gpu_sh(
 
 def stand_in(folder: Path, script: str) -> str:
     """A Python that runs these lines of bash."""
-    python = folder / "python"
-    python.write_text(f"#!/usr/bin/env bash\n{script}")
-    python.chmod(0o755)
-    return str(python)
+    return str(write_script(folder / "python", f"#!/usr/bin/env bash\n{script}"))
 
 
 def commands(*arguments: str) -> list[list[str]]:

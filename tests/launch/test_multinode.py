@@ -5,7 +5,6 @@ A node is a network namespace with its own address, name and processes.
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,11 +14,10 @@ import pytest
 
 from tests import netns
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
-from tests.launch.clone import run
+from tests.launch.clone import run, write_script
 from tests.ranks import (
     ROOT,
     WITHOUT_COMPILER,
-    SpawnedRanks,
     free_port,
     spawn_ranks,
     user_environment,
@@ -81,13 +79,12 @@ def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     (folder / "recipes/m7c.py").write_text(RECIPE)
     (folder / "hosts").write_text("".join(f"{one} slots=1\n" for one in link.addresses))
     (folder / "bin").mkdir()
-    ssh = folder / "bin/ssh"
     second = f"ip netns exec {link.namespaces[1]} {NODE}"
-    ssh.write_text(
+    write_script(
+        folder / "bin/ssh",
         f"#!/usr/bin/env bash\n[ ${{@: -2:1}} = {link.addresses[1]} ] || exit 255\n"
-        f'exec {second} "hostname node1; ${{@: -1}}"\n'
+        f'exec {second} "hostname node1; ${{@: -1}}"\n',
     )
-    ssh.chmod(0o755)
     environment = user_environment() | WITHOUT_COMPILER
     environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
     script = "hostname node0; exec bash launch/multinode.sh hosts --run-dir run "
@@ -113,43 +110,19 @@ def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     assert {step: both[step] for step in range(1, 6)} == losses(folder / "one")
 
 
-def start_moved(folder: Path, link: netns.Link) -> SpawnedRanks:
-    """Start two forked ranks, each on its node; return in the first steps of a long run."""
-    program = folder / "moved.py"
-    address = link.addresses[0]
-    program.write_text(MOVE.format(namespaces=link.namespaces, address=address) + RECIPE)
-    ranks = spawn_ranks(program, *SETTINGS, "--run-dir=run", folder=folder, port=free_port())
-    try:
-        wait_for_step(folder / "run", 2)
-    except BaseException:
-        ranks.end()
-        raise
-    return ranks
-
-
 def test_the_loss_of_all_processes_of_a_node_is_detected_at_once(
     tmp_path: Path, link: netns.Link
 ) -> None:
-    ranks = start_moved(tmp_path, link)
+    program = tmp_path / "moved.py"
+    address = link.addresses[0]
+    program.write_text(MOVE.format(namespaces=link.namespaces, address=address) + RECIPE)
+    ranks = spawn_ranks(program, *SETTINGS, "--run-dir=run", folder=tmp_path, port=free_port())
     try:
+        wait_for_step(tmp_path / "run", 2)
         ranks.started[1].kill_group()
         assert ranks.codes(SECONDS)[0] == 1
     finally:
         ranks.end()
-
-
-def test_a_signal_to_one_node_makes_all_ranks_save_and_exit(
-    tmp_path: Path, link: netns.Link
-) -> None:
-    ranks = start_moved(tmp_path, link)
-    try:
-        ranks.started[1].kill(signal.SIGTERM)
-        assert ranks.codes(SECONDS) == [0, 0]
-    finally:
-        ranks.end()
-    assert "preempted: SIGTERM on rank 1" in ranks.text("out")
-    (saved,) = (tmp_path / "run/checkpoints").glob("step*")
-    assert (saved / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from nsa.doctor.pcie import IOMMU_GROUPS, iommu_redirects, may_hang
 from tests.doctor.recorded import TOPO_NVLINK, TOPO_PHB
-from tests.launch.clone import start
+from tests.launch.clone import start, write_script
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,7 @@ def call(folder: Path, topology: str, *arguments: str, **variables: str) -> tupl
     tools = folder / "bin"
     tools.mkdir()
     (folder / "topology").write_text(topology)
-    (tools / "nvidia-smi").write_text(f"#!/bin/sh\nexec cat '{folder / 'topology'}'\n")
-    (tools / "nvidia-smi").chmod(0o755)
+    write_script(tools / "nvidia-smi", f"#!/bin/sh\nexec cat '{folder / 'topology'}'\n")
     (folder / "launch/m7c.sh").write_text("env | grep -E 'NCCL|CUDA' | sort; echo given \"$@\"\n")
     path = f"{tools}:{os.environ['PATH']}"
     process = start(folder, "m7c_pcie.sh", *arguments, PATH=path, **variables)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.clone import make_clone, run, start
+from tests.launch.clone import make_clone, run, start, write_script
 from tests.ranks import ROOT
 
 READY = "setup: .venv is ready\n"
@@ -138,9 +138,8 @@ def test_a_clone_that_was_moved_gets_a_new_venv(installed_clone: Path, tmp_path:
 def test_a_python_that_is_old_or_lacks_a_part_is_refused_in_one_line(
     tmp_path: Path, python: str, words: tuple[str, str]
 ) -> None:
-    path = tmp_path / "python3-stand-in"
-    path.write_text(f"#!/bin/sh\n{python.format(sys.executable)}\n")
-    path.chmod(0o755)
+    text = f"#!/bin/sh\n{python.format(sys.executable)}\n"
+    path = write_script(tmp_path / "python3-stand-in", text)
     clone = make_clone(tmp_path)
     assert_refused(run(clone, "setup.sh", PYTHON=str(path)), *words)
     assert not (clone / ".venv").exists()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.clone import write_script
 from tests.ranks import ROOT
 
 SRUN = """\
@@ -50,8 +51,7 @@ def repository(tmp_path: Path) -> Path:
     tools.mkdir(parents=True)
     (tools / "python").symlink_to(sys.executable)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("nsa", NSA)):
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
+        write_script(tools / name, text)
     return tmp_path
 
 
