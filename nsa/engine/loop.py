@@ -105,14 +105,13 @@ def _judge_if_due(run: Run) -> None:
 
 def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
     """Judge from what all ranks have recorded, on rank 0; return the reason of a No-Go."""
-    monitor, run_dir = run.config.monitor, run.request.run_dir
+    run_dir = run.request.run_dir
     try:
         for history in histories:
             if history.problem:
                 raise ValueError(f"rank {history.rank}: {history.problem}")
         inputs = GateInputs(
             step=gate.step,
-            log_every=monitor.log_every,
             metrics=read_table(run_dir / METRICS_FILE),
             selection=read_table(run_dir / SELECTION_FILE),
             histories=histories,
@@ -120,7 +119,7 @@ def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
             new_weights=run.config.train.start_from is None,
             on_gpu=run.device.type == "cuda",
         )
-        decision = judge(gate, inputs, monitor.ladder)
+        decision = judge(gate, inputs, run.config.monitor.ladder)
         record_result(run_dir, decision)
     except Exception as error:  # the other ranks wait for the decision
         run.observers.on_message(f"go/no-go gate {gate.name} is NOT JUDGED: {error!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import fmean, median
@@ -33,7 +33,6 @@ class GateInputs:
     """What a run has recorded up to the step of a gate."""
 
     step: int
-    log_every: int
     metrics: Table  # rows of metrics.csv
     selection: Table  # rows of selection.csv
     histories: list[RankHistory]  # of each rank
@@ -106,37 +105,21 @@ def preflight(checks: Iterable[Check]) -> GateResult:
 
 
 def _steps_recorded(inputs: GateInputs) -> Criterion:
-    """Require a record of each step up to the gate, and the gate's step from every rank.
+    """Require rank 0's heartbeats of each step up to the gate, and every rank's of the last.
 
-    A row of metrics.csv covers the `log_every` steps up to its own; heartbeats of rank 0 fill the
-    gaps between rows. Without rows (monitor.csv=false) only the ranks' last steps count.
+    A run may have been resumed on more ranks, so the others need not have the steps before.
     """
-    spans = [(int(row["step"]) - inputs.log_every, int(row["step"])) for row in inputs.rows]
-    gaps = list(_gaps([*spans, *inputs.histories[0].spans], inputs.step)) if spans else []
-    missing = sum(last - first + 1 for first, last in gaps)
-    slowest = min(inputs.histories, key=lambda history: history.step)
-    source = f"metrics.csv (rows: {len(spans):,}), heartbeats of {len(inputs.histories)} ranks"
-    if gaps:
-        shown = ", ".join(f"{first:,}-{last:,}" for first, last in gaps[:5])
-        more = f" and {len(gaps) - 5} more gaps" if len(gaps) > 5 else ""
-        source += f"; no record of steps {shown}{more}"
-    if slowest.step < inputs.step:
-        source += f"; rank {slowest.rank} has recorded {slowest.step:,} steps"
-    value = min(inputs.step - missing, slowest.step)
+    spans = inputs.histories[0].spans
+    recorded = {history.rank: history.step for history in inputs.histories}
+    recorded[0] = len({n for start, end in spans for n in range(start, min(end, inputs.step))})
+    worst = min(recorded, key=lambda rank: recorded[rank])
+    value, source = recorded[worst], f"heartbeats of {len(recorded)} ranks"
+    if value < inputs.step:
+        source += f"; rank {worst} has recorded {value:,} steps"
+    value = min(value, inputs.step)
     return Criterion(
-        "steps recorded", value >= inputs.step, float(value), f"all {inputs.step:,}", source
+        "steps recorded", value == inputs.step, float(value), f"all {inputs.step:,}", source
     )
-
-
-def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and last step of each gap that the spans (from, to] leave in 1 … `step`."""
-    reached = 0
-    for start, end in sorted(spans):
-        if start > reached and reached < step:
-            yield reached + 1, min(start, step)
-        reached = max(reached, end)
-    if reached < step:
-        yield reached + 1, step
 
 
 def _loss_finite(inputs: GateInputs) -> Criterion:
@@ -257,8 +240,6 @@ def _memory_growth(inputs: GateInputs) -> Measurement:
     growth = {}
     for history in inputs.histories:
         early = [memory for step, memory in history.memory if step <= middle]
-        # A long run's early heartbeats are gone; peaks only rise, so its first peak was as high.
-        early = early or [memory for _, memory in history.memory[:1]]
         if not early:
             raise NotMeasured(f"rank {history.rank} recorded no memory")
         growth[history.rank] = history.memory[-1][1] / early[-1] - 1

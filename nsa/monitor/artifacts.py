@@ -26,7 +26,7 @@ _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "token
 _MAY_BE_NULL = ("loss", "memory_gb", "gpu_busy")
 _MAX_PID = 2**31 - 1
 _TAIL = 64 * 1024  # bytes at a heartbeat file's end that hold its last complete line
-MAX_HEARTBEAT_BYTES = 2**26  # the writer starts a new file at a quarter of this
+MAX_HEARTBEAT_BYTES = 2**30  # a million steps have less
 MAX_FILE_BYTES = 2**25  # of a table or a JSON file; those of a long run have half as much
 
 Row = dict[str, float]  # by column; cells that are empty or hold no number are left out
@@ -93,21 +93,17 @@ def list_ranks(run_dir: Path) -> list[int]:
     if size is not None and 1 <= size < 65_536:
         return list(range(int(size)))
     names = (path.name for path in run_dir.glob("heartbeat_rank*.jsonl"))
-    matches = (re.fullmatch(r"heartbeat_rank(\d+)(\.1)?\.jsonl", name) for name in names)
+    matches = (re.fullmatch(r"heartbeat_rank(\d+)\.jsonl", name) for name in names)
     return sorted({0, *(int(match[1]) for match in matches if match)})
 
 
 def last_beat(path: Path) -> dict[str, Any] | None:
     """Return the newest valid line of a heartbeat file; reads only its end."""
-    for part in (path, older_part(path)):
-        # Opening a FIFO would wait for its writer.
-        if not part.is_file():
-            continue
-        with contextlib.suppress(OSError), part.open("rb") as file:
+    if path.is_file():  # opening a FIFO would wait for its writer
+        with contextlib.suppress(OSError), path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
-            for line in valid_beats(reversed(file.read().splitlines())):
-                return line
+            return next(valid_beats(reversed(file.read().splitlines())), None)
     return None
 
 
@@ -130,11 +126,6 @@ def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield beat
 
 
-def older_part(path: Path) -> Path:
-    """Return the file to which a full heartbeat file is moved."""
-    return path.with_name(f"{path.stem}.1.jsonl")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
@@ -152,16 +143,6 @@ def try_read_text(path: Path) -> str | None:
         return None
 
 
-def too_large(run_dir: Path) -> list[str]:
-    """Return a line for each table and JSON file of a run that is too large to be read."""
-    files = [path for path in sorted(run_dir.iterdir()) if path.suffix in (".csv", ".json")]
-    return [
-        f"{path.name}: has more than {MAX_FILE_BYTES:,} bytes"
-        for path in files
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES
-    ]
-
-
 def finite_number(value: object) -> float | None:
     """Return `value` if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -172,8 +153,7 @@ def finite_number(value: object) -> float | None:
         return None
 
 
-UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
-TRAINING = ("data", "forward", "backward", "step")
+TRAINING = ("data", "forward", "backward", "step")  # phases of a step
 
 
 @dataclass
@@ -181,103 +161,68 @@ class RankHistory:
     """What one rank recorded; its size does not grow with the number of steps."""
 
     rank: int
-    problem: str = ""  # why a file could not be read
-    lines: int = 0
+    problem: str = ""  # why its file could not be read
     step: int = 0  # the highest completed step
     spans: list[tuple[int, int]] = field(default_factory=list)  # (from, to] of each process
     processes: int = 0
-    pause: float = 0.0  # seconds: the last process's longest time without a step
-    pause_at: str = ""  # rank and step of that pause
+    pause: float = 0.0  # seconds: the last process's longest time in one phase of a step
+    pause_at: str = ""  # rank, phase and step of that pause
     memory: list[tuple[int, float]] = field(default_factory=list)  # (step, GB), rising peaks
     gpu_samples: int = 0
-    gpu_busy: float = 0.0  # sum of the samples taken between steps
+    gpu_busy: float = 0.0  # sum of the samples taken in steps
     skipped: int | None = None
     status: str = ""  # how the last process ended
     backend: str = ""
 
     @property
     def gpu_utilization(self) -> float | None:
-        """The mean over samples taken between steps."""
+        """The mean over samples taken in steps."""
         return self.gpu_busy / self.gpu_samples if self.gpu_samples else None
+
+    def begin_process(self) -> None:
+        """Note that another process continues the run."""
+        self.processes += 1
+        self.status, self.pause, self.pause_at = "", 0.0, ""
+
+    def add(self, beat: dict[str, Any], first_step: bool) -> None:
+        """Add a process's next heartbeat; `first_step`: it has not completed a step yet."""
+        step, event, phase = int(beat["step"]), beat["event"], beat["phase"]
+        if event == "step_end":  # earlier lines may be from before the checkpoint was loaded
+            start = step - 1 if first_step else self.spans.pop()[0]
+            self.spans.append((start, step))
+            self.skipped = int(beat["skipped"])
+        self.step = max(self.step, step)
+        self.backend = str(beat.get("backend") or self.backend)
+        if event == "end":
+            self.status = str(beat.get("status") or "")
+        memory, busy = beat.get("memory_gb"), beat.get("gpu_busy")
+        if memory and (not self.memory or memory > self.memory[-1][1]):
+            self.memory.append((step, memory))
+        if phase in TRAINING:
+            if busy is not None:
+                self.gpu_busy += busy
+                self.gpu_samples += 1
+            if beat["since"] > self.pause and not first_step:  # the first step compiles
+                self.pause = beat["since"]
+                self.pause_at = f"rank {self.rank}, in {phase} after step {step:,}"
 
 
 def read_rank(run_dir: Path, rank: int) -> RankHistory:
-    """Read the history of a rank from its heartbeat files."""
-    history = RankHistory(rank)
-    process: _Process | None = None
+    """Read the history of a rank from its heartbeat file."""
+    history, pid, first_step = RankHistory(rank), -1, True
     path = run_dir / f"heartbeat_rank{rank}.jsonl"
-    for part in (older_part(path), path):
-        try:
-            with open_limited(part, MAX_HEARTBEAT_BYTES) as file:
-                # A step_end line has the information of step_start, too.
-                lines = (line for line in io.BufferedReader(file) if b'"step_start"' not in line)
-                for beat in valid_beats(lines):
-                    if process is None or beat["event"] == "start" or beat["pid"] != process.pid:
-                        if process is not None:
-                            process.end()
-                        process = _Process(history, beat["pid"])
-                    process.add(beat)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            history.problem = f"{part.name} cannot be read: {error}"
-    if process is not None:
-        process.end()
+    try:
+        with open_limited(path, MAX_HEARTBEAT_BYTES) as file:
+            # A step_end line has the information of step_start, too.
+            lines = (line for line in io.BufferedReader(file) if b'"step_start"' not in line)
+            for beat in valid_beats(lines):
+                if beat["event"] == "start" or beat["pid"] != pid:
+                    history.begin_process()
+                    pid, first_step = beat["pid"], True
+                history.add(beat, first_step)
+                first_step = first_step and beat["event"] != "step_end"
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        history.problem = f"{path.name} cannot be read: {error}"
     return history
-
-
-class _Process:
-    """Adds the heartbeats of one process of a rank to the rank's history."""
-
-    def __init__(self, history: RankHistory, pid: object) -> None:
-        self.pid = pid
-        self._history = history
-        self._first: int | None = None  # steps done before its first one; None: no step has ended
-        self._done = 0  # steps done
-        self._waited = 0.0  # seconds since the last step
-        self._mono, self._phase = math.inf, ""  # of the previous line
-        history.processes += 1
-        history.status, history.pause, history.pause_at = "", 0.0, ""
-
-    def add(self, beat: dict[str, Any]) -> None:
-        """Add the next heartbeat."""
-        step, event, phase, history = int(beat["step"]), beat["event"], beat["phase"], self._history
-        if self._first is not None:
-            # The last `since` seconds were spent in this phase, those before in the previous one.
-            passed = max(0.0, beat["mono"] - self._mono)
-            in_phase = min(max(beat["since"], 0.0), passed)
-            self._waited += in_phase * (phase not in UNTIMED)
-            self._waited += (passed - in_phase) * (self._phase not in UNTIMED)
-        self._mono, self._phase = beat["mono"], phase
-        if self._first is None and event == "step_end":
-            # Not taken from earlier lines: they may be from before the checkpoint was loaded.
-            self._first = self._done = step - 1
-        if self._first is not None and step > self._done:
-            self._end_pause()
-            self._done, self._waited = step, 0.0
-        history.lines += 1
-        history.step = max(history.step, step)
-        history.backend = str(beat.get("backend") or history.backend)
-        if event == "end":
-            history.status = str(beat.get("status") or "")
-        if event == "step_end":  # others may be from before the checkpoint was loaded
-            history.skipped = int(beat["skipped"])
-        memory, busy = beat.get("memory_gb"), beat.get("gpu_busy")
-        if memory and (not history.memory or memory > history.memory[-1][1]):
-            history.memory.append((step, memory))
-        if busy is not None and phase in TRAINING:
-            history.gpu_busy += busy
-            history.gpu_samples += 1
-
-    def end(self) -> None:
-        """End the process; a hang before it failed or was killed counts as a pause."""
-        if self._first is not None:
-            self._history.spans.append((self._first, self._done))
-            if not self._history.status or self._history.status.startswith("failed"):
-                self._end_pause()
-
-    def _end_pause(self) -> None:
-        if self._waited > self._history.pause:
-            self._history.pause = self._waited
-            where = f"rank {self._history.rank}, before step {self._done + 1:,}"
-            self._history.pause_at = where

@@ -25,7 +25,6 @@ from nsa.monitor.artifacts import (
     read_json,
     read_rank,
     read_table,
-    too_large,
     try_read_text,
 )
 from nsa.monitor.observer import TEACHER_COLUMNS
@@ -246,7 +245,7 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
         ("skipped steps", formatted(max(skipped, default=None), ",d")),
         ("halted by the watchdog", "; ".join(f"{key}: {value}" for key, value in halt.items())),
         ("backend fallbacks", "; ".join(_fallbacks(run.run_dir))),
-        ("unreadable", "; ".join(filter(None, [*problems, *too_large(run.run_dir)]))),
+        ("unreadable", "; ".join(filter(None, problems))),
     ]
     yield from (*_heading("Run"), "", *markdown_table(("", ""), [row for row in rows if row[1]]))
     notes = env.get("notes")
@@ -268,7 +267,7 @@ def _speed(run: Summary) -> str:
 
 
 def _heartbeat_facts(histories: Sequence[RankHistory], status: str) -> list[tuple[str, str]]:
-    if not any(history.lines for history in histories):
+    if not any(history.processes for history in histories):
         return []
     first, worst = histories[0], max(histories, key=lambda history: history.pause)
     pause = f"{worst.pause:.1f} s ({worst.pause_at})" if worst.pause_at else ""

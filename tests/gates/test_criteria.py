@@ -44,7 +44,7 @@ def test_a_healthy_run_is_a_go_and_its_evidence_names_the_files(tmp_path: Path) 
     assert all(criterion.evidence for criterion in result.criteria)
     steps = result.criteria[0]
     assert (steps.name, steps.value) == ("steps recorded", 300)
-    assert steps.evidence == "metrics.csv (rows: 31), heartbeats of 2 ranks"
+    assert steps.evidence == "heartbeats of 2 ranks"
     assert result.summary == "go/no-go gate smoke at step 300: Go (8 criteria met)"
 
 
@@ -77,30 +77,25 @@ def test_twenty_steps_never_pass_a_gate_at_three_hundred(tmp_path: Path) -> None
     assert not result.go
     count = "No-Go (5 criteria met, 1 failed, 2 not measured): steps recorded 20 (limit: all 300): "
     assert count in result.summary
-    assert "no record of steps 21-300" in result.summary
     assert [criterion.name for criterion in result.failed] == ["steps recorded"]
     assert result.failed[0].value == 20
 
 
-def test_unrecorded_steps_between_two_processes_are_named(tmp_path: Path) -> None:
+def test_steps_that_no_process_has_recorded_do_not_count(tmp_path: Path) -> None:
     for rank in range(2):
         lost = beats(300, rank=rank, start=150, pid=900)
         write_beats(tmp_path, beats(100, rank=rank), lost)
-    write_metrics(tmp_path, 100)
-    write_metrics(tmp_path, 300, start=150)
+    write_metrics(tmp_path)
     match = criterion(tmp_path, "steps recorded")
-    assert match.ok is False
-    assert match.value == 250
-    assert match.evidence.endswith("no record of steps 101-150")
-    early = criterion(tmp_path, "steps recorded", Gate("smoke", 120))
-    assert (early.value, early.evidence.split("; ")[1]) == (100, "no record of steps 101-120")
+    assert (match.ok, match.value) == (False, 250)
+    assert match.evidence == "heartbeats of 2 ranks; rank 0 has recorded 250 steps"
+    assert criterion(tmp_path, "steps recorded", Gate("smoke", 120)).value == 100
 
 
-def test_heartbeats_fill_gaps_between_logged_rows(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    path = tmp_path / "metrics.csv"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:10] + lines[20:]))
+def test_a_rank_that_a_resumed_run_has_added_need_not_have_the_steps_before(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_beats(tmp_path, beats(150), beats(300, start=150, pid=900))
+    write_beats(tmp_path, beats(300, rank=1, start=150))
     assert criterion(tmp_path, "steps recorded").ok
 
 
@@ -164,18 +159,10 @@ def test_a_hang_is_a_pause_but_saving_and_evaluating_are_not(tmp_path: Path) -> 
         )
     match = criterion(tmp_path / "hung", "longest pause")
     assert match.ok is False
-    assert match.value == pytest.approx(130.5, abs=0.1)
-    assert "rank 1, before step 201" in match.evidence
-    assert criterion(tmp_path / "saving", "longest pause").value == pytest.approx(0.5, abs=0.1)
-    assert criterion(tmp_path / "evaluating", "longest pause").ok
-
-
-def test_a_long_save_with_few_lines_is_no_pause(tmp_path: Path) -> None:
-    lines = beats(300, waits={200: ("save", 130.0)})
-    saving = [line for line in lines if line["phase"] == "save"]
-    write_beats(tmp_path, [line for line in lines if line not in saving[1:]])
-    write_metrics(tmp_path)
-    assert criterion(tmp_path, "longest pause").value == pytest.approx(0.5, abs=0.1)
+    assert match.value == 130
+    assert "rank 1, in forward after step 200" in match.evidence
+    for name in ("saving", "evaluating"):
+        assert criterion(tmp_path / name, "longest pause").value == 0.1
 
 
 def test_a_run_resumed_after_a_pause_passes(tmp_path: Path) -> None:
@@ -184,9 +171,9 @@ def test_a_run_resumed_after_a_pause_passes(tmp_path: Path) -> None:
     hung = beats(100, waits={50: ("forward", 200.0), 100: ("backward", 500.0)})
     write_beats(tmp_path, hung)
     short = Gate("smoke", 100)
-    assert criterion(tmp_path, "longest pause", short).value == pytest.approx(500, abs=1)
+    assert criterion(tmp_path, "longest pause", short).value == 500
     write_beats(tmp_path, beats(300, start=90, pid=900, mono=100_000.0))
-    assert criterion(tmp_path, "longest pause").value == pytest.approx(0.5, abs=0.1)
+    assert criterion(tmp_path, "longest pause").value == 0.1
 
 
 def test_unsteady_step_times_are_a_no_go_on_gpus_alone(tmp_path: Path) -> None:
@@ -331,17 +318,6 @@ def test_memory_growth_is_not_judged_in_a_run_of_a_few_steps(tmp_path: Path) -> 
     assert criterion(run_dir, "growth", Gate("production", 100)).value == 0
 
 
-def test_growth_is_judged_where_early_heartbeats_were_replaced_by_later_ones(
-    tmp_path: Path,
-) -> None:
-    lines = beats(1_000, start=600)
-    for line in lines:
-        line["memory_gb"] = 10 + line["step"] / 100
-    write_beats(tmp_path, lines)
-    write_metrics(tmp_path, 1_000)
-    assert criterion(tmp_path, "growth", EXTENDED).value == pytest.approx(20 / 16 - 1)
-
-
 def test_dense_steps_count_neither_in_growth_nor_in_recall(tmp_path: Path) -> None:
     """Attention becomes sparse at step 500, with twice the memory, which then stays."""
     write_metrics(tmp_path, 1_000)
@@ -372,7 +348,7 @@ def test_corrupt_files_are_a_no_go_with_the_reason_and_never_a_crash(
         (tmp_path / name).write_bytes(garbage)
     result = judge_files(tmp_path, Gate("production", 300), LadderConfig())
     assert not result.go
-    assert "metrics.csv" in result.summary
+    assert "steps recorded 0" in result.summary
     record_result(tmp_path, result)
     assert read_results(tmp_path) == [result]
 
@@ -390,7 +366,7 @@ def test_torn_lines_cost_only_themselves(tmp_path: Path) -> None:
 
 
 def test_a_run_without_metrics_is_judged_by_its_heartbeats(tmp_path: Path) -> None:
-    write_beats(tmp_path, beats(300, start=200))  # older lines are gone
+    write_beats(tmp_path, beats(300))
     result = judge_files(tmp_path, SMOKE, CONFIG)
     assert result.go, result.summary
     assert {criterion.name for criterion in result.unmeasured} >= {"median tokens/s"}

@@ -109,8 +109,7 @@ def read_heartbeats(run_dir: Path) -> dict[int, list[Beat]]:
     matches = (re.search(r"rank(\d+)", path.name) for path in run_dir.glob("heartbeat_rank*.jsonl"))
     found = {}
     for rank in sorted({int(match[1]) for match in matches if match}):
-        parts = [run_dir / f"heartbeat_rank{rank}{part}.jsonl" for part in (".1", "")]
-        lines = [line for part in parts if part.exists() for line in part.read_bytes().splitlines()]
+        lines = (run_dir / f"heartbeat_rank{rank}.jsonl").read_bytes().splitlines()
         found[rank] = list(valid_beats(lines))
     return found
 
@@ -153,7 +152,6 @@ def load_inputs(run_dir: Path, gate: Gate, **facts: Any) -> GateInputs:
     """Return what the run has recorded, and `facts` that its files do not hold."""
     return GateInputs(
         gate.step,
-        log_every=10,
         metrics=read_table(run_dir / "metrics.csv"),
         selection=read_table(run_dir / "selection.csv"),
         histories=[read_rank(run_dir, rank) for rank in list_ranks(run_dir)],

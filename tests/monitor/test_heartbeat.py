@@ -132,18 +132,17 @@ def test_a_full_disk_causes_one_warning_and_delays_lines_without_tearing_them(
     assert "lost" not in err
 
 
-def test_a_disk_that_stays_full_loses_the_oldest_lines_and_counts_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_stays_full_loses_the_oldest_lines(tmp_path: Path) -> None:
     with files_no_longer_than(0):
         beat = beating(tmp_path, seconds=100)
-        for step in range(1, 3001):
+        for step in range(1, 5_001):
             beat.step_end(step, 0, 0)
-            if step % 1_250 == 0:
-                assert not beat.flush(0.05)
+            if step % 500 == 0:
+                assert not beat.flush(PATIENCE)
     beat.close("finished")
-    assert "2002 lines lost" in capsys.readouterr().err, "of 3000 steps, a start and an end"
-    assert recorded_steps(tmp_path) == list(range(2002, 3001))
+    kept = recorded_steps(tmp_path)
+    assert kept == list(range(kept[0], 5_001))
+    assert kept[0] > 1_000, "a line has some 300 bytes, a megabyte is kept"
 
 
 def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
@@ -159,44 +158,11 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
         wait_for(lambda: read_heartbeats(disk)[0][-1]["event"] == "end")
 
 
-def test_a_long_file_is_rotated_without_losing_a_line_and_stays_open(tmp_path: Path) -> None:
-    beat = beating(tmp_path, seconds=100, limit=4_000)
-    rotated = tmp_path / "heartbeat_rank0.1.jsonl"
-    step = 0
-    while not rotated.exists():
-        step += 1
-        beat.step_end(step, 0, 0)
-        assert beat.flush(PATIENCE)
-    older = rotated.read_bytes().splitlines(keepends=True)
-    earlier = sum(len(line) for line in older if json.loads(line)["step"] < step)
-    assert earlier < 4_000 <= sum(map(len, older)), "at the first line that reaches the limit"
-    assert step > 8, "a line has some 300 bytes"
+def test_the_file_stays_open_so_that_the_watchdog_finds_the_runs_folder(tmp_path: Path) -> None:
+    beat = beating(tmp_path, seconds=100)
+    assert beat.flush(PATIENCE)
     assert str(path_of(tmp_path)) in {file.path for file in psutil.Process().open_files()}
-    newest = last_beat(path_of(tmp_path))
-    assert newest is not None, "just after the rotation the newest line is in the older file"
-    assert newest["step"] == step
-    beat.step_end(step + 1, 0, 0)
-    assert beat.flush(PATIENCE)
-    assert recorded_steps(tmp_path) == list(range(1, step + 2))
     beat.close("finished")
-
-
-def test_the_folder_may_be_created_late_and_the_file_deleted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    beat = beating(folder)
-    beat.step_end(1, 0, 0)
-    assert not beat.flush(3 * OFTEN)
-    folder.mkdir()
-    assert beat.flush(PATIENCE)
-    assert recorded_steps(folder) == [1]
-    path_of(folder).unlink()
-    beat.step_end(2, 0, 0)
-    assert beat.flush(PATIENCE)
-    assert recorded_steps(folder) == [2]
-    beat.close("finished")
-    assert capsys.readouterr().err == ""
 
 
 def test_a_resumed_run_appends_after_a_torn_line(tmp_path: Path) -> None:
@@ -218,7 +184,7 @@ def test_the_newest_line_of_a_huge_file_is_found_at_its_end(tmp_path: Path) -> N
     assert last_beat(path_of(tmp_path)) is None
     with path_of(tmp_path).open("wb") as file:
         file.truncate(2**40)  # a sparse file, too large to read
-    beat = beating(tmp_path, seconds=100, limit=2**50)
+    beat = beating(tmp_path, seconds=100)
     beat.step_end(5, 0, 0)
     beat.close("finished")
     newest = last_beat(path_of(tmp_path))
@@ -240,18 +206,10 @@ def test_a_wall_clock_jump_does_not_change_durations(
     assert 0 <= end["since"] < PATIENCE
 
 
-def test_a_rank_that_waits_in_a_collective_names_it_and_dumps_it_on_a_signal(
-    tmp_path: Path,
-) -> None:
-    """Rank 1 joins the collective only after it has seen both."""
+def test_a_rank_that_waits_in_a_collective_dumps_it_on_a_signal(tmp_path: Path) -> None:
+    """Rank 1 joins the collective only after it has seen it."""
     program = Path(__file__).with_name("waiting_ranks.py")
     succeed(on_two_ranks(str(program), str(tmp_path), folder=tmp_path))
-    beats = read_heartbeats(tmp_path)[0]
-    assert (
-        "backward",
-        "gloo:all_reduce #4 of group 0 (default_pg, sizes [[1000]]) pending",
-    ) in {(one["phase"], one["collective"]) for one in beats}
-    assert beats[-1]["event"] == "end"
     assert "in reduce_gradients" in (tmp_path / "stacks/rank0.txt").read_text()
     (record,) = (
         one

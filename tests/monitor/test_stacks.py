@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-from nsa.monitor.heartbeat import CurrentCollective
 from tests.monitor.records import PATIENCE, wait_for
 from tests.ranks import ROOT
 
@@ -62,7 +59,7 @@ def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
     with rank(tmp_path, STUCK_IN_C) as process:
         path = tmp_path / "stacks/rank5.txt"
         assert [entry.name for entry in path.parent.iterdir()] == ["rank5.txt"]
-        assert path.read_text() == ""
+        assert path.read_text().startswith(f"-- stacks of process {process.pid}, started ")
 
         def found_counting() -> bool:
             process.send_signal(signal.SIGUSR1)  # the first may arrive before the counting starts
@@ -79,39 +76,8 @@ def test_each_signal_adds_a_dump_and_other_handlers_still_work(
     with rank(tmp_path, WAITING) as process:
         for number in (1, 2):
             process.send_signal(signal.SIGUSR1)
-            wait_for(lambda number=number: path.read_text().count("-- the dump above") == number)
+            wait_for(lambda number=number: path.read_text().count("in wait_forever") == number)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=PATIENCE)
     assert (output, errors, process.returncode) == ("stopped cleanly\n", "", 0)
-    assert path.read_text().count("in wait_forever") == 2
-    assert f"process {process.pid}" in path.read_text()
     assert not (tmp_path / "stacks/rank5_collectives.json").exists(), "it joined no process group"
-
-
-@pytest.mark.parametrize(
-    ("retired", "state", "expected"),
-    [
-        (
-            [True, True, True, False],
-            "scheduled",
-            "gloo:all_reduce #4 of group 0 (default_pg, sizes [[8]]) pending",
-        ),
-        ([True] * 4, "scheduled", "#4 of group 0 done"),
-        ([False] * 4, "completed", "#4 of group 0 done"),  # as NCCL's recorder writes it
-    ],
-)
-def test_a_summary_that_gloos_threads_wrote_out_of_order_is_corrected(
-    retired: list[bool], state: str, expected: str
-) -> None:
-    """As once recorded: collectives 1 to 3 had ended, the summary named 1 as the last of them."""
-    status = {"last_enqueued_collective": "4", "last_completed_collective": "1"}
-    entry = {"pg_id": 0, "profiling_name": "gloo:all_reduce", "state": state}
-    entry |= {"process_group": ["0", "default_pg"], "input_sizes": [[8]]}
-    entries = [
-        {**entry, "collective_seq_id": number, "retired": ended}
-        for number, ended in enumerate(retired, start=1)
-    ]
-    record = {"pg_status": {"0": status}, "entries": entries}
-    current = CurrentCollective(lambda entries: [record])
-    assert current.read() == "#2 of group 0 pending", "the full record is not read at once"
-    assert current.read() == expected

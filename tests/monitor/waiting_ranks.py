@@ -22,15 +22,13 @@ def reduce_gradients(values: torch.Tensor) -> None:
 
 
 def watch(run_dir: Path) -> None:
-    """Wait for and signal rank 0 from outside, as the watchdog does."""
-    while True:
+    """Signal rank 0 from outside, as the watchdog does, until its record has the collective."""
+    record = run_dir / "stacks/rank0_collectives.json"
+    while not record.exists() or '"retired": false' not in record.read_text():
         beat = last_beat(run_dir / "heartbeat_rank0.jsonl")
-        if beat and beat["phase"] == "backward" and "#4" in (beat["collective"] or ""):
-            break
-        time.sleep(0.01)
-    os.kill(beat["pid"], signal.SIGUSR1)
-    while not (run_dir / "stacks/rank0_collectives.json").exists():
-        time.sleep(0.01)
+        if beat and beat["phase"] == "backward":
+            os.kill(beat["pid"], signal.SIGUSR1)
+        time.sleep(0.5)
 
 
 def main(run_dir: Path) -> None:
