@@ -122,13 +122,12 @@ def _in_reverse(interpreter: Any) -> list[Patch]:
 
 
 def _with_known_types(interpreter: Any) -> list[Patch]:
-    """Compute each type's name and sizes once, and do not convert between identical types."""
+    """Compute each type's name and sizes once, and broadcast no equal shapes."""
     core, semantic = interpreter.tl.core, interpreter.TritonSemantic
     blocks: dict[Any, dict[str, Any]] = {}
     numpy_types: dict[str, Any] = {}
     init_block, np_dtype = core.block_type.__init__, interpreter._get_np_dtype
-    equal, broadcast = core.dtype.__eq__, semantic.broadcast_impl_value
-    promote = semantic.binary_op_type_checking_impl
+    broadcast = semantic.broadcast_impl_value
 
     @cache
     def shape_of(*sizes: int) -> Any:
@@ -156,29 +155,15 @@ def _with_known_types(interpreter: Any) -> list[Patch]:
             numpy_types[name] = np_dtype(dtype)
         return numpy_types[name]
 
-    def same_or_equal(self: Any, other: Any) -> Any:
-        return self is other or equal(self, other)
-
     def broadcast_unequal(self: Any, x: Any, y: Any) -> Any:
         if getattr(x.type, "shape", None) is getattr(y.type, "shape", None):
             return x, y
         return broadcast(self, x, y)
 
-    def promote_unequal(
-        self: Any, x: Any, y: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False,
-    ) -> Any:  # fmt: skip
-        both = type(x) is core.tensor and type(y) is core.tensor
-        if both and x.dtype is y.dtype and not (div_or_mod or x.dtype.is_ptr()):
-            return self.broadcast_impl_value(x, y)
-        return promote(self, x, y, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-
     return [
         (core.block_type, "__init__", init_known_block),
         (core.tensor, "__init__", init_tensor),
-        (core.dtype, "__eq__", same_or_equal),
         (semantic, "broadcast_impl_value", broadcast_unequal),
-        (semantic, "binary_op_type_checking_impl", promote_unequal),
         (interpreter, "_get_np_dtype", known_np_dtype),
     ]
 
