@@ -131,14 +131,14 @@ def test_shifted_labels_replace_labels() -> None:
     torch.testing.assert_close(with_last.loss, -log_p.mean(), check_dtype=False)
 
 
-def test_an_untied_head_is_trained_saved_resized_and_used_to_generate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_trained_saved_resized_and_used_to_generate(tied: bool, tmp_path: Path) -> None:
     ids = tokens(24)
-    config = NSAConfig.of(tiny("mean", tied_head=False), initializer_range=0.3)
-    assert config.tie_word_embeddings is False
+    config = NSAConfig.of(tiny("mean", tied_head=tied), initializer_range=0.3)
+    assert config.tie_word_embeddings is tied
     model = NSAForCausalLM(config).double()
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    assert model.lm_head.weight is not model.model.embed.weight
+    model(ids, labels=ids).loss.backward()
+    assert (model.lm_head.weight is model.model.embed.weight) is tied
     assert model.lm_head.weight.grad.any()
     assert torch.equal(model.model.core(ids), model(ids).logits)
     assert torch.equal(greedy(model, ids), greedy(model, ids, use_cache=False))
@@ -146,8 +146,11 @@ def test_an_untied_head_is_trained_saved_resized_and_used_to_generate(tmp_path: 
     again = reload(tmp_path)
     assert torch.equal(again(ids).logits, model(ids).logits)
     again.resize_token_embeddings(70)
+    assert (again.lm_head.weight is again.model.embed.weight) is tied
+    assert again.config.vocab_size == again.model.core.config.vocab_size == 70
     assert torch.equal(again(ids).logits, again.model.core(ids))
     torch.testing.assert_close(again(ids).logits[..., :61], model(ids).logits)
+    assert greedy(again, torch.full((1, 3), 69)).shape == (1, 7)
 
 
 def test_weights_that_a_checkpoint_lacks_are_reported_and_get_initial_values(
@@ -362,16 +365,6 @@ def test_saved_weights_load_bit_for_bit_with_the_embedding_stored_once(tmp_path:
         assert torch.equal(again.state_dict()[name], weight), name
     wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert wide.dtype == torch.float32
-
-
-def test_resizing_the_vocabulary_keeps_the_other_logits() -> None:
-    model, ids = wrapped(), tokens(24)
-    before = model(ids).logits
-    model.resize_token_embeddings(70)
-    assert model.lm_head.weight is model.model.embed.weight
-    torch.testing.assert_close(model(ids).logits[..., :61], before)
-    assert model.config.vocab_size == model.model.core.config.vocab_size == 70
-    assert greedy(model, torch.full((1, 3), 69)).shape == (1, 7)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # its new name's

@@ -71,9 +71,9 @@ def sft_trainer(tokenizer: Any, folder: Path, **settings: Any) -> Any:
 
 # TRL's default, gradient checkpointing, has a new name in transformers.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_trl_trains_a_model(packing: bool, tokenizer: Any, tmp_path: Path) -> None:
-    trainer = sft_trainer(tokenizer, tmp_path, packing=packing)
+def test_trl_trains_a_model_on_padded_texts(tokenizer: Any, tmp_path: Path) -> None:
+    """On packed ones the script of docs/guides/frameworks.md does."""
+    trainer = sft_trainer(tokenizer, tmp_path)
     trainer.train()
     losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 10
