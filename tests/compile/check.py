@@ -36,7 +36,6 @@ MAX_SPILLED_FIRST = 48
 # float32, for checks only: its products take three passes, so heads above 128 spill with any tile.
 MAX_SPILLED_FP32 = 320
 MAX_THREADS = 1024  # of a block, on any chip
-ROW_FORMAT = "{:<26} {:<58} {:>14} {:<6} {:>9} {:>4} {:>6} {:>6} {:>6} {:>7}  {}"
 
 # PTX: tensor-core instructions, and the asynchronous ones.
 TENSOR_CORE = re.compile(
@@ -238,14 +237,12 @@ def check(
     jobs: int = 1,
     max_spilled: int = MAX_SPILLED,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compile each distinct launch for its chip, print a table; return its rows and failures."""
+    """Compile each distinct launch for its chip, print a line of each; return rows and failures."""
     assert not triton.knobs.runtime.interpret, "interpreted kernels cannot be compiled"
     distinct: dict[str, tuple[Variant, Case, Launch]] = {}
     for case, launch, chip in launches:
         variant = Variant.of(launch, chip)
         distinct.setdefault(repr(variant), (variant, case, launch))
-    heads = "kernel", "call", "config", "chip", "shared KB", "regs", "spill", "tensor", "async"
-    print(ROW_FORMAT.format(*heads, "blocks", ""))
     rows, failures = [], []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         over: Callable[..., Iterable[Any]] = map if jobs == 1 else pool.map
@@ -253,12 +250,14 @@ def check(
         compiled = zip(distinct.values(), over(_try_compile, variants), strict=True)
         for (variant, case, launch), stats in compiled:
             config = str(launch.config)
+            name = f"{variant.kernel} {case} {config} {variant.chip}"
             if isinstance(stats, str):
                 errors, figures = [f"does not compile: {stats}"], {}
             else:
                 errors, figures = _exceeded(stats, variant.chip, case, max_spilled), asdict(stats)
-            print(_line(variant, case, config, stats, errors), flush=True)
-            failures += [f"{variant.kernel} {case} {config} {variant.chip}: {x}" for x in errors]
+            words = [f"{what} {figure}" for what, figure in figures.items()]
+            print(f"{name}:", ", ".join([*words, *errors]), flush=True)
+            failures += [f"{name}: {x}" for x in errors]
             names = {"kernel": variant.kernel, "chip": variant.chip, "config": config}
             call = asdict(case) | {"spec": case.pattern}
             rows.append({**names, **call, **figures, "failures": errors})
@@ -293,14 +292,3 @@ def _try_compile(variant: Variant) -> BinaryStats | str:
         return compile_variant(variant)
     except Exception as error:  # any compiler error is this variant's failure
         return " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
-
-
-def _line(
-    variant: Variant, case: Case, config: str, stats: BinaryStats | str, errors: list[str]
-) -> str:
-    figures: tuple[object, ...] = ("",) * 6
-    if isinstance(stats, BinaryStats):
-        figures = f"{stats.shared / 1024:.1f}", stats.registers, stats.spilled
-        figures += stats.tensor_core, stats.asynchronous, stats.blocks_per_sm
-    cells = variant.kernel, str(case), config, variant.chip, *figures, "; ".join(errors)
-    return ROW_FORMAT.format(*cells)
