@@ -65,6 +65,7 @@ FLAGS: dict[str, str] = {
     "nsa data prepare --files": "use --pattern",
     "nsa data train-tokenizer --files": "use --pattern",
     "nsa data prepare --workers": "remove it; all CPU cores tokenise",
+    "nsa watch --backoff": "remove it; a restart waits 10 s",
     "nsa plan --search": "use --compare, and --set train.micro_batch=auto",
 }
 

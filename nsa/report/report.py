@@ -243,7 +243,7 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
         ("final bits per byte", run.final("bits_per_byte", ".4f")),
         *_heartbeat_facts(run.histories, status),
         ("skipped steps", formatted(max(skipped, default=None), ",d")),
-        ("halted by the watchdog", "; ".join(f"{key}: {value}" for key, value in halt.items())),
+        ("halted by the watchdog", halt.get("reason") or ""),
         ("backend fallbacks", "; ".join(_fallbacks(run.run_dir))),
         ("unreadable", "; ".join(filter(None, problems))),
     ]

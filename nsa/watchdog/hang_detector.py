@@ -22,9 +22,9 @@ from nsa.untrusted import parse_yaml, read_text
 LIMIT_OF_PHASE = {"setup": "setup", "eval": "save", "save": "save"}
 WINDOW = 10  # logged steps that a collapse has to last
 COLLAPSE = 0.2  # of the run's median tokens/s
-LIMIT_SECONDS = 5.0  # until a read or write of the run's folder counts as hanging
+LIMIT_SECONDS = 10.0  # until a read or write of the run's folder counts as hanging
 # A hang must last this long while the disk takes writes: heartbeats that it held up arrive first.
-CONFIRM_SECONDS = 2.0
+CONFIRM_SECONDS = HEARTBEAT_SECONDS + 1
 
 
 @dataclass(frozen=True)
@@ -47,45 +47,41 @@ class HangDetector:
         self.beats: dict[int, dict[str, Any]] = {}  # last heartbeat of each rank that ever ran
         self.messages: list[str] = []  # for the log
         self._limits = WatchConfig()
-        self._disk_ok_since = float("-inf")  # since then, no hang of the disk and no refused write
-        self._suspected_at: float | None = None  # since then, each check has found a hanging rank
+        self._disk_ok_since = float("-inf")  # before, the disk hung or refused a write
         self._file_versions: dict[str, tuple[int, int]] = {}
-        self._has_warned = False  # of a collapse that has not ended
+        self._has_warned = False  # of a collapse
 
     def check(self, running: Mapping[int, int]) -> HangReport | None:
         """Read the folder; return why to halt the `running` ranks, given with their pids."""
-        now = time.monotonic()
-        self.beats = last_beats(self.folder)
-        self._record_disk_hang(now)
-        own = {rank: beat for rank, beat in self.beats.items() if running.get(rank) == beat["pid"]}
-        report = self._find_hang(own, now)
-        collapse = self._find_collapse() if running else None
-        if collapse is not None and self._limits.on_collapse == "halt":
-            report = report or collapse
-        elif collapse is not None:
-            self.messages.append(f"WARNING: {collapse.reason}")
-        self._record_disk_hang(now)
-        return report
-
-    def _find_hang(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> HangReport | None:
-        """Report the rank that is above its limit for longest, unless the disk takes no writes.
-
-        `beats`: the last heartbeats; `now`: the time before they were read, so that a slow read
-        does not count as silence. A disk that has just hung or been full holds old heartbeats: a
-        hang is reported only if it is still there after CONFIRM_SECONDS of successful writes.
-        """
+        start = time.monotonic()
         if self._has_changed("config.yaml"):
             self._read_limits()
-        reports = [self._check_rank(rank, beat, now) for rank, beat in beats.items()]
-        report = max(filter(None, reports), key=lambda report: report.seconds or 0, default=None)
-        late = min((beat["mono"] for beat in beats.values()), default=now)
-        if report is not None or now - late > 3 * HEARTBEAT_SECONDS:
-            self._probe_write()
-        if report is None or self._disk_ok_since > now:
-            self._suspected_at = None
-            return None
-        self._suspected_at = self._suspected_at or now
-        return report if now - self._suspected_at >= CONFIRM_SECONDS else None
+        collapse = self._find_collapse() if running else None
+        report = self._find_hang(running)
+        beats = [self.beats[rank]["mono"] for rank in running if rank in self.beats]
+        if report is not None or start - min(beats, default=start) > 3 * HEARTBEAT_SECONDS:
+            self._write_probe()
+        if time.monotonic() - start > LIMIT_SECONDS:
+            self._disk_ok_since = time.monotonic()
+        if report is not None:
+            time.sleep(CONFIRM_SECONDS)
+            report = self._find_hang(running)
+        if collapse is not None and self._limits.on_collapse == "warn":
+            if not self._has_warned:
+                self.messages.append(f"WARNING: {collapse.reason}")
+            self._has_warned, collapse = True, None
+        return report or collapse
+
+    def _find_hang(self, running: Mapping[int, int]) -> HangReport | None:
+        """Read the heartbeats; report the rank that is above its limit for longest."""
+        now = time.monotonic()  # before they are read: a slow read is no silence
+        self.beats = last_beats(self.folder)
+        reports = [
+            self._check_rank(rank, beat, now)
+            for rank, beat in self.beats.items()
+            if running.get(rank) == beat["pid"]
+        ]
+        return max(filter(None, reports), key=lambda report: report.seconds or 0, default=None)
 
     def _check_rank(self, rank: int, beat: Mapping[str, Any], now: float) -> HangReport | None:
         """Compare a rank with its limit; time in which the disk hung or was full does not count."""
@@ -100,9 +96,7 @@ class HangDetector:
             detail = f", in {phase} after step {step}; its process is alive"
         else:
             setting = LIMIT_OF_PHASE.get(phase, "compute")
-            # With `silence` on, a rank may have moved on since its last heartbeat.
-            until = beat["mono"] if silence else now
-            seconds = until - max(beat["mono"] - since, self._disk_ok_since)
+            seconds = beat["mono"] - max(beat["mono"] - since, self._disk_ok_since)
             reason = f"rank {rank} has been in {phase} after step {step}"
         limit = silence if setting == "silence" else getattr(self._limits, setting)
         if not limit or seconds <= limit:
@@ -110,9 +104,8 @@ class HangDetector:
         reason += f" for {seconds:.0f} s (limit monitor.watch.{setting} = {limit:g}){detail}"
         return HangReport(reason, rank, phase, step, round(seconds, 1), limit)
 
-    def _probe_write(self) -> None:
-        """Try to write one block: a disk that hangs or is full takes no heartbeats either."""
-        start = time.monotonic()
+    def _write_probe(self) -> None:
+        """Write one block: a disk that hangs or is full takes no heartbeats either."""
         try:
             with tempfile.TemporaryFile(buffering=0, dir=self.folder) as file:
                 file.write(bytes(4096))
@@ -123,26 +116,17 @@ class HangDetector:
                 f"{self.folder} cannot be written ({error.strerror}), so missing heartbeats prove "
                 "nothing"
             )
-        self._record_disk_hang(start)
-
-    def _record_disk_hang(self, start: float) -> None:
-        """Note whether the disk has hung since `start`: the work took longer than the limit."""
-        if (now := time.monotonic()) - start > LIMIT_SECONDS:
-            self._disk_ok_since = now
 
     def _find_collapse(self) -> HangReport | None:
-        """Report the collapse of a run that still makes progress; warn of each collapse once."""
+        """Report the collapse of a run that still makes progress."""
         if self._limits.on_collapse == "ignore" or not self._has_changed("metrics.csv"):
             return None
         rows = read_table(self.folder / "metrics.csv").rows
-        rows = [row for row in rows if "tokens_per_s" in row]
-        if len(rows) < 2 * WINDOW:
+        rates = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
+        if len(rates) < 2 * WINDOW:
             return None
-        rates = [row["tokens_per_s"] for row in rows]
         median, best = statistics.median(rates), max(rates[-WINDOW:])
-        collapsed, warned = best < COLLAPSE * median, self._has_warned
-        self._has_warned = collapsed and self._limits.on_collapse == "warn"
-        if not collapsed or warned:
+        if best >= COLLAPSE * median:
             return None
         step = int(rows[-1]["step"])
         reason = (

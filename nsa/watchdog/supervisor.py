@@ -1,11 +1,10 @@
 """Supervisor of one attempt of a run: reads heartbeats, forwards signals, ends a run that hangs.
 
-`halt.json` in the run's folder records why a run was ended or restarted.
+`halt.json` in the run's folder records why a run was ended.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import json
@@ -19,15 +18,13 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from nsa.atomic_io import atomic_write_text
-from nsa.monitor.artifacts import read_json
-from nsa.monitor.observer import BackgroundWriter
 from nsa.system import in_background, is_alive, with_timeout
 from nsa.text import printable
 from nsa.watchdog.hang_detector import LIMIT_SECONDS, HangDetector, HangReport
@@ -35,7 +32,6 @@ from nsa.watchdog.hang_detector import LIMIT_SECONDS, HangDetector, HangReport
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HALTED = 4  # exit code of a run that the watchdog has ended
 EXIT_CODE_OF_STATUS = {"finished": 0, "stopped": 0, "preempted": 0, "no-go": 3}  # any other: 1
-POLL_SECONDS = 0.1  # between two checks until a process writes heartbeats
 CHECK_SECONDS = 0.5  # between two checks of heartbeats and processes
 PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or launcher and all ranks
 LAUNCHER_SECONDS = 3.0  # how long a launcher may outlive its killed ranks
@@ -63,29 +59,10 @@ class SignalState:
         self.urgent = time.monotonic() - self._received > 1.0
 
 
-@cache
-def _stderr() -> BackgroundWriter:
-    writer = BackgroundWriter("stderr")
-    atexit.register(writer.close)
-    return writer
-
-
 def log(text: str) -> None:
-    """Print one line on stderr, in a thread: a file there may be on a disk that hangs."""
-    _stderr().submit(lambda: print(f"watch: {printable(text)}", file=sys.stderr, flush=True))
-
-
-def update_halt(folder: Path, **changes: Any) -> None:
-    """Set keys of halt.json and keep the others; if the disk is full or hangs, only log it."""
-    path = folder / "halt.json"
-
-    def write() -> None:
-        atomic_write_text(path, json.dumps({**read_json(path), **changes}, indent=2) + "\n")
-
-    try:
-        with_timeout(LIMIT_SECONDS, write)
-    except OSError as error:
-        log(f"{path} could not be written: {error}")
+    """Print one line on stderr; ignore an stderr that is full or closed."""
+    with contextlib.suppress(OSError):
+        print(f"watch: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def adopt_orphans() -> None:
@@ -104,36 +81,6 @@ def open_heartbeats(pid: int) -> list[Path]:
     return [path for path in paths if path.name.startswith("heartbeat_rank")]
 
 
-class ProcessTree:
-    """The processes of a launched command, orphans included.
-
-    psutil compares start times, so a later process with the same pid is never signalled.
-    """
-
-    def __init__(self, launcher_pid: int) -> None:
-        self._launcher_pid = launcher_pid  # reaped by its Popen
-        self.members: dict[int, psutil.Process] = {}  # that ever ran, by pid
-        self.exit_codes: dict[psutil.Process | None, int] = {}  # of orphans that were reaped here
-
-    def running(self) -> list[psutil.Process]:
-        """Update the tree, reap orphans, and return the running processes.
-
-        Call it often: a process that was never seen below its parent is not found later.
-        """
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process().children(recursive=True)
-            self.members |= {child.pid: child for child in children}
-        members = list(self.members.values())
-        for process in members:
-            with contextlib.suppress(psutil.Error, ChildProcessError):
-                zombie = process.is_running() and process.status() == psutil.STATUS_ZOMBIE
-                if zombie and process.pid != self._launcher_pid:
-                    pid, status = os.waitpid(process.pid, os.WNOHANG)
-                    if pid:
-                        self.exit_codes[process] = os.waitstatus_to_exitcode(status)
-        return [process for process in members if is_alive(process)]
-
-
 def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has just ended
@@ -147,17 +94,13 @@ class Supervisor:
         self.detector: HangDetector | None = None  # of the run's folder; None until it is known
         self.beats: dict[int, dict[str, Any]] = {}  # newest heartbeat of each rank of this host
         self.report: HangReport | None = None  # why the run was halted
-        self._rank_processes: dict[
-            int, psutil.Process | None
-        ] = {}  # None: exited before it was seen
         self._signals, self._launcher = signals, launcher
-        self._tree = ProcessTree(launcher.pid)
+        self._members: dict[int, psutil.Process] = {}  # the launcher and its descendants, by pid
         self._reading: Future[HangReport | None] | None = None  # in a thread: the disk may hang
         self._reading_since = 0.0
-        self._disk_hangs = False
         self._signalled: set[int] = set()  # ranks that got SIGTERM
         self._kill_at = float("inf")  # when to kill all processes
-        self._succeeded = False  # every rank had exit code 0 when the run was halted
+        self._succeeded = False  # every rank had ended well when the run was halted
         self._logged: set[str] = set()
         self._start = time.monotonic()
 
@@ -167,19 +110,19 @@ class Supervisor:
             self._check()
             if self.report is None and self._signals.signal is not None:
                 self._forward_signal(signal.Signals(self._signals.signal).name)
-            ended = self._launcher.poll() is not None and not self._tree.running()
+            ended = self._launcher.poll() is not None and not self._processes()
             if ended or self.report is not None:
                 # Without the last heartbeats the exit code may be wrong. So wait for a disk that
                 # hangs, unless the run was halted or a signal ended it.
                 is_read, _ = self._read_folder()
                 if is_read or self.report is not None or self._signals.signal is not None:
                     return self._exit_code()
-            time.sleep(CHECK_SECONDS if self.detector else POLL_SECONDS)
+            time.sleep(CHECK_SECONDS)
 
     def _check(self) -> None:
         """Check heartbeats and processes once; halt a run that hangs, kill one that failed."""
         if self.detector is None:
-            paths = (p for process in self._tree.running() for p in open_heartbeats(process.pid))
+            paths = (path for process in self._processes() for path in open_heartbeats(process.pid))
             path = next(paths, None)
             if path is not None:
                 self.detector = HangDetector(path.parent)
@@ -190,37 +133,35 @@ class Supervisor:
             return self._halt(report)
         if is_read:
             self._schedule_kill(sorted(exited))
-        if self.beats and not self.running():
-            self._continue_stopped()
-        if self._kill_at <= time.monotonic() and self._tree.running():
+        if self._kill_at <= time.monotonic() and self._processes():
             self._log_once("killing all processes of the run")
             self._kill()
 
-    def _continue_stopped(self) -> None:
-        """Continue stopped processes (SIGSTOP), which would otherwise never end."""
-        for process in self._tree.running():
-            with contextlib.suppress(psutil.Error):
-                if process.status() == psutil.STATUS_STOPPED:
-                    log(f"process {process.pid} is stopped though all ranks have ended: SIGCONT")
-                    process.send_signal(signal.SIGCONT)
+    def _processes(self) -> list[psutil.Process]:
+        """Return the run's processes, orphans included.
+
+        Call it often: a process that was never seen below its parent is not found later. psutil
+        compares start times, so a later process with the same pid is never signalled.
+        """
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process().children(recursive=True)
+            self._members |= {child.pid: child for child in children}
+        return [process for process in self._members.values() if is_alive(process)]
 
     def running(self) -> dict[int, psutil.Process]:
         """Return the processes of the running ranks, by rank."""
-        processes = sorted(self._rank_processes.items())
-        return {rank: process for rank, process in processes if process and is_alive(process)}
+        ranks = {rank: self._members[beat["pid"]] for rank, beat in sorted(self.beats.items())}
+        return {rank: process for rank, process in ranks.items() if is_alive(process)}
 
     def _exit_code(self) -> int:
         """Return the ranks' exit code if it is known, else the launcher's."""
         if self.report is not None:
             return 0 if self._succeeded else HALTED
         codes = [self._exit_code_of(rank) for rank in self.beats]
+        launcher_code = self._launcher.returncode
         if codes and all(code == 0 for code in codes):
             return 0
-        launcher_code = self._launcher.returncode
         if self._signals.signal is not None and not any(codes):
-            # If the disk hangs, only the launcher's code shows how its ranks ended.
-            if codes and launcher_code == 0:
-                return 0
             return 128 + self._signals.signal
         if launcher_code > 192:  # 256 - n, from sys.exit(-n): signal n killed a rank
             return 128 + 256 - launcher_code
@@ -229,50 +170,35 @@ class Supervisor:
         return launcher_code if launcher_code >= 0 else 128 - launcher_code
 
     def _exit_code_of(self, rank: int) -> int | None:
-        """Return a rank's exit code, or what its last heartbeat implies; None: unknown."""
-        code = self._tree.exit_codes.get(self._rank_processes[rank])
-        if code is not None:
-            return code if code >= 0 else 128 - code
+        """Return the exit code that a rank's last heartbeat implies; None: unknown."""
         beat = self.beats[rank]
         status = re.split("[: ]", str(beat.get("status")))[0]
         return EXIT_CODE_OF_STATUS.get(status, 1) if beat["event"] == "end" else None
 
     def _read_folder(self) -> tuple[bool, HangReport | None]:
-        """Update the ranks; return whether the disk responded in time, and the report of a hang."""
+        """Update the ranks; return whether the disk responded, and the report of a hang."""
         if self.detector is None:
             return True, None
-        folder, now = self.detector.folder, time.monotonic()
         if self._reading is None:
             pids = {rank: self.beats[rank]["pid"] for rank in self.running()}
             self._reading = in_background(partial(self.detector.check, pids))
-            self._reading_since = now
-        if not wait([self._reading], LIMIT_SECONDS if not self._disk_hangs else 0).done:
-            if not self._disk_hangs:
-                log(f"{folder}: the disk hangs; until it responds, no rank is judged")
-            self._disk_hangs = True
+            self._reading_since = time.monotonic()
+        if not wait([self._reading], CHECK_SECONDS).done:
+            if time.monotonic() - self._reading_since > LIMIT_SECONDS:
+                self._log_once(
+                    f"{self.detector.folder}: the disk hangs; until it responds, no rank is judged"
+                )
             return False, None
         report, self._reading = self._reading.result(), None
-        if self._disk_hangs:
-            log(f"{folder}: the disk responds again after {now - self._reading_since:.0f} s")
-            self._disk_hangs = False
-            return False, None  # the result may describe the folder before the hang
         while self.detector.messages:
             self._log_once(self.detector.messages.pop(0))
-        self._update_ranks(self.detector.beats)
-        return True, report
-
-    def _update_ranks(self, beats: dict[int, dict[str, Any]]) -> None:
-        """Set the newest heartbeats; ignore heartbeats of earlier runs in the folder."""
-        self._tree.running()  # updates the members
-        now = time.monotonic()
-        for rank, beat in beats.items():
-            if rank in self.beats and self.beats[rank]["pid"] == beat["pid"]:
+        self._processes()  # adds the ranks
+        for rank, beat in self.detector.beats.items():
+            # Not a heartbeat of an earlier run in the folder, or of another host.
+            is_own = int(beat["pid"]) in self._members and beat["mono"] >= self._start
+            if is_own and beat.get("host") == platform.node():
                 self.beats[rank] = beat
-            elif beat.get("host") == platform.node():
-                process = self._tree.members.get(int(beat["pid"]))
-                # A rank that exited at once has no process, but its heartbeat is of this attempt.
-                if process or self._start <= beat["mono"] <= now:
-                    self.beats[rank], self._rank_processes[rank] = beat, process
+        return True, report
 
     def _forward_signal(self, name: str) -> None:
         """Send SIGTERM to the ranks, which save and exit; a launcher would kill them after 30 s."""
@@ -284,7 +210,7 @@ class Supervisor:
         ranks = {rank: process for rank, process in running if rank not in self._signalled}
         if not running and not self._signalled:
             log(f"{name}: no rank writes heartbeats; ending the command")
-            _send(self._tree.running(), signal.SIGTERM)
+            _send(self._processes(), signal.SIGTERM)
             self._kill_at = time.monotonic() + GRACE_SECONDS
         elif ranks:
             log(f"{name}: sending SIGTERM to {_names(ranks)}, to save and exit; repeat to kill")
@@ -294,16 +220,13 @@ class Supervisor:
     def _schedule_kill(self, exited: list[int]) -> None:
         """Schedule SIGKILL after a rank has failed, or after launcher and ranks have exited."""
         failed = next((rank for rank in exited if self._exit_code_of(rank) != 0), None)
-        launcher_exited = self._launcher.poll() is not None
         if failed is not None:
             beat = self.beats[failed]
             how = "exited without a last heartbeat"
             if beat["event"] == "end":
                 how = f"ended as {beat.get('status')!r}"
             self._log_once(f"rank {failed}, {beat['phase']} after step {beat['step']}: {how}")
-        if launcher_exited and self.running():
-            self._log_once("the launcher exited before its ranks; watching them until they exit")
-        if failed is not None or (launcher_exited and not self.running()):
+        if failed is not None or (self._launcher.poll() is not None and not self.running()):
             self._kill_at = min(self._kill_at, time.monotonic() + PEER_SECONDS)
 
     def _log_once(self, text: str) -> None:
@@ -314,40 +237,42 @@ class Supervisor:
     def _halt(self, report: HangReport) -> None:
         """Dump stacks, SIGTERM the ranks, SIGKILL all that still run, and write halt.json."""
         assert self.detector is not None
-        ranks = self.running()
-        grace = f"{GRACE_SECONDS:g} s"
-        log(f"HALT: {report.reason}; dumping stacks, then SIGTERM, SIGKILL after {grace}")
+        log(f"HALT: {report.reason}; dumping stacks, then SIGTERM")
         self.report = report
         self._succeeded = all(self._exit_code_of(rank) == 0 for rank in self.beats)
-        keys = ("phase", "since", "step", "pid", "host")
-        positions = {  # before SIGTERM, which moves the ranks
-            str(rank): {key: beat.get(key) for key in keys}
-            for rank, beat in sorted(self.beats.items())
-        }
-        done = [f"SIGUSR1 to {_names(ranks)} for stacks", f"SIGTERM to {_names(ranks)}"]
-        _send(ranks.values(), signal.SIGUSR1)
+        beats = dict(self.beats)  # before SIGTERM, which moves the ranks
+        _send(self.running().values(), signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
-        _send(ranks.values(), signal.SIGTERM)
+        _send(self.running().values(), signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         while self.running() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            time.sleep(CHECK_SECONDS)
         if left := self.running():
-            done.append(f"SIGKILL to {_names(left)} after {grace}")
+            log(f"SIGKILL to {_names(left)}, {GRACE_SECONDS:g} s after SIGTERM")
         self._kill()
-        outcome = {"done": done, "exit_code": self._exit_code(), "ranks": positions}
-        update_halt(self.detector.folder, time=time.time(), **asdict(report), **outcome)
+        halt = asdict(report) | {
+            "time": time.time(),
+            "exit_code": self._exit_code(),
+            "ranks": beats,
+        }
+        path = self.detector.folder / "halt.json"
+        try:
+            text = json.dumps(halt, indent=2) + "\n"
+            with_timeout(LIMIT_SECONDS, partial(atomic_write_text, path, text))
+        except OSError as error:
+            log(f"{path} could not be written: {error}")
 
     def _kill(self) -> None:
         """SIGKILL the ranks, let the launcher exit with their code, SIGKILL the rest."""
-        self._tree.running()  # adds their children, which are orphans afterwards
+        self._processes()  # adds their children, which are orphans afterwards
         _send(self.running().values(), signal.SIGKILL)
         if self.beats:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(LAUNCHER_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
-        while (running := self._tree.running()) and time.monotonic() < deadline:
+        while (running := self._processes()) and time.monotonic() < deadline:
             _send(running, signal.SIGKILL)  # whatever they start meanwhile, too
-            time.sleep(POLL_SECONDS)
+            time.sleep(CHECK_SECONDS)
 
 
 def _names(ranks: Iterable[int]) -> str:

@@ -100,7 +100,7 @@ class Soak:
     def _start(self) -> None:
         resume = ["--resume"] if (self.run_dir / "config.yaml").exists() else []
         arguments = [*SETTINGS, f"--run-dir={self.run_dir}", *resume]
-        watch = [str(BIN / "nsa"), "watch", "--restart=1000", "--backoff=0.5", "--"]
+        watch = [str(BIN / "nsa"), "watch", "--restart=1000", "--"]
         with (self.folder / "output").open("ab") as output:
             self._watchdog = subprocess.Popen(
                 [*watch, *launcher(), *arguments],

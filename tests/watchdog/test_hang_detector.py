@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,6 @@ def check(detector: HangDetector, *beats: dict[str, Any]) -> HangReport | None:
     return detector.check(dict.fromkeys(range(len(beats)), PID))
 
 
-def find_hang(detector: HangDetector, *beats: dict[str, Any]) -> HangReport | None:
-    """Check twice, as far apart as a hang has to last on a disk that takes writes."""
-    assert check(detector, *beats) is None, "a single look is not enough"
-    time.sleep(1.5 * CONFIRM)
-    return detector.check(dict.fromkeys(range(len(beats)), PID))
-
-
 def beat(ago: float = 0.0, **changes: object) -> dict[str, Any]:
     """Return a heartbeat that was written `ago` seconds ago."""
     return make_beat(0, pid=PID, mono=time.monotonic() - ago, **changes)
@@ -51,21 +45,33 @@ def write_speeds(folder: Path, speeds: list[float]) -> None:
 def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -> None:
     write_limits(tmp_path)
     detector, silent = HangDetector(tmp_path), beat(ago=100)
-    report = find_hang(detector, silent)
+    report = check(detector, silent)
     assert report is not None
     assert report.reason == (
         "no heartbeat from rank 0 for 100 s (limit monitor.watch.silence = 10), in forward after "
         "step 7; its process is alive"
     )
-    (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(silent) + "\n")
     with files_no_longer_than(0):
-        for _ in range(2):
-            assert detector.check({0: PID}) is None
-            time.sleep(1.5 * CONFIRM)
-    assert find_hang(detector, silent) is None, "no time to write since"
-    assert set(detector.messages) == {
+        assert detector.check({0: PID}) is None
+    assert check(detector, silent) is None, "no time to write since"
+    assert detector.messages == [
         f"{tmp_path} cannot be written (File too large), so missing heartbeats prove nothing"
-    }
+    ]
+
+
+def test_a_disk_that_hung_gives_each_rank_its_limits_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.watchdog.hang_detector.LIMIT_SECONDS", 0.1)
+    write_limits(tmp_path)
+    slow, detector, silent = HangDetector(tmp_path), HangDetector(tmp_path), beat(ago=100)
+    saving = beat(phase="save", since=5_000.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: time.sleep(0.2))
+        for ranks in ([silent], [silent, saving]):
+            assert check(slow, *ranks) is None
+    assert check(slow, silent) is None
+    assert check(detector, silent) is not None
 
 
 @pytest.mark.parametrize(("ago", "tested"), [(0.0, False), (5.0, True)])
@@ -81,15 +87,13 @@ def test_a_disk_is_tested_once_heartbeats_are_late(
     assert bool(detector.messages) == tested
 
 
-def test_a_rank_that_writes_again_after_a_hang_of_the_disk_is_not_judged_by_old_heartbeats(
-    tmp_path: Path,
+def test_a_heartbeat_that_a_disk_held_up_may_arrive_before_a_rank_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_limits(tmp_path)
-    detector, silent = HangDetector(tmp_path), beat(ago=60)
-    assert check(detector, silent) is None
-    time.sleep(1.5 * CONFIRM)
-    assert check(detector, beat()) is None
-    assert check(detector, silent) is None, "each hang has to last"
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    monkeypatch.setattr(time, "sleep", lambda seconds: path.write_text(json.dumps(beat())))
+    assert check(HangDetector(tmp_path), beat(ago=60)) is None
 
 
 def test_of_the_ranks_above_their_limits_the_one_that_is_so_for_longest_is_reported(
@@ -99,13 +103,10 @@ def test_of_the_ranks_above_their_limits_the_one_that_is_so_for_longest_is_repor
     write_limits(tmp_path, compute=10, save=1_000)
     phases = (("forward", 11.0), ("backward", 60.0), ("data", 12.0), ("save", 900.0))
     ranks = [beat(phase=phase, since=since) for phase, since in phases]
-    report = find_hang(HangDetector(tmp_path), *ranks)
+    report = check(HangDetector(tmp_path), *ranks)
     assert report is not None
     assert (report.rank, report.phase, report.seconds) == (1, "backward", 60.0)
-    detector, running = HangDetector(tmp_path), {0: PID, 1: PID + 1}
-    assert detector.check(running) is None
-    time.sleep(1.5 * CONFIRM)
-    report = detector.check(running)
+    report = HangDetector(tmp_path).check({0: PID, 1: PID + 1})
     assert report is not None
     assert report.rank == 0, "the last heartbeat of rank 1 is that of an earlier process"
 
@@ -129,7 +130,7 @@ def test_each_phase_has_a_limit_of_its_own_which_0_switches_off(
     others = dict.fromkeys({"setup", "compute", "save"} - {setting}, 9)
     for limit, hangs in ((9, True), (11, False), (0, False)):
         write_limits(folder := tmp_path / str(limit), **others, **{setting: limit})
-        report = find_hang(HangDetector(folder), beat(phase=phase, since=10.0))
+        report = check(HangDetector(folder), beat(phase=phase, since=10.0))
         assert (report is not None) == hangs, limit
         if report is not None:
             assert report.reason == (
@@ -140,18 +141,12 @@ def test_each_phase_has_a_limit_of_its_own_which_0_switches_off(
             assert (report.seconds, report.limit) == (10.0, 9)
 
 
-def test_without_a_limit_of_silence_a_phase_lasts_until_now(tmp_path: Path) -> None:
-    for silence, hangs in ((0, True), (1_000, False)):
-        write_limits(folder := tmp_path / str(silence), compute=8, silence=silence)
-        assert (find_hang(HangDetector(folder), beat(ago=10, since=3.0)) is not None) == hangs
-
-
 def test_a_finished_rank_that_stays_is_reported_after_the_limit_of_compute(
     tmp_path: Path,
 ) -> None:
     write_limits(tmp_path, compute=9, silence=1)
     for ago, hangs in ((8, False), (10, True)):
-        report = find_hang(HangDetector(tmp_path), beat(ago, event="end", status="finished"))
+        report = check(HangDetector(tmp_path), beat(ago, event="end", status="finished"))
         assert (report is not None) == hangs
     assert report is not None
     assert report.reason.startswith("rank 0 has written its last heartbeat but not exited for 10 s")
@@ -160,27 +155,29 @@ def test_a_finished_rank_that_stays_is_reported_after_the_limit_of_compute(
 def test_limits_that_cannot_be_read_stay_as_they_were(tmp_path: Path) -> None:
     write_limits(tmp_path, compute=9)
     detector = HangDetector(tmp_path)
-    assert find_hang(detector, beat(since=10.0)) is not None
+    assert check(detector, beat(since=10.0)) is not None
     write_limits(tmp_path, compute=-1)
     assert detector.check({0: PID}) is not None
     (message,) = detector.messages
     assert "monitor.watch cannot be read, so its limits stay" in message
     write_limits(tmp_path, compute=11)
-    assert find_hang(detector, beat(since=10.0)) is None
+    assert check(detector, beat(since=10.0)) is None
 
 
-def test_each_throughput_collapse_is_logged_once(tmp_path: Path) -> None:
+def test_a_throughput_collapse_is_logged_once(tmp_path: Path) -> None:
     detector, speeds = HangDetector(tmp_path), [1000.0] * 30
     logged: list[tuple[int, str]] = []
-    for speed in [*[100.0] * 12, *[1000.0] * 5, *[100.0] * 12]:
+    for speed in [100.0] * 12:
         write_speeds(tmp_path, speeds := [*speeds, speed])
         assert detector.check({0: PID}) is None, "by default it halts nothing"
         logged += [(len(speeds), detector.messages.pop()) for _ in detector.messages]
-    assert [rows for rows, _ in logged] == [40, 57]
-    assert logged[0][1] == (
-        "WARNING: throughput has collapsed: at most 100 tokens/s in the last 10 logged steps, up "
-        "to step 400; the run's median is 1,000 (limit: 0.2 of it)"
-    )
+    assert logged == [
+        (
+            40,
+            "WARNING: throughput has collapsed: at most 100 tokens/s in the last 10 logged steps, "
+            "up to step 400; the run's median is 1,000 (limit: 0.2 of it)",
+        )
+    ]
 
 
 @pytest.mark.parametrize(

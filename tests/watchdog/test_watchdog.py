@@ -15,10 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,7 +24,6 @@ import pytest
 
 from nsa.cli import main
 from nsa.watchdog import supervisor
-from nsa.watchdog.hang_detector import HangDetector, HangReport
 from tests.disks import freezable_disk, frozen
 from tests.monitor.run_folders import make_beat, write_limits
 from tests.ranks import ROOT, alive
@@ -132,7 +129,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("not within 30 s")
 
 
-RESTART_ONCE = ("--restart", 1, "--backoff", 0)
+RESTART_ONCE = ("--restart", 1)
 # Runs that need no help from a test: faults, flags and limits.
 SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]] = {
     "hang": (("0:train", "0:ignore-sigterm", "0:worker", "1:hang", "1:stacks"), (), {}),
@@ -145,16 +142,15 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]]
     "rank killed": (("0:train", "0:ignore-sigterm", "1:sigkill"), (), {}),
     "orphans finish": (("launcher:die", "0:slow-save", "1:slow-save"), (), {}),
     "orphans fail": (("launcher:die", "0:slow-save", "1:slow-save", "1:exit-2"), (), {}),
-    "crash once": (("1:crash-once",), ("--restart", 3, "--backoff", 0.1), {}),
-    "crash loop": (("1:failed",), ("--restart", 9, "--backoff", 0.1), {"config": False}),
+    "crash once": (("1:crash-once",), ("--restart", 3), {}),
+    "crash loop": (("1:failed",), ("--restart", 9), {"config": False}),
     "gets further": (
         ("0:extra-step", "1:extra-step", "1:failed"),
-        ("--restart", 2, "--backoff", 0.1),
+        ("--restart", 2),
         {},
     ),
     "old heartbeats": (("0:slow-save", "0:clock-jump", "1:slow-save", "1:clock-jump"), (), {}),
     "linger": (("0:linger",), (), {"compute": 0.5}),
-    "stopped launcher": (("launcher:stop", "0:finished", "1:finished"), (), {}),
 }
 
 
@@ -167,8 +163,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Watched
         beat = make_beat(0, since=9_000.0, time=0.0, mono=0.0)
         path = root / f"old heartbeats/heartbeat_rank{number}.jsonl"
         path.write_text(json.dumps(beat) + '\n{"torn": \n\0\0\n[1]\n')
-    (root / "crash once").mkdir()
-    (root / "crash once/halt.json").write_text('{"restarts": [{"step": 1}], "rank": 7}')
     for name, (faults, flags, limits) in SCENARIOS.items():
         started[name] = WatchedRun(root / name, *faults, flags=flags, **limits)
     yield started
@@ -208,8 +202,7 @@ def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs:
     assert "limit monitor.watch.compute = 20" in halt["reason"]
     assert (halt["rank"], halt["phase"], halt["step"]) == (1, "forward", 3)
     assert (halt["limit"], halt["exit_code"]) == (20, 4)
-    assert halt["done"][:2] == ["SIGUSR1 to ranks 0, 1 for stacks", "SIGTERM to ranks 0, 1"]
-    assert "SIGKILL to rank 0 after 3 s" in halt["done"]
+    assert "SIGKILL to rank 0, 3 s after SIGTERM" in run.stderr
     assert halt["ranks"]["0"]["phase"] == "backward"
     assert (run.folder / "stacks/rank1.txt").read_text() == "a stack\n"
     assert f"HALT: {halt['reason']}; dumping stacks" in run.stderr
@@ -244,20 +237,15 @@ def test_peers_of_a_dead_rank_are_killed_though_they_ignore_sigterm(runs: Runs) 
 
 
 def test_orphaned_ranks_are_watched_to_their_end_and_give_the_exit_code(runs: Runs) -> None:
-    # The code of the second run is in no heartbeat.
-    for name, code in (("orphans finish", 0), ("orphans fail", 2)):
+    for name, code in (("orphans finish", 0), ("orphans fail", 1)):
         assert runs[name].exit_code() == code
-        assert "the launcher exited before its ranks" in runs[name].stderr
 
 
 def test_a_crash_is_restarted_with_resume(runs: Runs) -> None:
     run = runs["crash once"]
     assert run.exit_code() == 0
     assert run.calls() == ["1:crash-once", f"1:crash-once --resume --run-dir {run.folder}"]
-    earlier, restart = run.halt()["restarts"]
-    assert (restart["exit_code"], restart["step"], restart["back_off"]) == (1, 3, 0.1)
-    assert (earlier, run.halt()["rank"]) == ({"step": 1}, 7), "what is not set again stays"
-    assert "exit code 1 after step 3; restart 1 of 3 in 0.1 s" in run.stderr
+    assert "exit code 1 after step 3; restart 1 of 3 in 1 s" in run.stderr
 
 
 def test_two_crashes_after_the_same_step_are_a_crash_loop(runs: Runs) -> None:
@@ -266,14 +254,13 @@ def test_two_crashes_after_the_same_step_are_a_crash_loop(runs: Runs) -> None:
     first, second = run.calls()
     assert second == f"{first} --run-dir {run.folder}", "without a config.yaml nothing is resumed"
     assert "crash loop, it ended after step 3 twice in a row" in run.stderr
-    assert "crash loop" in run.halt()["gave_up"]
 
 
 def test_two_crashes_before_the_first_heartbeat_are_a_crash_loop() -> None:
-    process = call("--restart", 9, "--backoff", 0, "--", "sh", "-c", "exit 5")
+    process = call("--restart", 9, "--", "sh", "-c", "exit 5", program=IMPATIENT)
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 5
-    assert "restart 1 of 9 in 0 s, with nothing to resume from" in stderr
+    assert "restart 1 of 9 in 1 s, with nothing to resume from" in stderr
     assert "crash loop, it ended before the first heartbeat twice in a row" in stderr
 
 
@@ -282,14 +269,12 @@ def test_restarts_are_limited_though_the_run_gets_further(runs: Runs) -> None:
     assert run.exit_code() == 1
     assert len(run.calls()) == 3
     assert "all 2 restarts are used up" in run.stderr
-    restarts = [(restart["step"], restart["back_off"]) for restart in run.halt()["restarts"]]
-    assert restarts == [(3, 0.1), (4, 0.2)], "the second wait is twice as long"
 
 
-def test_a_signal_ends_the_wait_before_a_restart() -> None:
-    process = call("--restart", 9, "--backoff", 600, "--", "sh", "-c", "exit 5")
+def test_no_restart_follows_a_signal_in_the_wait_for_it() -> None:
+    process = call("--restart", 9, "--", "sh", "-c", "exit 5", program=IMPATIENT)
     assert process.stderr is not None
-    assert "restart 1 of 9 in 300 s" in process.stderr.readline()
+    assert "restart 1 of 9 in 1 s" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
@@ -313,7 +298,6 @@ def test_a_throughput_collapse_halts_the_run_if_configured(watch: Watch) -> None
     assert run.exit_code() == 4
     halt = run.halt()
     assert halt["reason"].startswith("throughput has collapsed")
-    assert halt["done"][1:] == ["SIGTERM to ranks 0, 1"]
     assert run.statuses() == ["preempted: SIGTERM"] * 2
 
 
@@ -380,11 +364,6 @@ def test_a_signal_after_all_ranks_have_ended_ends_the_command(tmp_path: Path) ->
     assert process.returncode == 0, "the ranks have succeeded"
 
 
-def test_a_launcher_that_is_stopped_ends_after_its_ranks(runs: Runs) -> None:
-    assert runs["stopped launcher"].exit_code() == 0
-    assert "is stopped though all ranks have ended: SIGCONT" in runs["stopped launcher"].stderr
-
-
 def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(
     disk: Path, watch: Watch
 ) -> None:
@@ -394,7 +373,6 @@ def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(
         run.wait_for_log("the disk hangs")
         time.sleep(2)  # for longer than the limit of the phase, too
     thawed = time.monotonic()
-    run.wait_for_log("responds again after")
     while time.monotonic() - thawed < 2.5:
         assert run.process.poll() is None, "a healthy run was ended"
         time.sleep(0.1)
@@ -423,35 +401,6 @@ def test_signals_pass_on_while_the_disk_hangs(disk: Path, watch: Watch) -> None:
         wait_until(lambda: all(has_pending(rank, signal.SIGTERM) for rank in ranks))
     assert run.exit_code() == 0
     assert run.statuses() == ["preempted: SIGTERM"] * 2
-
-
-def test_nothing_is_judged_by_what_was_read_before_a_disk_hung(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading: Future[HangReport | None] = Future()
-    monkeypatch.setattr(supervisor, "LIMIT_SECONDS", 0.01)
-    monkeypatch.setattr(supervisor, "in_background", lambda work: reading)
-    with subprocess.Popen(["true"]) as launcher:
-        watching = supervisor.Supervisor(SimpleNamespace(signal=None), launcher)
-    watching.detector = HangDetector(tmp_path)
-    assert watching._read_folder() == (False, None), "the disk hangs"
-    reading.set_result(report := HangReport("a hang"))
-    assert watching._read_folder() == (False, None), "it responds again"
-    assert watching._read_folder() == (True, report)
-
-
-def test_status_shows_whether_a_ranks_process_still_writes_its_heartbeats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """This process has the file of rank 0 open, and not that of rank 1."""
-    for rank, host in enumerate((platform.node(), platform.node(), "other")):
-        beat = make_beat(rank, pid=os.getpid(), host=host)
-        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(json.dumps(beat) + "\n")
-    with (tmp_path / "heartbeat_rank0.jsonl").open("a"):
-        assert main(["watch", "--status", str(tmp_path)]) == 0
-    _, *rows = capsys.readouterr().out.splitlines()
-    states = [row.partition(f"{os.getpid()} ")[2] for row in rows]
-    assert states == ["runs", "is gone", "on other"]
 
 
 FORGED_VALUES: list[tuple[str, object]] = [
@@ -494,15 +443,7 @@ def test_status_shows_the_last_sound_heartbeat_of_each_rank(
     assert "owned" in ended
     assert [row.split()[0] for row in rows] == [str(n) for n in range(1, len(forged) + 1)]
     assert all(" 5 " in row and " 0 s ago " in row for row in rows)
-    assert all(row.endswith(f"{2**22} is gone") for row in rows)
-
-
-def test_the_help_has_the_defaults_of_restarts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["watch", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "at most N times (default 0)" in shown
-    assert "up to 300 (default 10)" in shown
+    assert all(row.endswith(f"{2**22} on {platform.node()}") for row in rows)
 
 
 def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:

@@ -2,7 +2,7 @@
 
     python toy_run.py FOLDER FAULT ... [--resume] [--run-dir FOLDER]
 
-A FAULT is `0:hang` for rank 0, `launcher:die` or `launcher:stop`; `run_rank` lists them. `train`:
+A FAULT is `0:hang` for rank 0, or `launcher:die`; `run_rank` lists them. `train`:
 stay in the backward pass. `extra-step`: take a step more at each start. `linger`: do not exit
 after the last heartbeat. Only the standard library is imported, so that it starts fast.
 """
@@ -93,7 +93,7 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     deadline = time.monotonic() + 20.0
     while not (folder / "watched").exists() and time.monotonic() < deadline:
         time.sleep(INTERVAL)
-    rank.wait(0.4)  # long enough for a busy watchdog to find the ranks after a restart
+    rank.wait(2.0)  # long enough for a busy watchdog to find the ranks after a restart
     starts = len((folder / "calls.txt").read_text().splitlines())
     rank.steps(2 + starts if "extra-step" in faults else 3)
     if "clock-jump" in faults:
@@ -140,8 +140,6 @@ def launch(folder: Path, faults: list[str], resumed: bool) -> None:
             run_rank(folder, number, own, resumed)
         ranks.append(pid)
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in ranks])
-    if "launcher:stop" in faults:
-        os.kill(os.getpid(), signal.SIGSTOP)
     if "launcher:die" in faults:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
