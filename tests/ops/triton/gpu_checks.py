@@ -74,10 +74,6 @@ def plain(seen: Tensor) -> Attend:
     return attend
 
 
-def plain_branches(case: Case, index: Tensor) -> dict[str, Attend]:
-    return {branch: plain(seen_by(case, branch, index)) for branch in BRANCHES}
-
-
 def loses_no_more_than_plain_attention(
     case: Case, dtype: torch.dtype, backend: str = "triton"
 ) -> None:
@@ -87,7 +83,7 @@ def loses_no_more_than_plain_attention(
     index = selection(x, case, backend)
     ranked, best = exact_score(x, case), selection(wide, case, "reference")
     assert same_selection(ranked, index.cpu(), best.cpu(), rtol=1e-4)
-    usual = plain_branches(case, index)
+    usual = {branch: plain(seen_by(case, branch, index)) for branch in BRANCHES}
     actual, exact = branches(x, case, index, backend), branches(wide, case, index, "reference")
     for branch in BRANCHES:
         function, tensors = actual[branch]

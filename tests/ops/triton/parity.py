@@ -96,25 +96,22 @@ def error(actual: Tensor, exact: Tensor) -> float:
     return float(difference.max()) if difference.numel() else 0.0
 
 
+SETTINGS = {
+    "dense_blocks": (selected, "DENSE_BLOCKS"),
+    "chunk": (selected, "CHUNK"),
+    "short": (selected, "SHORT"),
+    "queries_per_split": (band, "QUERIES_PER_SPLIT"),
+    "one_tile_head": (configs, "ONE_TILE_HEAD"),
+}
+
+
 @contextmanager
-def settings(
-    dense_blocks: int | None = None,
-    chunk: int | None = None,
-    queries_per_split: int | None = None,
-    one_tile_head: int | None = None,
-    short: int | None = None,
-) -> Iterator[None]:
+def settings(**values: int | None) -> Iterator[None]:
     """Force a tiling of the selected branch, or key gradients that are summed in parts."""
     with ExitStack() as stack:
-        for module, name, value in (
-            (selected, "DENSE_BLOCKS", dense_blocks),
-            (selected, "CHUNK", chunk),
-            (band, "QUERIES_PER_SPLIT", queries_per_split),
-            (configs, "ONE_TILE_HEAD", one_tile_head),
-            (selected, "SHORT", short),
-        ):
+        for name, value in values.items():
             if value is not None:
-                stack.enter_context(mock.patch.object(module, name, value))
+                stack.enter_context(mock.patch.object(*SETTINGS[name], value))
         yield
 
 

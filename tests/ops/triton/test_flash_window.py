@@ -27,7 +27,7 @@ from nsa.ops.triton.flash_window import FLASH, OPERATION, OURS, flash_forward, i
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, with_gradients
 from tests.ops.triton import gpu_checks
-from tests.ops.triton.parity import DEVICE, inputs
+from tests.ops.triton.parity import DEVICE, by_head, inputs
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SPEC = NSASpec(4, 2, 4, 2, 0, 1, 5)
@@ -110,10 +110,9 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_its_output_and_lse_equal_our_kernels_for_the_same_window(name: str, window: int) -> None:
     case = CASES[name]
     x, cu = inputs(case), case.offsets_on(DEVICE)
-    by_head = x.q.transpose(1, 2).contiguous().transpose(1, 2)
     rest = cu, "window", NSASpec(window=window), case.scale
     ours = band.band_forward(AttentionInputs(x.q, x.k_win, x.v_win, None, *rest))
-    for q in (x.q, by_head):
+    for q in (x.q, by_head(x.q)):
         theirs = flash_forward(q, x.k_win, x.v_win, cu, window, case.scale)
         for a, b in zip(theirs, ours, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
