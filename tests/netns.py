@@ -85,14 +85,11 @@ def link() -> Iterator[Link]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def remove_leftovers() -> list[str]:
-    """Remove the namespaces of processes that have ended and return their names."""
-    leftovers = []
+def remove_leftovers() -> None:
+    """Remove the namespaces of processes that have ended."""
     for path in sorted(_FOLDER.glob(f"{PREFIX}*")):
         if not Path("/proc", path.name.removeprefix(PREFIX).split("-")[0]).exists():
             subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
-            leftovers.append(path.name)
-    return leftovers
 
 
 def _create(link: Link) -> None:

@@ -48,36 +48,28 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step")) for path in folder.glob("step*"))
 
 
-def in_process(work: Callable[[], object]) -> int:
-    """Run `work` in a process; return 0, or minus the signal that killed it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def killed_before(change: int, folder: Path, work: Callable[[], object]) -> int:
-    """Run `work` in a process that is killed before its change number `change` to `folder`."""
+    """Run `work` in a process that is killed before its change number `change` to `folder`.
 
-    def run() -> None:
-        changes = 0
+    Return 0, or minus the signal that killed it.
+    """
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    changes = 0
 
-        def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal changes
-            if event not in CHANGES or not str(arguments[0]).startswith(str(folder)):
-                return
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal changes
+        if event in CHANGES and str(arguments[0]).startswith(str(folder)):
             changes += 1
             if changes == change:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.addaudithook(hook)
+    sys.addaudithook(hook)
+    try:
         work()
-
-    return in_process(run)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 @pytest.mark.parametrize("exists", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -100,7 +92,8 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint_and_the_next_run_cleans_
         assert exists or damaged == [], "an unfinished checkpoint has its final name"
         newest.append(path.name)
         remove_drafts(folder)  # what the next run does first
-        assert {item.name for item in folder.iterdir()} <= {"latest", *checkpoint_names(3, 6)}
+        names = {item.name for item in folder.iterdir()}
+        assert names <= {"latest", "step00000003", "step00000006"}
         if change % 6 == 0:  # every sixth, to save time
             assert save(folder, 9) == newest_valid(folder)[0]
             assert (folder / "latest").read_text() == "step00000009"
@@ -110,10 +103,6 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint_and_the_next_run_cleans_
     assert len(newest) > renamed + 5, "kills after it, while the older one is removed"
     assert set(newest[:renamed]) == {"step00000003"}
     assert set(newest[renamed:]) == {"step00000006"}
-
-
-def checkpoint_names(*numbers: int) -> list[str]:
-    return [f"step{number:08d}" for number in numbers]
 
 
 def test_files_are_on_disk_before_the_checkpoint_and_it_before_latest(

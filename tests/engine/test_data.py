@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -201,14 +200,10 @@ def test_one_rank_and_two_evaluate_the_same_samples(tmp_path: Path) -> None:
     assert validation_losses[0] == pytest.approx(5.8, abs=0.4)
 
 
-def without_hub(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a recipe with the hub at a closed port and an empty cache."""
-    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(folder / "hf")}
-    return on_one_rank("m7c.py", *TINY, *arguments, folder=folder, environment=environment)
-
-
 def test_a_dry_run_without_the_hub_reports_unchecked_data(tmp_path: Path) -> None:
-    output = succeed(without_hub("--set=data.tokenizer=hf:gpt2", "--dry-run", folder=tmp_path))
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path / "hf")}
+    flags = [*TINY, "--set=data.tokenizer=hf:gpt2", "--dry-run"]
+    output = succeed(on_one_rank("m7c.py", *flags, folder=tmp_path, environment=hub))
     assert "DATA NOT REACHED, and not checked: data.tokenizer = 'hf:gpt2'" in output
 
 
