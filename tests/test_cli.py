@@ -83,19 +83,6 @@ def test_neither_the_package_nor_a_verb_imports_what_is_slow(
     assert result.stderr.splitlines()[-1:] == ["set()"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["info", "--seq-length", "8"], ["check"], ["import", "model"], ["export", "run"]],
-)
-def test_a_wrong_call_exits_with_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert "usage: nsa" in capsys.readouterr().err
-
-
 def test_a_wrong_value_is_one_line_and_exit_code_2(
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
@@ -220,6 +207,9 @@ def test_compare_and_report_print_the_files_they_wrote(
 @pytest.mark.parametrize(
     ("words", "usage", "error"),
     [
+        ([], "", "the following arguments are required: verb"),
+        (["check"], "check", "the following arguments are required: ds_config"),
+        (["import", "model"], "import", "the following arguments are required: --to"),
         (["plan", "--devise", "a100"], "plan", "--devise (did you mean --device?), a100"),
         (["generate", "a", "--temprature=1"], "generate", "--temprature=1 (did you mean --temp"),
         (["plan", "recipes/m7c.py"], "plan", "unrecognized arguments: recipes/m7c.py"),
@@ -233,7 +223,7 @@ def test_compare_and_report_print_the_files_they_wrote(
         (["tarin", "m7c"], "", "tarin (did you mean train?)"),
     ],
 )
-def test_an_unknown_argument_shows_its_verbs_usage_and_names_the_nearest(
+def test_a_wrong_call_shows_its_verbs_usage_and_names_the_nearest_flag_or_verb(
     words: list[str], usage: str, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -1,4 +1,4 @@
-"""HTTP server on loopback for tests: a file mirror and a small hub, with failure modes."""
+"""HTTP server on loopback for tests: a small hub, with failure modes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 from zlib import crc32
 
 REPO = "someone/corpus"
@@ -17,7 +17,7 @@ PIECE = 4_096
 
 
 class HubServer(ThreadingHTTPServer):
-    """Files below `root` at /<path>, and the same as versions of the dataset REPO of a hub.
+    """A small hub: the files below `root` are a version of its dataset REPO.
 
     `mode` is "ok", "slow", "silent", "disconnecting", "unavailable" (503), or "truncating" (half of
     every response).
@@ -27,7 +27,7 @@ class HubServer(ThreadingHTTPServer):
 
     def __init__(self, root: Path, mode: str = "ok") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.root, self.mode = root, mode
+        self.mode = mode
         self.ok_before: int | None = None  # ok responses before the mode starts; None: none
         self.versions = {"a" * 40: root}  # the last one is `main`
         self.requests: list[str] = []
@@ -51,13 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_POST(self) -> None:
-        self._respond(self.rfile.read(int(self.headers["Content-Length"])))
-
     def do_GET(self) -> None:
-        self._respond(b"")
-
-    def _respond(self, form: bytes) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
         self.server.requests.append(f"{self.command} {path}")
         if path.startswith(f"datasets/{REPO}/resolve/"):
@@ -65,57 +59,42 @@ class _Handler(BaseHTTPRequestHandler):
             commit = self._commit(version)
             self._file(self.server.versions[commit], name, {"X-Repo-Commit": commit})
         elif path.startswith(f"api/datasets/{REPO}"):
-            self._api(path.removeprefix(f"api/datasets/{REPO}").strip("/").split("/", 2), form)
-        elif path.startswith(("api/", "datasets/")):
+            self._api(path.removeprefix(f"api/datasets/{REPO}").strip("/").split("/", 2))
+        else:
             gated = "gated" in path
             code = "GatedRepo" if gated else "RepoNotFound"
             self._send(403 if gated else 404, b"{}", {"X-Error-Code": code})
-        else:
-            self._file(self.server.root, path, {})
 
     def _commit(self, version: str) -> str:
         return list(self.server.versions)[-1] if version == "main" else version
 
-    def _api(self, parts: list[str], form: bytes) -> None:
+    def _api(self, parts: list[str]) -> None:
+        """Respond with the files of a folder, or of a version of the dataset."""
         kind, version, name = [*parts, "", ""][:3]
         commit = self._commit(version or "main")
         root = self.server.versions[commit]
-        paths = sorted(root.rglob("*"))
-        listed = [
-            {
-                "path": path.relative_to(root).as_posix(),
-                "size": path.stat().st_size,
-                "oid": "0" * 40,
-            }
-            | {"type": "file" if path.is_file() else "directory"}
-            for path in paths
-        ]
         if kind == "tree":
-            recursive = parse_qs(urlsplit(self.path).query).get("recursive") == ["true"]
-            listed = [
-                entry
-                for entry in listed
-                if str(entry["path"]).startswith(f"{name}/" if name else "")
-                and (recursive or "/" not in str(entry["path"]).removeprefix(f"{name}/"))
+            response: object = [
+                {
+                    "type": "file" if path.is_file() else "directory",
+                    "path": path.relative_to(root).as_posix(),
+                    "size": path.stat().st_size,
+                    "oid": "0" * 40,
+                }
+                for path in sorted((root / name).glob("*"))
             ]
-            if not listed:
+            if not response:
                 return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-            return self._send(
-                200, json.dumps(listed).encode(), {"Content-Type": "application/json"}
-            )
-        if kind == "paths-info":
-            wanted = json.loads(form)["paths"] if form[:1] == b"{" else parse_qs(form.decode())
-            wanted = wanted["paths"] if isinstance(wanted, dict) else wanted
-            response: object = [entry for entry in listed if entry["path"] in wanted]
         else:
-            files = [{"rfilename": entry["path"]} for entry in listed if entry["type"] == "file"]
-            response = {"id": REPO, "sha": commit, "siblings": files}
+            files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+            names = [{"rfilename": path.relative_to(root).as_posix()} for path in files]
+            response = {"id": REPO, "sha": commit, "siblings": names}
         return self._send(200, json.dumps(response).encode(), {"Content-Type": "application/json"})
 
     def _file(self, root: Path, name: str, headers: dict[str, str]) -> None:
-        if name and not (root / name).is_file():
+        if not (root / name).is_file():
             return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", **headers})
-        content = (root / name).read_bytes() if name else b"a hub"
+        content = (root / name).read_bytes()
         headers |= {"ETag": f'"{crc32(content):x}"', "Accept-Ranges": "bytes"}
         requested = self.headers.get("Range")
         if not requested:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.data.batches import Batch, BatchLoader, Samples, on_device
-from nsa.data.token_store import TokenStore
+from nsa.data.token_store import TokenStore, coverage
 
 EOS = 257
 
@@ -264,3 +264,18 @@ def test_batches_arrive_on_the_device_in_order_without_a_host_sync(device: str, 
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert [int(x) for x in sums] == [128 * i + 192 for i in range(count)]
+
+
+def test_coverage_reports_samples_epochs_and_left_over_tokens() -> None:
+    stores = [
+        TokenStore([np.arange(1_004)], -1, 1.0, name="a"),
+        TokenStore([np.arange(41)], -1, 1.0),
+    ]
+    assert coverage(stores, [0.9, 0.1], 10, samples=100) == [
+        "a: 1,004 tokens, 100 samples of 10, no padding, and 3 tokens left over; "
+        "the run consumes 90: 90.0% of them, once",
+        "tokens: 41 tokens, 4 samples of 10, no padding; the run consumes 10: 2.50 epochs",
+    ]
+    (*_, warning) = coverage(stores, [0.5, 0.5], 10, samples=80)
+    assert warning.startswith("WARNING: tokens: 41 tokens, 10 epochs: the model will memorize it")
+    assert "WARNING" not in "".join(coverage(stores, [0.8, 0.2], 10, samples=80)), "four epochs"

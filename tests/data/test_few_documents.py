@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -67,21 +66,6 @@ def test_a_folder_of_four_documents_is_prepared_and_trained_on(
     starts, ends = (documents_of(open_shards(str(out), name)) for name in ("train", "val"))
     joined = [start + end for start, end in zip(starts, ends, strict=True)]
     assert sorted(joined) == [text(number, 2_000) for number in range(4)]
-
-
-@pytest.mark.parametrize("seq_len", [512, 2_048])
-def test_one_text_of_a_few_thousand_tokens_is_read_by_any_number_of_ranks(
-    tmp_path: Path, seq_len: int
-) -> None:
-    path = tmp_path / "book.txt"
-    path.write_bytes(text(0, 5_000))
-    dataset = open_dataset(DataConfig(source=str(path), seq_len=seq_len))
-    with closing(TokenCache(dataset, tmp_path / "cache")) as cache:
-        for ranks in (1, 3):
-            shape = {"micro_batch": 2, "world_size": ranks}
-            BatchLoader(cache.open_samples("train", 1), rank=ranks - 1, **shape).next_batch()
-            validation = ValidationData(cache, sequences=8, **shape)
-            assert validation.sequences == 2_500 // seq_len
 
 
 def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:

@@ -61,32 +61,27 @@ def test_undoing_a_lock_removes_only_what_it_created(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["existing"]
 
 
-UNUSABLE = {
-    "file": "is a file",
-    "file/below": "Not a directory",
-    "loop": "Too many levels of symbolic links",
-    "dangling": "No such file or directory",
-    "x" * 300: "File name too long",
-    "/proc/x": "No such file or directory",
-}
-
-
-@pytest.fixture
-def unusable(tmp_path: Path) -> Path:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("file", "is a file"),
+        ("file/below", "Not a directory"),
+        ("loop", "Too many levels of symbolic links"),
+        ("dangling", "No such file or directory"),
+        ("x" * 300, "File name too long"),
+        ("/proc/x", "No such file or directory"),
+    ],
+)
+def test_an_unusable_folder_is_refused_and_nothing_is_left(
+    name: str, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("/proc/nothing")
-    return tmp_path
-
-
-@pytest.mark.parametrize(("name", "reason"), UNUSABLE.items())
-def test_an_unusable_folder_is_refused_and_nothing_is_left(
-    name: str, reason: str, unusable: Path
-) -> None:
     with pytest.raises(ValueError, match=reason) as refused:
-        FolderLock(choose_run_dir(unusable / name, "m7c", resume=False))
-    assert str(refused.value).startswith(f"--run-dir {unusable / name}: ")
-    assert len(list(unusable.iterdir())) == 3
+        FolderLock(choose_run_dir(tmp_path / name, "m7c", resume=False))
+    assert str(refused.value).startswith(f"--run-dir {tmp_path / name}: ")
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_resume_takes_the_run_with_the_highest_number(

@@ -28,26 +28,28 @@ from tests.engine.small import gpus
 from tests.ranks import ROOT
 
 GB = 1e9
+Production = Callable[..., RunRequest]  # the fixture `production`
 CPU = torch.device("cpu")
 
 
-def production(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, gpu_memory: float | None, *flags: str
-) -> RunRequest:
-    """The production run of m7c.py on two GPUs of this many bytes."""
+@pytest.fixture
+def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Production:
+    """Request the production run of m7c.py on two GPUs of this many bytes, or without a GPU."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     profile = load_profile(ROOT / "recipes/m7c.py", "production")
     recipe = Recipe("m7c", "", {"production": lambda: profile})
-    if gpu_memory is not None:
-        monkeypatch.setattr(recipes, "get_accelerator", lambda: gpus(gpu_memory))
-    parser = recipes.build_parser(recipe)
-    arguments = ["--profile=production", f"--run-dir={folder}", *flags]
-    return recipes.resolve_request(recipe, parser.parse_args(arguments))
+
+    def request(gpu_memory: float | None, *flags: str) -> RunRequest:
+        if gpu_memory is not None:
+            monkeypatch.setattr(recipes, "get_accelerator", lambda: gpus(gpu_memory))
+        arguments = ["--profile=production", f"--run-dir={tmp_path / 'run'}", *flags]
+        return recipes.resolve_request(recipe, recipes.build_parser(recipe).parse_args(arguments))
+
+    return request
 
 
-def batch(folder: Path, monkeypatch: pytest.MonkeyPatch, memory: float | None, *flags: str) -> str:
-    """Micro-batch × accumulation of the production run, alike in both of its config files."""
-    one = production(folder, monkeypatch, memory, *flags)
+def batch(one: RunRequest) -> str:
+    """Micro-batch × accumulation, alike in both config files of a run."""
     train = yaml.safe_load(one.config_files()["config.yaml"])["train"]
     names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     assert [one.ds_config[name] for name in names] == [train["micro_batch"], train["accumulation"]]
@@ -70,21 +72,15 @@ def batch(folder: Path, monkeypatch: pytest.MonkeyPatch, memory: float | None, *
     ],
 )
 def test_the_largest_that_fits_keeps_the_sequences_of_a_step(
-    memory: float | None,
-    flags: list[str],
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    memory: float | None, flags: list[str], expected: str, production: Production
 ) -> None:
-    assert batch(tmp_path, monkeypatch, memory, *flags) == expected
+    assert batch(production(memory, *flags)) == expected
 
 
-def test_the_log_says_what_was_taken_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes = production(tmp_path, monkeypatch, 24 * GB).notes
+def test_the_log_says_what_was_taken_and_why(production: Production) -> None:
+    notes = production(24 * GB).notes
     assert "micro-batch: 16 sequences, accumulation 2 (needs about 16.3 of 24.0 GB)" in notes
-    notes = production(tmp_path, monkeypatch, 1 * GB).notes
+    notes = production(1 * GB).notes
     assert any(note.startswith("micro-batch: 1 ") and "does not fit" in note for note in notes)
 
 
@@ -128,12 +124,12 @@ def test_auto_over_a_file_keeps_the_files_step(tmp_path: Path) -> None:
     ],
 )
 def test_a_number_in_deepspeeds_json_does_not_go_with_auto(
-    key: str, number: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, number: int, cause: str, tmp_path: Path, production: Production
 ) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, key: number}))
     with pytest.raises(ValueError, match=r".") as caught:
-        production(tmp_path / "run", monkeypatch, 24 * GB, f"--deepspeed_config={file}")
+        production(24 * GB, f"--deepspeed_config={file}")
     assert str(caught.value).startswith(f"{file}: {key} = {number}, but {cause}")
 
 
@@ -145,30 +141,23 @@ def test_a_micro_batch_that_does_not_divide_a_step_is_refused(value: int) -> Non
         resolve_config(recipe, None, [f"train.micro_batch={value}"])
 
 
-Measure = Callable[..., tuple[float, float]]
-
-
-def fitted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, most_rows: float, *flags: str
-) -> tuple[str, list[str]]:
-    """Batch and log lines on a GPU of 24 GB which really holds `most_rows` sequences."""
-    monkeypatch.setattr(
-        micro_batch, "measure", lambda config, *_: (config.train.rows * GB, most_rows * GB)
-    )
-    one = production(folder, monkeypatch, 24 * GB, *flags)
-    assert one.fits_micro_batch
-    alone: Any = SimpleNamespace(gather=lambda value, kind: [value])
-    fit, notes = micro_batch.fit_on_all_ranks(one, CPU, alone, 2)
-    assert fit.ds_config["gradient_accumulation_steps"] == fit.config.train.accumulation
-    assert fit.ds_config["train_micro_batch_size_per_gpu"] == fit.config.train.rows
-    return f"{fit.config.train.rows}×{fit.config.train.accumulation}", notes
-
-
 def test_what_does_not_fit_when_measured_is_halved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    production: Production, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fitted(tmp_path, monkeypatch, 16) == ("16×2", [])
-    taken, notes = fitted(tmp_path, monkeypatch, 5)
+    alone: Any = SimpleNamespace(gather=lambda value, kind: [value])
+
+    def fitted(most_rows: float, *flags: str) -> tuple[str, list[str]]:
+        """Batch and log lines on a GPU of 24 GB which really holds `most_rows` sequences."""
+        monkeypatch.setattr(
+            micro_batch, "measure", lambda config, *_: (config.train.rows * GB, most_rows * GB)
+        )
+        one = production(24 * GB, *flags)
+        assert one.fits_micro_batch
+        fit, notes = micro_batch.fit_on_all_ranks(one, CPU, alone, 2)
+        return batch(fit), notes
+
+    assert fitted(16) == ("16×2", [])
+    taken, notes = fitted(5)
     assert taken == "4×8"
     assert notes == [
         "micro-batch: 16 sequences do not fit on rank 0 (measured: 16.0 of 5.0 GB): 8 sequences, "
@@ -176,8 +165,8 @@ def test_what_does_not_fit_when_measured_is_halved(
         "micro-batch: 8 sequences do not fit on rank 0 (measured: 8.0 of 5.0 GB): 4 sequences, "
         "accumulation 8",
     ]
-    assert fitted(tmp_path, monkeypatch, 0.5)[0] == "1×32"
-    assert fitted(tmp_path, monkeypatch, 5, "--set=train.accumulation=12")[0] == "3×4"
+    assert fitted(0.5)[0] == "1×32"
+    assert fitted(5, "--set=train.accumulation=12")[0] == "3×4"
 
 
 class TwoRanks:
@@ -192,10 +181,10 @@ class TwoRanks:
 
 
 def test_the_rank_with_the_least_room_decides_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    production: Production, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(micro_batch, "measure", lambda *_: (10 * GB, 20 * GB))
-    one = production(tmp_path, monkeypatch, 24 * GB)
+    one = production(24 * GB)
     fit, notes = micro_batch.fit_on_all_ranks(one, CPU, TwoRanks(), 2)  # type: ignore[arg-type]
     assert fit.config.train.rows == 8
     assert notes == [
@@ -205,10 +194,10 @@ def test_the_rank_with_the_least_room_decides_and_is_named(
 
 
 def test_what_a_pass_does_not_hold_is_optimizer_and_buckets_without_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    production: Production,
 ) -> None:
     """ZeRO-1 on two ranks: master weights and two moments in fp32, halved."""
-    one = production(tmp_path, monkeypatch, 24 * GB)
+    one = production(24 * GB)
     count = parameter_count(one.config.model)
     bucket = 1_000_000
     one.ds_config["zero_optimization"] |= {"reduce_bucket_size": bucket, "overlap_comm": True}
@@ -217,11 +206,9 @@ def test_what_a_pass_does_not_hold_is_optimizer_and_buckets_without_weights(
 
 
 @pytest.mark.gpu
-def test_a_pass_is_measured_and_running_out_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, one = torch.device("cuda"), production(tmp_path, monkeypatch, 80 * GB)
-    small = production(tmp_path, monkeypatch, 80 * GB, "--set=train.micro_batch=1")
+def test_a_pass_is_measured_and_running_out_is_no_error(production: Production) -> None:
+    device, one = torch.device("cuda"), production(80 * GB)
+    small = production(80 * GB, "--set=train.micro_batch=1")
     needed, available = micro_batch.measure(small.config, small.ds_config, device, 2)
     assert 1 * GB < needed < available
     torch.cuda.set_per_process_memory_fraction(0.02)
@@ -266,13 +253,12 @@ def test_production_takes_the_fastest_mode_that_fits_and_logs_why(
     flags: list[str],
     mode: str,
     note: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    production: Production,
 ) -> None:
     """`memory` is in bytes, or as much as a mode needs; a mode that is set is kept."""
     if isinstance(memory, str):
         memory = 1.0001 * needed(memory)
-    one = production(tmp_path, monkeypatch, memory, *flags)
+    one = production(memory, *flags)
     assert one.fits_micro_batch == (memory is not None), "without a GPU there is nothing to measure"
     taken, logged = mode_and_note(one)
     assert taken == mode
@@ -283,9 +269,9 @@ def test_production_takes_the_fastest_mode_that_fits_and_logs_why(
 
 
 def test_a_resumed_run_keeps_its_mode_on_another_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, production: Production
 ) -> None:
-    small = 1.001 * needed("selective")
-    for name, text in production(tmp_path, monkeypatch, small).config_files().items():
-        (tmp_path / name).write_text(text)
-    assert mode_and_note(production(tmp_path, monkeypatch, 80e9, "--resume")) == ("selective", "")
+    (tmp_path / "run").mkdir()
+    for name, text in production(1.001 * needed("selective")).config_files().items():
+        (tmp_path / "run" / name).write_text(text)
+    assert mode_and_note(production(80e9, "--resume")) == ("selective", "")

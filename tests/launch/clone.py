@@ -91,14 +91,6 @@ def make_installed_clone(folder: Path) -> Path:
     return clone
 
 
-def with_real_packages(folder: Path) -> Path:
-    """Make `folder` a clone whose .venv is this environment, and whose setup.sh does nothing."""
-    shutil.copytree(ROOT / "launch", folder / "launch")
-    (folder / "launch/setup.sh").write_text("")
-    (folder / ".venv").symlink_to(sys.prefix)
-    return folder
-
-
 def environment(clone: Path, **changes: str) -> dict[str, str]:
     """Return os.environ without a selected compiler, Python or GPU; pip finds only the wheels."""
     selectors = ("CXX", "PYTHON", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.clone import make_installed_clone, with_real_packages
+from tests.launch.clone import make_installed_clone
+from tests.ranks import ROOT
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +21,7 @@ def installed_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def real_packages(tmp_path: Path) -> Path:
     """A clone whose .venv is the environment of this test, and whose setup.sh does nothing."""
-    return with_real_packages(tmp_path)
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "launch/setup.sh").write_text("")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path
