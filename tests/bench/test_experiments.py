@@ -111,18 +111,20 @@ def test_each_stage_is_trained_evaluated_and_compared_with_the_dense_model(
     stages = json.loads((tmp_path / "real.json").read_text())["stages"]
     assert [(stage["stage"], stage["tokens"]) for stage in stages] == [
         ("dense", 0),
+        ("best blocks", 0),
         ("converted", 0),
         ("index, rate 0.001", 32),
         ("all, rate 0.0001", 64),
     ]
-    dense, converted, index, trained = (stage["losses"] for stage in stages)
+    dense, best, converted, index, trained = (stage["losses"] for stage in stages)
     assert list(dense) == ["all", "0 to 16", "16 to 64"]
     assert dense["all"] == pytest.approx((dense["0 to 16"] + 3 * dense["16 to 64"]) / 4)
     # All blocks are selected in so short a text: only a change of the other weights shows.
     assert converted == pytest.approx(dense, abs=1e-4)
+    assert best == pytest.approx(dense, abs=1e-4)
     assert index == pytest.approx(dense, abs=0.02)  # trained in bf16
     assert trained != pytest.approx(index, abs=1e-3)
-    assert stages[1]["needles"] == stages[0]["needles"] == {"100": "0/2"}
+    assert stages[2]["needles"] == stages[0]["needles"] == {"100": "0/2"}
     assert f"{trained['all'] - dense['all']:+.4f}" in capsys.readouterr().out
     known = tmp_path / "runs/start/real-64-2-100-2.json"
     kept = json.loads(known.read_text())
@@ -165,3 +167,6 @@ def test_recall_is_the_attention_that_selected_blocks_hold_in_all_layers() -> No
     assert not model.training
     assert list(figures["losses"]) == ["all", "0 to 64"]
     assert figures["losses"]["all"] == pytest.approx(figures["losses"]["0 to 64"])
+    real.select_best_blocks(model)
+    figures = real.document(model, row)
+    assert figures["recall"] == pytest.approx(figures["best"])
