@@ -67,13 +67,6 @@ def test_a_sample_compiles_for_amd() -> None:
     assert all(row["tensor_core"] for row in rows if row["products"])
 
 
-SINGLE = Config(16, 32, 4, 1), torch.float32
-
-
-def test_float32_in_three_passes_counts_as_tensor_cores() -> None:
-    assert checked(partial(toys.attention, *SINGLE, precision="tf32x3"))[1] == []
-
-
 def thirty_two_warps() -> None:
     """1,024 threads of NVIDIA's chips and 2,048 of AMD's."""
     arguments = toys.every_kind_of_argument("meta")
@@ -97,7 +90,7 @@ ATTEND = "attend toy 1/1 heads 64 bf16 T=1000"
             f"{ATTEND} 64/64/1/1 sm_80: .* bytes spilled a thread, limit",
         ),
         (
-            partial(toys.attention, *SINGLE, precision="ieee"),
+            partial(toys.attention, Config(16, 32, 4, 1), torch.float32, precision="ieee"),
             "sm_80",
             "2 matrix products without tensor cores, limit 0.*and no tensor-core instruction",
         ),
