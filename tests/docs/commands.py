@@ -175,16 +175,10 @@ def _collect(*flags: str) -> None:
         raise ValueError(run.text("out") + run.text("err"))
 
 
-def no_arguments(arguments: list[str]) -> None:
-    """Refuse any argument."""
-    if arguments:
-        raise ValueError(f"takes no arguments, got {arguments}")
-
-
-def soak(arguments: list[str]) -> None:
-    """Check optional minutes and seed."""
-    if len(arguments) > 2 or not all(word.isdecimal() for word in arguments):
-        raise ValueError(f"launch/soak.sh takes [MINUTES] [SEED], got {arguments}")
+def at_most(count: int, arguments: list[str]) -> None:
+    """Refuse more arguments than a program takes."""
+    if len(arguments) > count:
+        raise ValueError(f"takes {count} arguments, got {arguments}")
 
 
 def tensorboard(arguments: list[str]) -> None:
@@ -199,12 +193,6 @@ def site(arguments: list[str]) -> None:
         raise ValueError("mkdocs takes -f docs/site/mkdocs.yml")
 
 
-def screenshots(arguments: list[str]) -> None:
-    """Check the number of arguments; running the script needs a browser."""
-    if len(arguments) != 1:
-        raise ValueError(f"docs/make_screenshots.py takes RUNS, got {arguments}")
-
-
 # The first matching prefix applies.
 RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/m7c.sh": m7c,
@@ -214,12 +202,12 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/watch.sh": watch,
     "bash launch/gpu.sh": gpu,
     "bash launch/test.sh": tests,
-    "bash launch/setup.sh": no_arguments,
-    "bash launch/soak.sh": soak,
-    "python -m tests.faults.table": no_arguments,
-    "python -m build": no_arguments,
-    "python docs/make_screenshots.py": screenshots,
-    "python docs/make_settings.py": no_arguments,
+    "bash launch/setup.sh": partial(at_most, 0),
+    "bash launch/soak.sh": partial(at_most, 2),  # minutes and a seed
+    "python -m tests.faults.table": partial(at_most, 0),
+    "python -m build": partial(at_most, 0),
+    "python docs/make_screenshots.py": partial(at_most, 1),  # a folder with runs
+    "python docs/make_settings.py": partial(at_most, 0),
     "mkdocs": site,
     "deepspeed": launcher,
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
