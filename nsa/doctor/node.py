@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -32,7 +33,6 @@ _LOG_BYTES = 2 * GB  # metrics, event files, heartbeats, traces and plots of a l
 _SHM_NEEDED = 64 * MIB  # Docker's default; NCCL takes about 4 MiB per channel and peer
 _SHM_ADVISED = 1_024 * MIB
 _DISPLAY_MIB = 2_000  # what a display takes at most
-QUERY = "index,uuid,memory.used"
 
 
 @dataclass(frozen=True)
@@ -78,26 +78,21 @@ def node_checks(
     The run keeps `checkpoints` checkpoints of `checkpoint_bytes` each, and starts `ranks` ranks on
     this machine, by default one per GPU.
     """
-    in_torch = torch_gpus()
-    count = len(in_torch.uuids)
-    query = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
-    listed = parse_gpus(output_of(*query))
-    visible = [gpu for gpu in listed if gpu.uuid in in_torch.uuids] or listed
+    gpus = torch_gpus()
+    count = len(gpus.used_mib)
+    listed = len(re.findall("^GPU ", output_of("nvidia-smi", "-L"), re.M))
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     shm_free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else None
-    peer_access = all(in_torch.peers.values()) and not p2p_disabled(os.environ)
+    peer_access = all(gpus.peers.values()) and not p2p_disabled(os.environ)
     checks = [
         *(version_check(package, package_version(package)) for package in _MINIMUM),
         compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
         shm_check(shm_free, count, peer_access),
         disk_check(run_dir, checkpoint_bytes, checkpoints),
-        *gpu_checks(visible, in_torch, ranks or count),
+        *gpu_checks(listed, gpus, ranks or count),
     ]
     if count > 1:
-        indices = {gpu.index for gpu in visible}
-        links = parse_topology(output_of("nvidia-smi", "topo", "-m"))
-        links = {pair: link for pair, link in links.items() if indices.issuperset(pair)}
-        checks.append(topology_check(links, in_torch.peers, in_torch.rocm))
+        checks.append(peer_check(gpus.peers))
     return checks
 
 
@@ -180,115 +175,71 @@ def disk_check(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Check:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A row of `nvidia-smi --query-gpu`."""
-
-    index: int
-    uuid: str  # without the prefix "GPU-", as in torch
-    used_mib: int
-
-
-@dataclass(frozen=True)
-class TorchGpus:
+class Gpus:
     """The GPUs that torch can use, or why it uses none."""
 
-    uuids: list[str] = field(default_factory=list)
+    used_mib: list[int] = field(default_factory=list)  # of each
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # peer access of each pair
     problem: str = "it is a CPU build"  # why torch uses no GPU
-    rocm: str | None = None  # the version of a ROCm build, whose GPUs are AMD's
 
 
-def torch_gpus() -> TorchGpus:
+def torch_gpus() -> Gpus:
     import torch
 
-    problem = TorchGpus.problem
-    if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        pairs = itertools.permutations(range(count), 2)
+        peers = {pair: torch.cuda.can_device_access_peer(*pair) for pair in pairs}
+        return Gpus([_used_mib(index) for index in range(count)], peers)
+    problem = Gpus.problem
+    if torch.version.cuda or torch.version.hip:
         try:
             torch.cuda.init()
-        except (
-            RuntimeError,
-            AssertionError,
-        ) as error:  # says why, such as a driver that is too old
+        except (RuntimeError, AssertionError) as error:  # such as a driver that is too old
             problem = first_line(error)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-    pairs = itertools.permutations(range(count), 2)
-    peers = {pair: torch.cuda.can_device_access_peer(*pair) for pair in pairs}
-    return TorchGpus(uuids, peers, problem, torch.version.hip)
+    return Gpus(problem=problem)
 
 
-def parse_gpus(text: str) -> list[Gpu]:
-    """Parse `nvidia-smi --query-gpu=<QUERY> --format=csv,noheader,nounits`."""
-    rows = (re.fullmatch(r"(\d+), GPU-(\S+), (\S+)", line) for line in text.splitlines())
-    return [  # memory may be [N/A]
-        Gpu(int(row[1]), row[2], int(row[3]) if row[3].isdigit() else 0) for row in rows if row
-    ]
+def _used_mib(index: int) -> int:
+    import torch
+
+    with contextlib.suppress(Exception):  # the package of NVML or amdsmi may be missing
+        return torch.cuda.device_memory_used(index) // MIB
+    return 0
 
 
-def gpu_checks(gpus: Sequence[Gpu], in_torch: TorchGpus, ranks: int) -> list[Check]:
-    """Compare the GPUs of nvidia-smi with those visible to torch and the number of ranks."""
-    visible = len(in_torch.uuids)
-    if not gpus and not visible:
+def gpu_checks(listed: int, gpus: Gpus, ranks: int) -> list[Check]:
+    """Compare the GPUs that torch sees with the number of ranks; nvidia-smi lists `listed`."""
+    visible = len(gpus.used_mib)
+    if not listed and not visible:
         return [Check("gpus", SKIP, "no GPU here")]
-    status, detail, fix = OK, f"nvidia-smi lists {len(gpus)}; torch sees {visible}", ""
-    if in_torch.rocm:
-        detail = f"ROCm {in_torch.rocm}: torch sees {visible}; memory in use is not read"
+    status, detail, fix = OK, f"torch sees {visible}", ""
     if not visible:
-        status, detail = FAIL, f"{detail}: {in_torch.problem}"
+        status, detail = FAIL, f"{detail} of {listed}: {gpus.problem}"
         fix = "check CUDA_VISIBLE_DEVICES; install a torch build for this driver: pytorch.org"
     elif visible < ranks:
         status, detail = FAIL, f"{detail}, fewer than the {ranks} ranks"
         fix = f"start {visible}: deepspeed --num_gpus {visible}; or check CUDA_VISIBLE_DEVICES"
     checks = [Check("gpus", status, detail, fix)]
-    busy = [f"GPU {gpu.index}: {gpu.used_mib:,} MiB" for gpu in gpus if gpu.used_mib > _DISPLAY_MIB]
+    used = enumerate(gpus.used_mib)
+    busy = [f"GPU {index}: {mib:,} MiB" for index, mib in used if mib > _DISPLAY_MIB]
     if busy:
         fix = "find the process with nvidia-smi; end a leftover rank by its process id"
         checks.append(Check("gpu in use", WARN, "; ".join(busy), fix))
     return checks
 
 
-def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Parse `nvidia-smi topo -m` into GPU pairs and their link, for example PHB or NV12."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # underlined headings
-    columns: list[int] = []
-    links = {}
-    for line in text.splitlines():
-        cells = line.split()
-        gpus = [int(cell[3:]) for cell in cells if re.fullmatch(r"GPU\d+", cell)]
-        if not columns:
-            columns = gpus  # the heading
-        elif gpus and cells[0] == f"GPU{gpus[0]}":
-            for other, link in zip(columns, cells[1:], strict=False):
-                if other > gpus[0]:
-                    links[gpus[0], other] = link
-    return links
-
-
-def topology_check(
-    links: Mapping[tuple[int, int], str],
-    peers: Mapping[tuple[int, int], bool],
-    rocm: str | None = None,
-) -> Check:
-    """Report each pair's link; warn about missing peer access.
-
-    `peers`: whether the first GPU of a pair can read the second's memory.
-    """
-    pairs = [f"GPU {first} and {second}: {link}" for (first, second), link in links.items()]
-    if pairs:
-        detail = "; ".join(pairs[:3])
-        detail += f"; and {len(pairs) - 3} more pairs" if pairs[3:] else ""
-    elif rocm:
-        detail = "links of AMD's GPUs are not read: rocm-smi --showtopo prints them"
-    else:
-        detail = "nvidia-smi topo -m is not readable"
+def peer_check(peers: Mapping[tuple[int, int], bool]) -> Check:
+    """Warn about missing peer access; `peers`: whether a pair's first can read the second."""
     missing = [f"{first}->{second}" for (first, second), access in peers.items() if not access]
-    if missing:
-        more = " and more" if missing[4:] else ""
-        detail += f"; no peer access {', '.join(missing[:4])}{more}: "
-        detail += "data goes through /dev/shm, at about half the speed"
-        fix = "normal on some boards and in virtual machines; else check the BIOS and iommu=pt"
-        return Check("topology", WARN, detail, fix)
-    return Check("topology", OK if links else SKIP, detail)
+    if not missing:
+        return Check("peer access", OK, "between all GPUs")
+    detail = (
+        f"none {', '.join(missing[:4])}{' and more' if missing[4:] else ''}: data goes through "
+    )
+    detail += "/dev/shm, at about half the speed"
+    fix = "normal on some boards and in virtual machines; else check the BIOS and iommu=pt"
+    return Check("peer access", WARN, detail, fix)
 
 
 def p2p_disabled(variables: Mapping[str, str]) -> bool:

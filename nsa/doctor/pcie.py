@@ -6,11 +6,11 @@ Prints NCCL_P2P_DISABLE=1 if this machine needs it (usually not), and the reason
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nsa.doctor.node import parse_topology
 from nsa.system import output_of, text_or_empty
 
 IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")
@@ -22,6 +22,23 @@ def iommu_redirects(groups: Path, kernel: str) -> bool:
     `groups`: a folder without entries if it is off; `kernel`: the kernel's command line.
     """
     return groups.is_dir() and any(groups.iterdir()) and "iommu=pt" not in kernel.split()
+
+
+def parse_topology(text: str) -> dict[tuple[int, int], str]:
+    """Parse `nvidia-smi topo -m` into GPU pairs and their link, for example PHB or NV12."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # underlined headings
+    columns: list[int] = []
+    links = {}
+    for line in text.splitlines():
+        cells = line.split()
+        gpus = [int(cell[3:]) for cell in cells if re.fullmatch(r"GPU\d+", cell)]
+        if not columns:
+            columns = gpus  # the heading
+        elif gpus and cells[0] == f"GPU{gpus[0]}":
+            for other, link in zip(columns, cells[1:], strict=False):
+                if other > gpus[0]:
+                    links[gpus[0], other] = link
+    return links
 
 
 def may_hang(links: Iterable[str], redirects: bool, variables: Mapping[str, str]) -> bool:

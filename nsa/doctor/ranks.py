@@ -35,7 +35,7 @@ _COMPARED = {  # check name: (status if ranks differ, fix)
 }
 _LINK_FIX = (
     "NCCL_P2P_DISABLE=1 avoids a broken link between GPUs, but is slower; for the cause see "
-    "topology and /dev/shm above; NCCL_DEBUG=INFO logs the path"
+    "peer access and /dev/shm above; NCCL_DEBUG=INFO logs the path"
 )
 
 

@@ -135,19 +135,16 @@ class DtypeReport:
             warn(f"{path} was not written, the run continues: {error!r}")
 
     def _modules(self) -> str:
-        """Return a table with a row per module; rows that are equal in all layers are merged."""
-        names_of: dict[tuple[str, ...], list[str]] = defaultdict(list)  # by row
+        """Return a table with a row per module; equal rows of several layers are one, counted."""
+        counts = Counter[tuple[str, ...]]()
         for name, part in self._module.named_modules():
             if dtypes := _dtypes(part.parameters(recurse=False)):
                 pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)  # blocks.*.mlp
-                row = (pattern, type(part).__name__, _join(dtypes), _join(self._gradients[name]))
-                names_of[row].append(name)
-        rows_of_pattern = Counter(row[0] for row in names_of)
+                gradients = _join(self._gradients[name])
+                counts[pattern, type(part).__name__, _join(dtypes), gradients] += 1
         rows: list[tuple[str, ...]] = [_HEADER]
-        for (pattern, *cells), names in names_of.items():
-            if len(names) > 1 and rows_of_pattern[pattern] == 1:
-                names = [f"{pattern} ({len(names)})"]
-            rows += [(name, *cells) for name in names]
+        for (pattern, *cells), count in counts.items():
+            rows.append((f"{pattern} ({count})" if count > 1 else pattern, *cells))
         return "\n".join(align(rows)) + "\n"
 
 

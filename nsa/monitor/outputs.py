@@ -40,8 +40,7 @@ from nsa.monitor.observer import (
 )
 from nsa.text import printable
 
-_LINES_PER_RUN = 20  # in a fast run
-_MIN_SECONDS = 10.0  # between two lines of a slow one
+_MIN_SECONDS = 10.0  # between two lines
 
 
 class Progress(Observer):
@@ -49,9 +48,7 @@ class Progress(Observer):
 
     def __init__(self) -> None:
         self._total = 0
-        self._first: tuple[int, float] | None = None  # step and time from which the ETA is measured
-        self._last_step = 0
-        self._last_time = 0.0
+        self._last_time = float("-inf")  # of a printed step
         self._unprinted: StepRecord | None = None
         self._run_dir = Path()
 
@@ -73,10 +70,8 @@ class Progress(Observer):
     def on_step(self, record: StepRecord) -> None:
         due = (
             record.val_loss is not None
-            or self._first is None
             or record.step >= self._total
             or time.monotonic() - self._last_time >= _MIN_SECONDS
-            or (record.step - self._last_step) * _LINES_PER_RUN >= self._total
         )
         self._unprinted = record
         if due:
@@ -100,13 +95,8 @@ class Progress(Observer):
             )
 
     def _print_step(self, record: StepRecord) -> None:
-        now = time.monotonic()
-        self._first = self._first or (record.step, now)
-        first_step, first_time = self._first
-        done = record.step - first_step
-        seconds = (now - first_time) / done if done else record.seconds
-        eta = tqdm.format_interval(max(0.0, (self._total - record.step) * seconds))
-        self._last_step, self._last_time, self._unprinted = record.step, now, None
+        self._last_time, self._unprinted = time.monotonic(), None
+        eta = tqdm.format_interval(max(0, self._total - record.step) * record.seconds)
         values = {name: getattr(record, name) for name in LINES}
         measured = (LINES[name].format(x) for name, x in values.items() if x is not None)
         self._print("  ".join([f"step {record.step}/{self._total}", *measured, f"ETA {eta}"]))

@@ -32,10 +32,3 @@ TOPO_NVLINK = """\
 GPU0\t X \tNV12\t0-63\t0\t\tN/A
 GPU1\tNV12\t X \t0-63\t0\t\tN/A
 """
-
-UUIDS = ("0c1d6a3b-5e0f-4d0a-8e57-2f8a53a2c001", "7b90e3f2-11cc-4a53-9d5e-61f0a7e2c002")
-
-
-def nvidia_smi(used: object = 4) -> str:
-    """Return the rows of two GPUs, with the second's used memory."""
-    return f"0, GPU-{UUIDS[0]}, 4\n1, GPU-{UUIDS[1]}, {used}\n"

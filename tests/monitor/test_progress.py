@@ -34,11 +34,12 @@ def test_a_short_run_that_logs_every_step_prints_few_lines(
     ]
     lines = show(records, tmp_path, capsys)
     steps = [line for line in lines if line.startswith("step ") and "/300" in line]
-    assert 15 <= len(steps) <= 30
-    assert steps[0].startswith("step 1/300  loss 1.6667  ")
-    assert steps[-1].startswith("step 300/300")
-    assert "ETA 00:00" in steps[-1]
-    assert any(line.startswith("step 101/300") and "val 2.5000" in line for line in steps)
+    first, validation, last = steps
+    assert first.startswith("step 1/300  loss 1.6667  ")
+    assert validation.startswith("step 101/300")
+    assert "val 2.5000" in validation
+    assert last.startswith("step 300/300")
+    assert "ETA 00:00" in last
     assert all("142,857 tokens/s" in line for line in steps)
     assert lines[0].startswith("m7c (demo): 3.0M parameters, steps 1 to 300 on 1 rank, in ")
     assert lines[1] == "no accelerator: the demo"
@@ -84,17 +85,8 @@ def printed(times: dict[int, float], capsys: Captured) -> list[list[str]]:
     return [[line.split()[1], line.split()[-1]] for line in lines]
 
 
-def test_the_eta_does_not_count_the_first_step_which_compiles(capsys: Captured) -> None:
-    steps = printed({1: 500.0, 51: 600.0, 101: 650.0}, capsys)
-    assert steps == [
-        ["1/1000", "1:56:33"],  # 999 of the 7 seconds that this step measured
-        ["51/1000", "31:38"],  # 949 of 2 seconds
-        ["101/1000", "22:28"],  # 899 of 1.5 seconds
-    ]
-
-
-def test_a_line_is_printed_after_ten_seconds_or_a_twentieth_of_the_run(capsys: Captured) -> None:
-    times = {1: 0.0, 2: 9.0, 3: 10.0, 4: 19.0, 52: 19.5, 53: 19.6, 102: 20.0, 103: 30.0}
-    assert [step for step, _ in printed(times, capsys)] == [
-        "1/1000", "3/1000", "53/1000", "103/1000"
-    ]  # fmt: skip
+def test_a_line_is_printed_every_ten_seconds_with_the_rest_at_this_steps_speed(
+    capsys: Captured,
+) -> None:
+    steps = printed({1: 0.0, 2: 9.0, 3: 10.0, 4: 19.0, 52: 19.5, 103: 20.0}, capsys)
+    assert steps == [["1/1000", "1:56:33"], ["3/1000", "1:56:19"], ["103/1000", "1:44:39"]]
