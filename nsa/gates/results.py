@@ -11,7 +11,6 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from difflib import get_close_matches
 from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
@@ -58,10 +57,8 @@ def until_step(text: str, config: LadderConfig, total_steps: int) -> int:
     if name.isdecimal() and int(name) > 0:
         return min(int(name), total_steps)
     if name not in GATE_NAMES:
-        near = get_close_matches(name, GATE_NAMES, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"--until {text}: neither a number of steps above 0 nor a go/no-go gate{hint} "
+            f"--until {text}: neither a number of steps above 0 nor a go/no-go gate "
             f"(choose from {', '.join(GATE_NAMES)})"
         )
     if name == PREFLIGHT:

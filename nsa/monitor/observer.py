@@ -133,10 +133,6 @@ class BackgroundWriter:
                 self._jobs.put_nowait(job)
                 return True
         self.dropped += 1
-        if self.dropped == 1 and not self._closed:
-            # In a thread, because stderr may be a file on the same slow disk.
-            text = f"{self.name}: writing is slower than the run; dropping lines from here on"
-            threading.Thread(target=warn, args=(text,), daemon=True).start()
         return False
 
     def flush(self, timeout: float = 10.0) -> bool:

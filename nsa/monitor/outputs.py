@@ -197,30 +197,26 @@ def teacher_csv() -> CsvObserver:
 class FallbacksCsv(Observer):
     """One row per operation and backend that `auto` could not use in this process, and why.
 
-    Rewritten at logged steps if a count changed, and at the end.
+    Rewritten at the end, and at logged steps if there are any.
     """
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
         self._counts = counts
-        self._written: Counts = {}
         self._path = Path()
 
     def on_start(self, info: RunInfo) -> None:
         self._path = info.run_dir / FALLBACKS_FILE
 
     def on_step(self, record: StepRecord) -> None:
-        if self._counts() != self._written:
-            self._write()
+        if self._counts():
+            self.on_end("")
 
     def on_end(self, status: str) -> None:
-        self._write()
-
-    def _write(self) -> None:
-        counts, text = dict(self._counts()), io.StringIO()
+        text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
-        rows.writerows([FALLBACK_COLUMNS, *([*key, n] for key, n in sorted(counts.items()))])
+        rows.writerow(FALLBACK_COLUMNS)
+        rows.writerows([*key, calls] for key, calls in sorted(self._counts().items()))
         atomic_write_text(self._path, text.getvalue())
-        self._written = counts
 
 
 Event = tuple[str, float, int]  # tag, value, x

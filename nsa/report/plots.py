@@ -56,12 +56,8 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
         lines, labels = axis.get_legend_handles_labels()
         labelled |= dict(zip(labels, lines, strict=True))
     if len(labelled) > 1 or not all(panel.ordered for panel in panels):
-        widest = max(map(len, labelled), default=0) + 6  # with the line before it
-        fitting = max(1, int(size[0] * _CHARACTERS_PER_INCH) // widest)
         style: dict[str, Any] = {"loc": "outside upper left", "frameon": False, "fontsize": "small"}
-        figure.legend(
-            list(labelled.values()), list(labelled), ncols=min(fitting, len(labelled)), **style
-        )
+        figure.legend(list(labelled.values()), list(labelled), **style)
     picture = io.BytesIO()
     try:
         figure.savefig(picture, format=out.suffix[1:] or "png")

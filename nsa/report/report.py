@@ -27,8 +27,7 @@ from nsa.monitor.artifacts import (
     read_table,
     try_read_text,
 )
-from nsa.monitor.observer import TEACHER_COLUMNS
-from nsa.monitor.outputs import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE, TEACHER_FILE
+from nsa.monitor.outputs import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE
 from nsa.report.plots import Panel, draw
 from nsa.text import markdown_table, plain
 from nsa.untrusted import parse_yaml
@@ -184,7 +183,6 @@ def write_report(run_dir: Path, status: str = "") -> Path:
         f"# {plain(run.name)}: {plain(_decision(run.gates))}",
         *_gate_sections(run.gates),
         *_facts(run, status),
-        *_versus_teacher(run),
         *_settings(run),
     ]
     pictures = [] if status and run.steps < SHORT_RUN else draw_plots(run)
@@ -285,20 +283,6 @@ def _fallbacks(run_dir: Path) -> list[str]:
     rows = [row for row in csv.DictReader(text.splitlines()) if all(map(row.get, FALLBACK_COLUMNS))]
     line = "{operation} not on {backend}: {reason} ({calls} calls)"
     return [line.format_map(row) for row in rows[:20]]
-
-
-def _versus_teacher(run: Summary) -> Iterator[str]:
-    """Compare with the run's teacher at the last validation, by position."""
-    rows = read_table(run.run_dir / TEACHER_FILE).rows
-    if last := [row for row in rows if row["step"] == rows[-1]["step"]]:
-        yield from (*_heading(f"Compared with the teacher at step {last[0]['step']:,.0f}"), "")
-        yield from markdown_table(
-            TEACHER_COLUMNS,
-            [
-                [f"{row[name]:.6g}" if name in row else "" for name in TEACHER_COLUMNS]
-                for row in last
-            ],
-        )
 
 
 def _settings(run: Summary) -> Iterator[str]:

@@ -106,9 +106,7 @@ def test_submitting_returns_while_a_write_hangs_and_dropped_jobs_are_counted(
     released.set()
     writer.close()
     assert written == [0, 1]
-    err = capsys.readouterr().err
-    assert err.count("slow disk: writing is slower than the run") == 1
-    assert "slow disk: 3 writes dropped and 0 failed" in err
+    assert "slow disk: 3 writes dropped and 0 failed" in capsys.readouterr().err
 
 
 def test_closing_gives_up_on_a_write_that_hangs_and_counts_the_rest(

@@ -123,17 +123,6 @@ def test_a_heartbeat_file_too_large_to_be_read_is_named(tmp_path: Path) -> None:
     assert run["steps"] == ["20"]
 
 
-def test_the_comparison_with_a_teacher_is_that_of_the_last_validation(tmp_path: Path) -> None:
-    write_metrics(tmp_path, 20)
-    names = "step,first,last,tokens,loss,teacher_loss,kl,same_top1"
-    rows = ["10,0,63,100,9,9,9,0", "20,0,63,200,3.54321,3.25,0.125,0.5", "20,64,127,100,3,2,1,0.25"]
-    (tmp_path / "teacher.csv").write_text("\n".join([names, *rows]) + "\n")
-    cells = table(write_report(tmp_path).read_text(), "Compared with the teacher at step 20")
-    assert cells["0"] == ["63", "200", "3.54321", "3.25", "0.125", "0.5"]
-    assert cells["64"] == ["127", "100", "3", "2", "1", "0.25"]
-    assert len(cells) == 4, "the header, its line, and two rows"
-
-
 @pytest.mark.parametrize("steps", [20, 300])
 def test_a_short_run_is_not_called_ready_for_production(steps: int, tmp_path: Path) -> None:
     result = judge_files(
@@ -157,22 +146,6 @@ def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path) ->
     assert ": not judged yet\n" in text
     assert table(text, "Run")["steps"] == ["0"]
     assert plots(tmp_path) == set()
-
-
-@pytest.mark.parametrize(
-    "garbage", [b"\x00\xff" * 500, b"[1, 2]\n", b'{"packages": 3, "cuda": []}']
-)
-def test_corrupt_files_cost_only_their_part_of_the_report(tmp_path: Path, garbage: bytes) -> None:
-    write_run(tmp_path)
-    record_result(tmp_path, judge_files(tmp_path, Gate("sanity", 1), LadderConfig()))
-    for name in ("env.json", "halt.json", "config.yaml", "ds_config.json", "fallbacks.csv"):
-        (tmp_path / name).write_bytes(garbage)
-    for name in ("selection.csv", "heartbeat_rank0.jsonl"):
-        (tmp_path / name).write_bytes(garbage)
-    text = write_report(tmp_path).read_text()
-    assert text.startswith(f"# {tmp_path.name}: Go at sanity")
-    assert table(text, "Run")["steps"] == ["300"]
-    assert "curves.png" in plots(tmp_path)
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:

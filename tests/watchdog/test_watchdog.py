@@ -133,7 +133,6 @@ RESTART_ONCE = ("--restart", 1)
 # Runs that need no help from a test: faults, flags and limits.
 SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]] = {
     "hang": (("0:train", "0:ignore-sigterm", "0:worker", "1:hang", "1:stacks"), (), {}),
-    "finished peer": (("0:finished", "1:hang"), (), {}),
     "silent": (("0:train", "1:sigstop"), (), {"silence": 2}),
     "finished": (("0:finished", "1:finished"), RESTART_ONCE, {}),
     "failed": (("0:failed", "1:failed"), RESTART_ONCE, {}),
@@ -208,10 +207,6 @@ def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs:
     assert f"HALT: {halt['reason']}; dumping stacks" in run.stderr
     assert len(run.pids()) == 3
     assert not any(map(alive, run.pids()))
-
-
-def test_a_hang_is_no_success_though_the_other_rank_has_finished(runs: Runs) -> None:
-    assert runs["finished peer"].exit_code() == 4
 
 
 def test_a_stopped_process_is_ended_for_its_silence(runs: Runs) -> None:
