@@ -37,6 +37,15 @@ def test_a_process_that_only_wrote_where_it_resumes_has_done_nothing(tmp_path: P
     assert read_rank(tmp_path, 0).spans == [(0, 100), (200, 300)]
 
 
+def test_the_first_step_of_each_process_which_compiles_is_no_pause(tmp_path: Path) -> None:
+    for start in (0, 3):
+        lines = beats(start + 3, start=start, pid=100 + start)
+        (first, *_) = [line for line in lines if line["phase"] == "backward"]
+        first["since"] = 900.0
+        write_beats(tmp_path, lines)
+        assert read_rank(tmp_path, 0).pause == 0.1
+
+
 def test_only_the_highest_peaks_and_the_mean_utilization_are_kept(tmp_path: Path) -> None:
     lines = beats(50_000)
     for line in lines:
