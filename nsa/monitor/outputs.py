@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,8 +50,10 @@ class Progress(Observer):
         self._total = 0
         self._last_time = float("-inf")  # of a printed step
         self._unprinted: StepRecord | None = None
+        self._run_dir = Path()
 
     def on_start(self, info: RunInfo) -> None:
+        self._run_dir = info.run_dir
         self._total = info.total_steps
         steps = f"steps {info.start_step + 1} to {info.total_steps}"
         if info.start_step >= info.total_steps:
@@ -84,6 +87,12 @@ class Progress(Observer):
         if self._unprinted is not None:
             self._print_step(self._unprinted)
         self._print(status)
+        if status == "finished":
+            run = shlex.quote(str(self._run_dir))
+            self._print(
+                f"next commands:\n  nsa report {run}\n  nsa generate {run} --prompt 'def '\n"
+                f"  tensorboard --logdir {run}"
+            )
 
     def _print_step(self, record: StepRecord) -> None:
         self._last_time, self._unprinted = time.monotonic(), None
