@@ -9,8 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 from nsa.constants import INTERRUPTED
 from nsa.data.command import add_parser as add_data_parser
@@ -29,8 +27,6 @@ from nsa.validation import Parser, positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
 from nsa.withdrawn import VERBS
-
-INFO = ("model", "parameters", "flops_per_token")  # keys of `nsa info --json`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,14 +95,6 @@ def _parser() -> Parser:
     add_export_parser(verbs)
     add_import_parser(verbs)
 
-    about = "print parameters and FLOPs per token of a model and of its dense twin"
-    info = verbs.add_parser("info", help=about, description=about)
-    about = "folder of a run, a checkpoint, an export or an import (default: recipes/m7c.py)"
-    info.add_argument("path", nargs="?", type=Path, help=about)
-    info.add_argument("--seq-len", type=int, help="sequence length (default: that of training)")
-    info.add_argument("--json", action="store_true", help="print JSON")
-    info.set_defaults(run=_info)
-
     for verb in verbs.choices.values():
         verb.set_defaults(parser=verb)
     return parser
@@ -169,36 +157,3 @@ def _plan(args: argparse.Namespace) -> int:
         from nsa.engine.plan_command import run
 
     return run(args)
-
-
-def _info(args: argparse.Namespace) -> int:
-    positive_flags(args, "seq_len")
-    # Importing DeepSpeed logs to stdout.
-    with contextlib.redirect_stdout(io.StringIO()):
-        from nsa.engine.load_run import read_config
-        from nsa.engine.plan_command import DEFAULT_RECIPE, load_profile
-        from nsa.model.count import flops_per_token, parameter_count
-
-        if args.path is None:
-            name, config = "M7C", load_profile(DEFAULT_RECIPE, "production")
-        else:
-            name, config = args.path.resolve().name, read_config(args.path)
-    model, seq_len = config.model, args.seq_len or config.data.seq_len
-    models = {name: model}
-    if model.attention.kind != "dense":
-        dense = replace(model.attention, kind="dense", selector_loss=0.0)
-        models["dense twin"] = replace(model, attention=dense)
-    rows = [
-        (name, parameter_count(model), flops_per_token(model, seq_len))
-        for name, model in models.items()
-    ]
-    if args.json:
-        tree = {"seq_len": seq_len, "models": [dict(zip(INFO, row, strict=True)) for row in rows]}
-        print(json.dumps(tree, indent=2))
-        return 0
-    width = max(len("dense twin"), len(name))
-    print(f"forward and backward, averaged over {seq_len:,} tokens")
-    print(f"{'':{width}}{'parameters':>14}{'MFLOP/token':>16}")
-    for name, parameters, flops in rows:
-        print(f"{name:{width}}{parameters:>14,}{flops / 1e6:>16,.1f}")
-    return 0

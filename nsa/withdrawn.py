@@ -74,6 +74,7 @@ VERBS: dict[str, str] = {
     "bench": "run python -m tests.bench in a clone; for tile sizes nsa doctor --tune",
     "tasks": "run python -m tests.bench recall in a clone",
     "completion": "no verb replaces it",
+    "info": "run nsa plan, or a recipe with --dry-run",
 }
 
 

@@ -19,13 +19,11 @@ import nsa
 from nsa import cli
 from nsa.cli import main
 from nsa.engine.plan_command import load_profile
-from nsa.model.config import AttentionConfig, ModelConfig
-from nsa.model.count import parameter_count
 from tests.ranks import ROOT
 
 M7C = load_profile(ROOT / "recipes/m7c.py", "production").model
 
-VERBS = "check compare data doctor eval export generate import info plan report serve train watch"
+VERBS = "check compare data doctor eval export generate import plan report serve train watch"
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
 METRICS = (
     "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
@@ -89,7 +87,6 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     wrong = tmp_path / "wrong.json"
     wrong.write_text('{"zero_optimisation": {"stage": 1}}')
     for arguments, word in (
-        (["info", "--seq-len", "0"], "--seq-len 0"),
         (["compare", str(tmp_path), "--out", str(tmp_path / "x.png")], "metrics.csv"),
         (["report", str(tmp_path / "runs")], "no such folder"),
         (["check", str(wrong)], "zero_optimisation"),
@@ -106,9 +103,9 @@ def test_ctrl_c_ends_any_verb_quietly(
 ) -> None:
     # Tests of the watchdog leave their own handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(cli, "_info", lambda args: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(cli, "_check", lambda args: signal.raise_signal(signal.SIGINT))
     try:
-        assert main(["info"]) == 130
+        assert main(["check", str(DS_CONFIG)]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == ""
@@ -124,34 +121,6 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-def test_info_counts_the_m7c_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--seq-len", "4096"]) == 0
-    output = capsys.readouterr().out
-    assert f"{parameter_count(M7C):,}" in output
-    assert "4,096 tokens" in output
-    m7c, dense = (float(line.split()[-1].replace(",", "")) for line in output.splitlines()[-2:])
-    assert 700 < m7c < dense < 1_500  # MFLOP: about 6 per parameter, plus attention
-
-
-def test_info_describes_the_model_of_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "m7c_dense-production"
-    run.mkdir()
-    assert main(["info", str(run)]) == 2
-    assert "has no config.yaml" in capsys.readouterr().err
-    text = "data: {seq_len: 256}\nmodel: {layers: 2, attention: {kind: %s}}"
-    for kind in ("dense", "nsa"):
-        (run / "config.yaml").write_text(text % kind)
-        assert main(["info", str(run)]) == 0
-        first, head, model, *twin = capsys.readouterr().out.splitlines()
-        assert first.endswith(" 256 tokens")
-        assert len({len(line) for line in (head, model, *twin)}) == 1, "aligned"
-        count = parameter_count(ModelConfig(layers=2, attention=AttentionConfig(kind=kind)))
-        assert model.split()[:2] == [run.name, f"{count:,}"]
-        assert [line.split()[0] for line in twin] == ["dense"] * (kind == "nsa")
 
 
 def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
@@ -240,11 +209,6 @@ def test_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 0, words
         return json.loads(capsys.readouterr().out)
 
-    info = tree("info", "--seq-len", "512")
-    assert info["seq_len"] == 512
-    assert [model["model"] for model in info["models"]] == ["M7C", "dense twin"]
-    assert info["models"][0]["parameters"] == parameter_count(M7C)
-    assert info["models"][0].keys() == {"model", "parameters", "flops_per_token"}
     check = tree("check", str(DS_CONFIG))
     assert check["summary"].startswith("ok: ZeRO-1")
     assert check["ds_config"]["train_batch_size"] == 64

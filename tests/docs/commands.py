@@ -78,7 +78,7 @@ def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
 
 def nsa(arguments: list[str]) -> str | None:
     """Run an `nsa` verb that only reads the repository; parse any other."""
-    if cli._parser().parse_args(arguments).verb not in ("info", "check", "plan"):
+    if cli._parser().parse_args(arguments).verb not in ("check", "plan"):
         return None
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = cli.main(arguments)

@@ -82,7 +82,7 @@ def test_every_block_has_a_known_language(page: Path) -> None:
         "python recipes/m7c_dense.py --profile huge",
         "bash launch/m7c.sh --set train.stepz=3",
         "bash launch/test.sh --fulll",
-        "nsa info --seq-length 8",
+        "nsa plan --gpuz 8",
         "python -m tests.bench decode --turns 2",
         "nsa bench traffic",
     ],
