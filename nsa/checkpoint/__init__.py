@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nsa.checkpoint.commit import newest_valid, read_manifest
 from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver, load
-from nsa.checkpoint.state_file import Checkpoint, has_stream_cursor, read_state_file
+from nsa.checkpoint.state_file import Checkpoint, read_state_file
 from nsa.checkpoint.universal import needs_universal, to_universal
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "CheckpointConfig",
     "SaveFailed",
     "Saver",
-    "has_stream_cursor",
     "load",
     "needs_universal",
     "newest_valid",

@@ -30,8 +30,7 @@ def layout_of(stage: int) -> str:
     return "1 or 2" if stage in (1, 2) else str(stage)
 
 
-# The last is of an earlier version: only its weights load.
-LAYOUTS = (*map(layout_of, range(4)), "1 or 2 with Muon")
+LAYOUTS = [layout_of(stage) for stage in range(4)]
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,6 @@ def read_state_file(checkpoint: Path) -> Checkpoint:
 def read_tokenizer(folder: Path) -> Mapping[str, str] | None:
     """Return name and fingerprint of a checkpoint's tokenizer; None if they are not recorded."""
     return read_state_file(folder).tokenizer if (folder / STATE).is_file() else None
-
-
-def has_stream_cursor(checkpoint: Path) -> bool:
-    """Return whether an earlier version saved it, which streamed its data in another order."""
-    path = checkpoint / "rank0.json"
-    return path.exists() and read_object(path, *OF_CHECKPOINT).get("feed") is not None
 
 
 def check_loadable(checkpoint: Path, saved: Topology, current: Topology) -> None:

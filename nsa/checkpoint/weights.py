@@ -10,7 +10,6 @@ safetensors          as `nsa export` and `nsa import` write them
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import io
 import re
 import warnings
@@ -25,7 +24,7 @@ from nsa.checkpoint.commit import MANIFEST, find_problem, newest_valid
 from nsa.checkpoint.state_file import ANY_RANKS, Topology, read_state_file
 from nsa.dtypes import DTYPES
 from nsa.text import printable, type_and_message
-from nsa.untrusted import data_only, open_regular, parse_json, parse_yaml, read_text
+from nsa.untrusted import data_only, open_regular, parse_json, read_text
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"
@@ -99,27 +98,15 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
 def _master_weights(
     folder: Path, topology: Topology, saved: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the master weights of all stages but 3; frozen weights, which have none, as trained."""
+    """Yield the master weights of all stages but 3."""
     trained: dict[str, Tensor] = saved["module"]
-    frozen = _frozen_names(folder, trained)
-    for name in frozen:
-        yield name, trained[name]
-    learned = {name: weight for name, weight in trained.items() if name not in frozen}
     if topology.layout == "0":
-        yield from _master_weights_stage_0(learned, saved["optimizer"]["fp32_groups"])
+        yield from _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])
     elif topology.ranks == ANY_RANKS:
         for file in sorted((folder / "zero").glob("*/fp32.pt")):
             yield file.parent.name, _load_mapped(file)["param"]
     else:
-        yield from _master_weights_stage_1_2(folder, int(topology.ranks), learned)
-
-
-def _frozen_names(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the names that match train.freeze, which earlier versions had: untrained weights."""
-    file = folder / "config.yaml"
-    config = parse_yaml(read_text(file)) if file.is_file() else {}
-    patterns = str(config.get("train", {}).get("freeze") or "").split(",")
-    return [name for pattern in patterns for name in fnmatch.filter(names, pattern.strip())]
+        yield from _master_weights_stage_1_2(folder, int(topology.ranks), trained)
 
 
 def set_weights(

@@ -169,7 +169,7 @@ class RunConfig:
                 )
 
     def check_phases(self) -> None:
-        """Raise a ValueError for dense first steps without an index: only old runs have them."""
+        """Raise a ValueError for dense first steps without an index, which earlier versions had."""
         for name in ("dense_steps", "selector_steps"):
             value = getattr(self.train, name)
             if value and not self.model.attention.has_index:

@@ -21,6 +21,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     """Return the state of the checkpoint to resume from and notes; raise if it cannot be loaded."""
     path, notes = request.checkpoint, list[str]()
     if path is None:
+        request.config.check_phases()
         return None, notes
     saved = checkpoint.read_state_file(path)
     ranks = saved.topology.ranks
@@ -50,16 +51,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
 
 
 def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
-    """Raise a ValueError if resumed settings change the phase of a step that is done.
-
-    Runs of an earlier version with three branches may finish dense_steps, but not selector_steps.
-    """
-    if step < config.train.selector_steps and not config.model.attention.has_index:
-        raise ValueError(
-            f"train.selector_steps = {config.train.selector_steps}: is withdrawn in this version "
-            f"without an index, and the run is at step {step}; finish them with the version that "
-            "began it, or convert the dense model again: nsa import"
-        )
+    """Raise a ValueError if resumed settings change the phase of a step that is done."""
     for name, old, new in (
         ("dense_steps", before.train.switch_step, config.train.switch_step),
         ("selector_steps", before.train.selector_steps, config.train.selector_steps),
@@ -71,6 +63,8 @@ def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
             f"train.{name} = {new}: the run was dense in {min(old, step)} of its {step} steps; set "
             f"it to {fix}, or start a fresh run in another folder"
         )
+    if step < max(config.train.switch_step, config.train.selector_steps):
+        config.check_phases()
 
 
 def check_groups(before: RunConfig, config: RunConfig) -> None:
@@ -87,24 +81,10 @@ def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def read_state(saved: Checkpoint) -> tuple[TrainState, list[str]]:
-    """Return a checkpoint's TrainState, and notes."""
-    state = _train_state(saved)
-    if not checkpoint.has_stream_cursor(saved.folder):
-        return state, []
-    state.data, state.samples = "", 0
-    return state, [
-        f"--resume: an earlier version saved {saved.folder.name}, and streamed its data in another "
-        "order; the data starts at its first sample"
-    ]
-
-
-def _train_state(saved: Checkpoint) -> TrainState:
+def read_state(saved: Checkpoint) -> TrainState:
     """Return a checkpoint's TrainState; raise a ValueError if a field has another type."""
     state = TrainState(step=saved.step)
     for name, value in saved.train_state.items():
-        if name == "passed_over":  # of earlier versions, which rolled back
-            continue
         expected = getattr(state, name, None)
         if type(value) is not type(expected):
             shown = short_repr(value)

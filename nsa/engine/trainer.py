@@ -102,8 +102,7 @@ def prepare(run: Run) -> None:
     run.notes += notes
     run.state = TrainState()
     if run.resume_from is not None:
-        run.state, notes = resume.read_state(run.resume_from)
-        run.notes += notes
+        run.state = resume.read_state(run.resume_from)
     else:
         run.weights = resume.find_initial_weights(request.config)
     if run.weights is not None:

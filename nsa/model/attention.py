@@ -362,14 +362,10 @@ class NSAttention(Attention):
     ) -> Tensor:
         if self.dense:
             o = causal_attention(q, *kv["sel"], metadata.cu_seqlens)
-            if self.index is not None:
-                # Blocks are selected for the observer alone.
-                if not self.compiled and self.observer is not None and "index" in kv:
-                    self._observe(None, self._select(kv, metadata), metadata.cu_seqlens)
-                return o
-            # The dense steps of an earlier version's run: the selected branch alone has values, and
-            # its gate is ½. Keys and values of the others get a gradient of 0, as ZeRO expects.
-            return o / 2 + sum((0.0 * x).sum() for x in kv["cmp"])
+            # Blocks are selected for the observer alone.
+            if not self.compiled and self.observer is not None and "index" in kv:
+                self._observe(None, self._select(kv, metadata), metadata.cu_seqlens)
+            return o
         if self.index is not None:  # one softmax over the keys of the blocks that it selects
             block_index = self._select(kv, metadata)
             o = selected_attention(q, *kv["sel"], block_index, self.spec, **self._common(metadata))

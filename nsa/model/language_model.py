@@ -258,7 +258,8 @@ class LanguageModel(nn.Module):
                     nn.init.zeros_(block.attention.gates.weight)  # gates start at ½
 
     def attend_densely(self, dense: bool) -> None:
-        """Attend to all tokens if `dense`, otherwise to selected blocks again."""
+        """Attend to all tokens if `dense`, otherwise to the blocks that the index selects again."""
+        assert self.config.attention.has_index or not dense
         for layer in self.sparse_layers().values():
             layer.dense = dense
 

@@ -9,9 +9,7 @@ import torch
 
 from nsa.engine.plan_command import load_profile
 from nsa.monitor.artifacts import read_table
-from tests.checkpoint.planted_code import rehash
 from tests.engine.runs import TINY, cut_back, ds_config, losses, on_two_ranks, succeed, weights
-from tests.model.models import build, tiny, tokens
 from tests.ranks import ROOT
 
 STEPS = [*TINY, "--set=data.seq_len=256", "--profile=demo", "--steps=7"]
@@ -63,27 +61,6 @@ def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
     assert not any(torch.equal(before[name], start[name]) for name in learned if "q.w" in name)
 
 
-def test_a_run_of_an_earlier_version_finishes_its_dense_steps_with_three_branches(
-    tmp_path: Path,
-) -> None:
-    """In them the selected branch attends to all tokens, its output halved: gates were ½."""
-
-    def train(run: str, *flags: str) -> dict[int, float]:
-        config = ds_config("zero1_pcie")
-        succeed(on_two_ranks("m7c.py", f"--run-dir={run}", config, *flags, folder=tmp_path))
-        return losses(tmp_path / run)
-
-    branches = ["--set=attention.branches=cmp+sel+win", "--set=attention.selector_loss=1"]
-    sparse = train("run", *(flag for flag in STEPS if "dense_steps" not in flag), *branches)
-    saved = cut_back(tmp_path / "run", 1, tmp_path / "old") / "checkpoints/step00000001"
-    text = (saved / "config.yaml").read_text()
-    (saved / "config.yaml").write_text(text.replace("dense_steps: 0", "dense_steps: 3"))
-    rehash(saved)
-    resumed = train("old", "--resume")
-    assert resumed[1] == sparse[1]
-    assert resumed[2] != sparse[2]
-
-
 @pytest.mark.parametrize(
     ("recipe", "attention", "half_dense"),
     [
@@ -104,19 +81,3 @@ def test_recipes_begin_dense_where_a_loss_trains_the_selection(
         assert config.train.dense_steps == (steps // 2 if half_dense else 0)
         assert config.train.value_rate == (0.5 if half_dense else 1.0)
         assert config.selects_all_note() is None
-
-
-def test_dense_steps_of_an_earlier_versions_run_read_the_selected_branch_by_half() -> None:
-    """With three branches: its gates are ½, and the others have a gradient of 0."""
-    model, twin, ids = build(tiny("mean")), build(tiny("dense")), tokens(30)
-    weights = {
-        name: x for name, x in model.state_dict().items() if not name.endswith("gates.weight")
-    }
-    for name, weight in weights.items():
-        if name.endswith(("attention.k.weight", "attention.v.weight")):
-            weights[name] = weight.chunk(3)[1] * (0.5 if ".v." in name else 1)
-    twin.load_state_dict(weights)
-    model.attend_densely(True)
-    torch.testing.assert_close(model(ids), twin(ids))
-    model(ids, labels=ids).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -15,9 +15,9 @@ from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.recipe import Recipe
-from nsa.engine.resume import check_groups, check_schedule, read_checkpoint, read_state
+from nsa.engine.resume import check_groups, check_schedule, read_checkpoint
 from nsa.engine.run_dir import record_run
-from nsa.engine.run_request import RunRequest, TrainState
+from nsa.engine.run_request import RunRequest
 from nsa.model import AttentionConfig, ModelConfig
 from tests.engine.runs import TINY, ds_config, on_one_rank, succeed, weights
 from tests.engine.small import gpus, small, small_request
@@ -84,12 +84,11 @@ def test_values_keep_or_lack_a_rate_of_their_own(before: float, after: float, ke
             check_groups(*configs)
 
 
-def test_the_selectors_steps_of_three_branches_are_not_continued() -> None:
-    config = RunConfig(train=TrainConfig(selector_steps=5))
+@pytest.mark.parametrize("name", ["dense_steps", "selector_steps"])
+def test_the_dense_steps_of_three_branches_are_not_continued(name: str) -> None:
+    config = RunConfig(train=TrainConfig(**{name: 5}))
     check_schedule(config, config, 5)
-    with pytest.raises(
-        ValueError, match=r"selector_steps = 5: is withdrawn .* is at step 4; finish"
-    ):
+    with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index; three branches"):
         check_schedule(config, config, 4)
 
 
@@ -214,22 +213,3 @@ def test_a_checkpoint_of_an_earlier_version_has_no_run_and_resumes(saved: Path) 
     del content["run"]
     manifest.write_text(manifest_text(content))
     assert read_checkpoint(resumed(saved), world_size=2)[0] is not None
-
-
-def test_the_rolled_back_samples_of_an_earlier_version_are_ignored() -> None:
-    saved = Checkpoint(Path("x"), {"step": 3, "passed_over": [8]}, Topology("0", "bf16", 1))
-    state, _ = read_state(saved)
-    assert state == TrainState(step=3)
-
-
-def test_the_cursor_of_a_stream_of_an_earlier_version_restarts_the_data_with_a_note(
-    tmp_path: Path,
-) -> None:
-    saved = Checkpoint(tmp_path, {"step": 3, "samples": 6, "data": "ab"}, Topology("0", "bf16", 2))
-    for feed, samples, data in (("null", 6, "ab"), ('{"under": {}, "workers": [null]}', 0, "")):
-        (tmp_path / "rank0.json").write_text(f'{{"feed": {feed}}}')
-        state, notes = read_state(saved)
-        assert (state.step, state.samples, state.data) == (3, samples, data)
-        assert ["the data starts at its first sample" in note for note in notes] == [True] * (
-            not data
-        )
