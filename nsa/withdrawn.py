@@ -65,6 +65,9 @@ FLAGS: dict[str, str] = {
     "nsa data prepare --files": "use --pattern",
     "nsa data train-tokenizer --files": "use --pattern",
     "nsa data prepare --workers": "remove it; all CPU cores tokenise",
+    "nsa data check --seq-len": "remove it; a run logs the samples and epochs that it reads",
+    "nsa data check --samples-per-step": "remove it; a run logs the epochs that it reads",
+    "nsa data check --steps": "remove it; a run logs the epochs that it reads",
     "nsa watch --backoff": "remove it; a restart waits 10 s",
     "nsa plan --search": "use --compare, and --set train.micro_batch=auto",
 }

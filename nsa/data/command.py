@@ -38,15 +38,9 @@ def add_parser(verbs: Any) -> None:
     prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help=about)
     prepare.set_defaults(run=_prepare, parser=prepare)
 
-    about = "verify every byte of a prepared folder, and report how many steps an epoch takes"
+    about = "verify every byte of a prepared folder, and print what it holds"
     check = actions.add_parser("check", help=about, description=about)
     check.add_argument("folder", type=Path, help="a folder that `nsa data prepare` wrote")
-    for name, value, what in (
-        ("--seq-len", DEFAULT.seq_len, "tokens per sequence"),
-        ("--samples-per-step", 64, "sequences of all ranks in one step"),
-    ):
-        check.add_argument(name, type=int, default=value, help=f"{what} (default %(default)s)")
-    check.add_argument("--steps", type=int, help="steps of a run: prints how many epochs it takes")
     check.set_defaults(run=_check, parser=check)
 
     about = "train a byte-level BPE tokenizer on a source, for data.tokenizer=hf:<folder>"
@@ -110,26 +104,14 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from nsa.data.shards import open_shards, read_index, verify_shards
-    from nsa.data.token_store import coverage
+    from nsa.data.shards import read_index, verify_shards
 
-    positive_flags(args, "seq_len", "samples_per_step", "steps")
     folder = args.folder.expanduser()
     index = read_index(folder)
     verify_shards(folder, index)
     names = f"source {index.stamp.source}, tokenizer {index.stamp.tokenizer}"
     print(f"{folder}: {printable(names)}; intact")
     print(*_contents(folder, index), sep="\n")
-    if index.of("train"):
-        store = open_shards(str(folder), "train")
-        batch = args.samples_per_step
-        samples = None if args.steps is None else args.steps * batch
-        if samples is not None:
-            print(f"a run of {args.steps:,} steps of {batch:,} samples:")
-        print(*map(printable, coverage([store], [1.0], args.seq_len, samples)), sep="\n")
-        if samples is None:
-            steps = max(0, len(store) - 1) // args.seq_len / batch
-            print(f"one epoch is {steps:,.1f} steps of {batch:,} samples")
     return 0
 
 

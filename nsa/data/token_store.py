@@ -55,30 +55,27 @@ class TokenStore:
 
 
 def coverage(
-    stores: Sequence[TokenStore], fractions: Sequence[float], seq_len: int, samples: int | None
+    stores: Sequence[TokenStore], fractions: Sequence[float], seq_len: int, samples: int
 ) -> list[str]:
-    """Return a line per store: its size, and how much of it a run of `samples`, if given, reads."""
+    """Return a line per store: its size, and how much of it a run of `samples` reads."""
     lines: list[str] = []
     for store, fraction in zip(stores, fractions, strict=True):
         lines += store.notes
         tokenizer = f" (tokenizer {store.tokenizer})" if store.tokenizer else ""
-        consumed = None if samples is None else round(samples * fraction)
-        if store.grows and consumed is not None:
+        consumed = round(samples * fraction)
+        if store.grows:
             line = f"{store.name}: tokenised as the run reads it{tokenizer}, shuffled in blocks; "
             lines.append(f"{line}the run consumes {consumed:,} samples of {seq_len:,}")
             if store.size:  # a token has one byte or more
                 epochs = consumed * seq_len / store.size
                 lines += epochs_warning(store.name, f"{store.size:,} bytes", epochs)
             continue
-        per_epoch = max(0, (len(store) - 1) // seq_len)
+        per_epoch = (len(store) - 1) // seq_len
         left_over = len(store) - per_epoch * seq_len - 1
         line = f"{store.name}: {len(store):,} tokens{tokenizer}, "
         line += f"{per_epoch:,} samples of {seq_len:,}, no padding"
         if left_over > 0:
             line += f", and {left_over:,} tokens left over"
-        if consumed is None or not per_epoch:
-            lines.append(line)
-            continue
         epochs = consumed / per_epoch
         line += f"; the run consumes {consumed:,}: "
         line += f"{epochs:.2f} epochs" if epochs > 1 else f"{epochs:.1%} of them, once"

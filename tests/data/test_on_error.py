@@ -146,7 +146,7 @@ def test_a_run_that_ends_within_its_first_pass_reports_the_count(
 def test_memory_reports_the_count_in_the_first_lines(folder: Path) -> None:
     config = DataConfig(source=str(folder / "a.jsonl"), on_error="skip")
     store = open_store(config, "train")
-    assert "left out 2 lines, rows or files" in coverage([store], [1.0], 16, None)[0]
+    assert "left out 2 lines, rows or files" in coverage([store], [1.0], 16, 1)[0]
 
 
 def test_nothing_but_broken_files_is_no_dataset(folder: Path, tmp_path: Path) -> None:
