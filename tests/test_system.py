@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,13 +16,14 @@ from nsa.resources import existing_or_resource
 from nsa.system import (
     free_port,
     in_background,
+    interface_towards,
     is_alive,
     output_of,
     package_version,
     text_or_empty,
     with_timeout,
 )
-from nsa.text import align, first_line
+from nsa.text import align, first_line, markdown_table
 from tests.ranks import ROOT
 
 
@@ -64,9 +66,32 @@ def test_a_free_port_can_be_bound_and_a_missing_package_has_no_version() -> None
     assert package_version("no-such-package") is None
 
 
+def test_an_address_is_reached_by_the_interface_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not by one whose address begins alike."""
+    real = psutil.net_if_addrs()
+    own = {
+        entry.address: name
+        for name, entries in real.items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    }
+    decoys = [SimpleNamespace(address=f"{address}1") for address in own]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"decoy": decoys} | real)
+    assert {address: interface_towards(address) for address in own} == own
+    assert [interface_towards(address) for address in ("127.0.0.1", "localhost")] == [None, None]
+
+
 def test_a_tables_columns_are_aligned_and_its_cells_harmless() -> None:
     assert align([["name", "n", "text"], ["a", "100", "b"]]) == ["name    n  text", "a     100  b"]
     assert "\x1b" not in align([["\x1b[31m", "x"]])[0]
+
+
+def test_no_cell_of_a_markdown_table_ends_it_or_holds_html_or_a_link() -> None:
+    lines = markdown_table(("a|b", "c"), [("x | y\nz", "<b>[1](http://d)")])
+    assert lines[:2] == ["| a/b | c |", "| --- | --- |"]
+    assert lines[2:] == ["| x / y z | &lt;b>\\[1\\](http:&#47;/d) |"]
 
 
 def test_the_first_line_of_an_error_or_its_type() -> None:

@@ -76,6 +76,7 @@ def test_a_saved_model_that_this_version_cannot_compute_is_refused(tmp_path: Pat
 def test_withdrawn_flags_and_verbs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["plan", "--guess=3"], "--guess=3: withdrawn in this version; read the plan"),
+        (["plan", "--other=1", "--guess=3"], "--guess=3: withdrawn in this version; read the plan"),
         (["dance", "--fast"], "dance: withdrawn in this version; walk"),
     ):
         with pytest.raises(SystemExit) as ended:

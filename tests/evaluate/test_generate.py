@@ -106,6 +106,18 @@ def test_one_text_is_printed_as_it_is_generated() -> None:
         assert new() == "\n"
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+def test_a_terminal_gets_no_control_character(texts: int) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    tokens = b"\x1b]0;owned\x07\n\t."
+    with redirect_stdout(terminal):
+        steps = (torch.tensor([token] * texts) for token in (*tokens, STOP))
+        print_texts(steps, ["a\x1b"] * texts, ByteTokenizer())
+    assert terminal.getvalue().count("\\x1b]0;owned\\x07\n\t.") == texts
+    assert "\x1b" not in terminal.getvalue()
+
+
 def test_a_character_of_several_bytes_is_printed_at_once() -> None:
     text = "Zoë: 😀, 世界"
     pieces = list(decode_stream(list(text.encode()), ByteTokenizer()))

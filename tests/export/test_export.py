@@ -28,6 +28,7 @@ from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
+from nsa.export import remote_code as exporter
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
@@ -240,8 +241,29 @@ def test_the_remote_code_needs_only_torch_and_transformers(tmp_path: Path) -> No
         assert set(get_imports(tmp_path / name)) <= allowed, name  # transformers refuses others
         imported = re.findall(r"^\s*from \.(\w+) import", text, re.M)
         assert {f"{other}.py" for other in imported} <= files.keys(), name
+        for other, first in re.findall(r"^\s*from \.(\w+) import (\w+)", text, re.M):
+            module = ROOT / other.replace("_", "/") / f"{first}.py"
+            assert not module.exists(), f"{name} imports a module that is no name of {other}.py"
         assert not re.search(r"^\s*(from|import) nsa\b", text, re.M), name
         assert '"nsa::' not in text  # no clash with the package's or another export's ops
+
+
+def test_each_version_of_the_code_has_a_namespace_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may load two exports; custom ops are global in it."""
+
+    def namespaces() -> set[str]:
+        return set(re.findall(r'"(nsa_\w+)::', "".join(remote_code().values())))
+
+    before, source = namespaces(), exporter._source
+    changed = tmp_path / "changed.py"
+    changed.write_text(source("nsa.ops.pooling").read_text() + "# changed\n")
+    monkeypatch.setattr(
+        exporter, "_source", lambda name: changed if name == "nsa.ops.pooling" else source(name)
+    )
+    assert len(before) == len(namespaces()) == 1
+    assert namespaces() != before
 
 
 WITHOUT_THE_PACKAGE = """

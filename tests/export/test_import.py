@@ -18,7 +18,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, to_yaml
 from nsa.engine.load_run import load_run
 from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.export.from_hf import read_model
@@ -26,6 +26,7 @@ from nsa.export.to_hf import export
 from nsa.model import AttentionConfig, parameter_count
 from nsa.model.config import INDEXED
 from nsa.model.hf import NSAForCausalLM
+from nsa.model.hf_config import NSAConfig
 from nsa.planner.memory import memory
 from nsa.spec import NSASpec
 from tests.engine.runs import TINY, on_one_rank, succeed
@@ -239,6 +240,18 @@ def test_import_and_export_round_trip_bit_for_bit(
     train = replace(before.train, start_from=str(again))
     assert after == replace(before, train=train)
     assert json.loads((first / "config.json").read_text())["attention"]["kind"] == attention
+
+
+def test_an_imported_export_keeps_the_settings_of_training_that_its_config_json_lacks(
+    tmp_path: Path,
+) -> None:
+    config = RunConfig()
+    config.model.attention = AttentionConfig(selector_loss=0.5, backend="blockwise")
+    config.model.activation_checkpointing = "reentrant"
+    NSAConfig.of(config.model).save_pretrained(tmp_path)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    save_file({}, tmp_path / "model.safetensors")
+    assert read_model(tmp_path).config == config
 
 
 def test_an_export_saved_again_by_transformers_is_imported(dense_run: Path, tmp_path: Path) -> None:

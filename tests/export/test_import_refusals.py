@@ -26,6 +26,12 @@ from tests.export.llamas import Refused, command, imported
         ({"model_type": "olmo2"}, "model_type = 'olmo2': has norms after attention"),
         ({"model_type": "bloom"}, "model_type = 'bloom': must be one"),
         ({"attention_bias": True}, "attention_bias = True: this model supports only False"),
+        ({"mlp_bias": True}, "mlp_bias = True: this model supports only False"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1: this model supports only 0"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5: this model supports only 1",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model supports only 'silu'"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -147,9 +147,10 @@ def test_the_card_of_an_untrained_import_claims_no_training(original: Path, tmp_
 def test_a_link_out_of_the_folder_is_refused(
     original: Path, tmp_path: Path, refusal: Refused, refused: Refused
 ) -> None:
-    (secret := tmp_path / "secret").write_text("a key")
     folder = tmp_path / "models" / "model"
     shutil.copytree(original, folder)
+    secret = tmp_path / "models" / "model.key"  # begins as the folder's path
+    secret.write_text("a key")
     (folder / "merges.txt").symlink_to("tokenizer.json")  # stays inside
     imported(folder, tmp_path / "run")
     for name in ("merges.txt", "chat_template.jinja", "config.json", "additional_chat_templates"):

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import KVCache, ring_indices
+from nsa.model.compressor import Compressor
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, NAMED, SPEC, build, tiny, tokens
@@ -258,7 +259,11 @@ def test_the_ends_of_a_probability_interval_belong_to_one_token_each() -> None:
 def test_the_lowest_temperature_and_top_p_are_greedy() -> None:
     model, ids = model_of(tiny()), tokens(9, batch=2)
     greedy = generated(model, list(ids), max_new_tokens=8, temperature=0)
-    for sampling in ({"temperature": 1e-300}, {"top_p": 1e-12}):
+    for sampling in (
+        {"temperature": 1e-300},
+        {"top_p": 1e-12},
+        {"temperature": 0.9, "top_p": 1e-12},
+    ):
         assert torch.equal(generated(model, list(ids), max_new_tokens=8, **sampling), greedy)
 
 
@@ -276,11 +281,18 @@ def test_generation_ends_at_the_stop_token_of_the_last_sequence() -> None:
     assert alone.shape == (1, 5)
 
 
+def test_a_compressor_of_ones_own_that_cannot_pool_blocks_raises() -> None:
+    model = model_of(tiny("mlp"))
+    model.blocks[0].attention.compress = Compressor()
+    with pytest.raises(NotImplementedError):
+        prefill(model, tokens(9, batch=1))
+
+
 def test_invalid_inputs_are_refused_by_name() -> None:
     model, ids = model_of(tiny()), tokens(9, batch=2)
     empty = torch.tensor([], dtype=torch.int64)
     _, cache = prefill(model, ids)
-    other = model_of(tiny("mlp"))
+    other, rotated = model_of(tiny("mlp")), model_of(tiny(rope_theta=5e5))
     for call, message in (
         (lambda: prefill(model, []), r"^prompts is empty; give one or more$"),
         (lambda: prefill(model, [ids[0], empty]), r"^prompts\[1\] is torch.int64 \(0,\); it must"),
@@ -296,6 +308,7 @@ def test_invalid_inputs_are_refused_by_name() -> None:
             r"^tokens is torch.int64 \(9,\); give one id for each",
         ),
         (lambda: step(other, ids[:, 0], cache), r"^the cache is of another model"),
+        (lambda: step(rotated, ids[:, 0], cache), r"^the cache is of another model"),
         (lambda: step(model.float(), ids[:, 0], cache), r"^the cache is of another model \(torch"),
         (lambda: generated(model, [ids[0]], max_new_tokens=0), r"^max_new_tokens = 0: must be 1"),
         (lambda: generated(model, [ids[0]], max_new_tokens=1, top_p=0.0), r"^top_p = 0.0: must"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,20 @@ from torch.nn import functional as F
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.count import parameter_count
 from nsa.monitor.health import HealthRecorder
+from nsa.ops import fallback_counts, reset_fallback_counts
 from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, NAMED, SPEC, build, packed, tiny, tokens
 
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
+
+
+@attentions
+def test_a_backend_by_name_is_that_of_every_operation_of_the_blocks(attention: str) -> None:
+    """One that dispatched for itself would count a fallback on a CPU."""
+    model = build(tiny(replace(ATTENTIONS[attention], backend="blockwise")))
+    reset_fallback_counts()
+    model(tokens(23)).sum().backward()
+    assert fallback_counts() == {}
 
 
 @attentions

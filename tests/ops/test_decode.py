@@ -189,6 +189,13 @@ def test_large_logits_neither_overflow_nor_underflow() -> None:
     assert_is_the_last_position(case, "triton", full)
 
 
+def test_a_heads_weight_in_the_selection_counts_all_parts_of_its_keys() -> None:
+    """If it is sharp enough, which head sees a block decides whether it is selected."""
+    case = PATTERNS["stride 1"]
+    full = [replace(x, q=5 * x.q) for x in sequences(case)]
+    assert_is_the_last_position(case, "triton", full)
+
+
 def loses_what_pytorch_loses(case: Case, dtype: torch.dtype) -> None:
     x = buffers(case, sequences(case, dtype=dtype))
     exact = decoded(case, x.to(torch.float64), backend="blockwise")

@@ -68,6 +68,7 @@ BY_TOKEN = [
 LARGE = [
     rotary(PackedLayout(3, 1, 64, 32, 1, 3, mean=True), Documents((45,), l=33, d=16)),
     rotary(PackedLayout(2, 2, 16, 24, 2, 2, pre_rope=True), Documents((40, 0, 3), l=8, d=4)),
+    rotary(PackedLayout(3, 3, 16, 5, 2, 2, pre_rope=True), Documents((5, 13), l=8, d=4)),
     rotary(ALL, Documents((31, 1, 0, 33), l=7, d=2)),
 ]
 ROTARY = [rotary(layout, docs) for layout in LAYOUTS.values() for docs in DOCUMENTS[:3]] + LARGE
@@ -423,6 +424,17 @@ def test_few_scores_at_a_time_give_the_same_results(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(selector, "SCORES", 1)
     few = fused.selector(PACKED).results("blockwise", torch.float64)
     torch.testing.assert_close(few, at_once, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_twice_the_scale_is_twice_the_queries(backend: str) -> None:
+    x, queries = Inputs.of(PACKED, torch.float32).to(DEVICE), fused.sampled(PACKED).to(DEVICE)
+    given: dict[str, Any] = {"cu_seqlens": PACKED.offsets_on(DEVICE), "backend": backend}
+    scaled, doubled = (
+        selector_loss(q, x.k_cmp, x.k_sel, queries, PACKED.spec, scale=scale, **given)
+        for q, scale in ((x.q, 2 * PACKED.scale), (2 * x.q, None))
+    )
+    torch.testing.assert_close(scaled, doubled)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what NumPy says of -inf

@@ -32,9 +32,9 @@ OnChip = Callable[[str], None]
 def on_chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
     """Let torch be a ROCm build that sees this chip."""
 
-    def plant(name: str) -> None:
+    def plant(name: str) -> None:  # perhaps with features
         chip_of.cache_clear()
-        gpu = SimpleNamespace(gcnArchName=f"{name}:sramecc+:xnack-")
+        gpu = SimpleNamespace(gcnArchName=name)
         monkeypatch.setattr(torch.version, "hip", "7.0")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
         # What ROCm reports for gfx942; a gfx1100 has 11.0, as if it were newer than sm_100.
@@ -44,15 +44,18 @@ def on_chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
     chip_of.cache_clear()
 
 
+@pytest.mark.parametrize("features", ["", ":sramecc+:xnack-", ":xnack+"])
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
-def test_a_chip_of_amds_takes_the_tiles_of_gfx942(name: str, on_chip: OnChip) -> None:
-    on_chip(name)
+def test_a_chip_of_amds_takes_the_tiles_of_gfx942(
+    name: str, features: str, on_chip: OnChip
+) -> None:
+    on_chip(name + features)
     assert (amd_chip(GPU), chip_of(GPU), warp_size(GPU)) == (name, "gfx942", 64)
     assert backend._find_device_problem.__wrapped__(GPU) is None
 
 
 def test_another_chip_of_amds_is_refused_by_name(on_chip: OnChip) -> None:
-    on_chip("gfx1100")
+    on_chip("gfx1100:sramecc-")
     reason = "the GPU is AMD's gfx1100; of these it supports gfx942, gfx950"
     assert backend._find_device_problem.__wrapped__(GPU) == reason
 
@@ -72,6 +75,16 @@ def test_nvidias_chip_of_the_same_capability_keeps_its_tiles(
     monkeypatch.setattr(torch.version, "hip", None)
     assert (amd_chip(GPU), chip_of(GPU), warp_size(GPU)) == (None, "sm_94", 32)
     assert amd_chip(torch.device("cpu")) is None
+
+
+def test_each_gpu_of_a_machine_has_its_own_chip(
+    on_chip: OnChip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_chip("gfx942")
+    monkeypatch.setattr(torch.version, "hip", None)
+    capabilities = {GPU: (9, 0), torch.device("cuda", 1): (8, 6)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
+    assert [chip_of(gpu) for gpu in capabilities] == ["sm_90", "sm_86"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

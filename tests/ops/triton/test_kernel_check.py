@@ -135,7 +135,10 @@ def test_a_planted_fault_is_named(
     result = only("swiglu")
     assert result.problem.startswith(problem)
     assert "\n" not in result.problem
-    assert problems_of([[], [result]]) == {"swiglu": f"kernel check on rank 1: {result.problem}"}
+    problem = f"kernel check on rank 1: {result.problem}"
+    assert problems_of([[], [result]]) == {"swiglu": problem}
+    other = replace(result, operation="pool")
+    assert problems_of([[], [result, other], [other]]) == {"swiglu": problem, "pool": problem}
     assert result.problem in table([result])[-1]
 
 

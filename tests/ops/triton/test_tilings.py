@@ -80,11 +80,14 @@ def test_the_models_own_sizes_in_the_tiles_of_a_bf16_run(case: Case, branch: str
     assert_parity_with({kernel: (c.rows, c.keys) for kernel, c in sizes.items()}, case, branch)
 
 
-@pytest.mark.parametrize("window", [16, 17, 18, 31])
-def test_a_window_begins_at_its_first_key_wherever_tiles_begin(window: int) -> None:
-    """By its length, its first key is the last of a tile of keys, the first, or another."""
+@pytest.mark.parametrize(("window", "rows"), [(16, 16), (17, 16), (18, 16), (31, 16), (17, 32)])
+def test_a_window_begins_at_its_first_key_wherever_tiles_begin(window: int, rows: int) -> None:
+    """By its length, its first key is the last of a tile of keys, the first, or another.
+
+    With 32 rows, a tile's own queries end among the keys that some of them no longer see.
+    """
     case = Case(replace(CASE.spec, window=window), (70,), kv_heads=1, group=1, key_dim=16)
-    assert_parity_with(dict.fromkeys(KERNELS, (16, 16)), case, "window")
+    assert_parity_with(dict.fromkeys(KERNELS, (rows, 16)), case, "window")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_the_gradient_of_compressed_keys_is_added_up_in_splits(case: Case, queri
 @pytest.mark.parametrize(
     "case",
     [
-        Case(NSASpec(2, 1, 1, 6, 0, 1, 7), (150,), kv_heads=1, group=1),
+        Case(NSASpec(2, 1, 1, 6, 0, 1, 7), (129,), kv_heads=1, group=1),  # 128 at a time
         Case(NSASpec(4, 2, 4, 2, 0, 1, 7), (*(i % 4 for i in range(70)), 35), kv_heads=1, group=1),
     ],
     ids=["many blocks", "many documents"],
