@@ -139,8 +139,9 @@ def test_invalid_utf8_is_kept_in_plain_text_and_replaced_in_json_lines(tmp_path:
     marked = write(tmp_path, "bom.jsonl", b"\xef\xbb\xbf" + lines("after a byte order mark"))
     assert texts(open_files(marked, "text")) == ["after a byte order mark"]
     raw = pa.array([b"a\xff"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"text": raw}), tmp_path / "r.parquet")
-    assert next(open_files(tmp_path / "r.parquet", "text").read_all()).text == b"a\xff"
+    for column in (raw, raw.dictionary_encode()):
+        pq.write_table(pa.table({"text": column}), tmp_path / "r.parquet")
+        assert next(open_files(tmp_path / "r.parquet", "text").read_all()).text == b"a\xff"
 
 
 @pytest.mark.parametrize(
@@ -160,8 +161,9 @@ def test_sizes_are_known_without_compression(tmp_path: Path) -> None:
     assert total == pytest.approx(201_000, rel=0.05)
     write(tmp_path, "c.jsonl", b"y" * 50)
     assert open_files(tmp_path, "text").size() == total + 50
-    write(tmp_path, "c.txt.gz", gzip.compress(b"x"))
-    assert open_files(tmp_path, "text").size() is None
+    for name in ("c.txt.gz", "d.TXT.GZ"):
+        packed = write(tmp_path, name, gzip.compress(b"x"))
+        assert open_files(tmp_path, "text").size() is open_files(packed, "text").size() is None
 
 
 def test_a_missing_path_is_refused_with_a_similar_name(tmp_path: Path) -> None:

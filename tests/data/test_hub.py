@@ -22,7 +22,7 @@ from tests.data.hub_server import REPO, serving
 from tests.ranks import ROOT, free_port
 
 FIXES = ("nsa data prepare", "--set data.source=embedded", "HF_HUB_OFFLINE=1")
-ENDINGS = {"json": "jsonl", "parquet": "parquet"}
+ENDINGS = {"json": "jsonl", "parquet": "parquet", "large": "parquet"}
 
 # Reads sources and prints the results; `datasets` reads the environment when it is imported, so
 # each environment needs a process.
@@ -72,7 +72,8 @@ def write(folder: Path, kind: str, *sizes: int) -> list[str]:
         if kind == "json":
             path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in here))
         else:
-            table = pa.table({"id": range(size), "text": pa.array(here, pa.string())})
+            text = pa.large_string() if kind == "large" else pa.string()
+            table = pa.table({"id": range(size), "text": pa.array(here, text)})
             pq.write_table(table, path, row_group_size=20)
         texts += here
     return texts
@@ -122,7 +123,7 @@ def test_files_by_way_of_datasets_are_refused(name: str) -> None:
 
 def test_a_hub_dataset_has_subsets_and_keeps_its_revision(tmp_path: Path) -> None:
     root = tmp_path / "first"
-    large, small = write(root / "large", "parquet", 30, 30), write(root / "small", "parquet", 5)
+    large, small = write(root / "large", "parquet", 30, 30), write(root / "small", "large", 5)
     configs = "".join(
         f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/*\n"
         f"  {'default: true' if name == 'large' else ''}\n"

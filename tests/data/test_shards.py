@@ -8,7 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +223,19 @@ def test_a_shard_of_another_split_or_tokenizer_is_refused(folder: Path, tmp_path
         open_shards(str(folder), "train")
 
 
+def test_a_header_is_filled_to_its_last_byte_and_no_further(folder: Path) -> None:
+    name = "val-000-00000.bin"
+    free = HEADER - len((folder / name).read_bytes()[:HEADER].rstrip(b"\0"))
+    full = replace(STAMP, source=STAMP.source + "x" * free)
+    shard = write_shard(folder, name, "val", full, documents(name), 20)
+    write_index(folder, Index(full, {}, [shard]))
+    assert len(open_shards(str(folder), "val")) == sum(LENGTHS[name])
+    with pytest.raises(DataError, match="do not fit"):
+        write_shard(
+            folder, name, "val", replace(full, source=full.source + "x"), documents(name), 20
+        )
+
+
 def test_verify_names_an_unlisted_shard(folder: Path) -> None:
     shutil.copy(folder / "train-000-00001.bin", folder / "train-000-00002.bin")
     with pytest.raises(DataError, match=r"train-000-00002\.bin: not listed"):
@@ -234,6 +247,7 @@ def test_verify_names_an_unlisted_shard(folder: Path) -> None:
     [
         ({"version": 2}, "written by a newer nsa"),
         ({"stamp": {}}, "damaged"),
+        ({"stamp": asdict(replace(STAMP, eos_id=STAMP.vocab_size))}, "damaged"),
         ({"shards": None}, "damaged"),
     ],
 )

@@ -7,9 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa.engine.config import RunConfig, resolve_config
+from nsa.engine.loop import executed_flops
 from nsa.engine.plan_command import load_profile
 from nsa.monitor.artifacts import read_table
-from tests.engine.runs import TINY, cut_back, ds_config, losses, on_two_ranks, succeed, weights
+from tests.engine import known_peak
+from tests.engine.runs import (
+    TINY,
+    cut_back,
+    ds_config,
+    losses,
+    on_two_ranks,
+    read_metrics,
+    succeed,
+    weights,
+)
 from tests.ranks import ROOT
 
 STEPS = [*TINY, "--set=data.seq_len=256", "--profile=demo", "--steps=7"]
@@ -25,7 +37,12 @@ def train(folder: Path, run: str, zero: str, *flags: str) -> dict[int, float]:
     new = [] if "--resume" in flags else STEPS
     log = succeed(
         on_two_ranks(
-            "m7c.py", *new, f"--run-dir={run}", ds_config(f"zero{zero}"), *flags, folder=folder
+            known_peak.__file__,
+            *new,
+            f"--run-dir={run}",
+            ds_config(f"zero{zero}"),
+            *flags,
+            folder=folder,
         )
     )
     assert "attention is dense in the first 3 of 7 steps" in log
@@ -53,6 +70,13 @@ def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
     for until in (["--until=3"], ["--until=5"], []):
         resumed = train(tmp_path, "cut", zero, "--resume", *until)
     assert resumed == expected
+    config = resolve_config(RunConfig(), tmp_path / "run/config.yaml")
+    for run, first_steps in (("run", {1}), ("cut", {1, 3, 4, 6})):  # of a process: warm-up
+        rows = [row for row in read_metrics(tmp_path / run) if row["mfu"] is not None]
+        assert {row["step"] for row in rows} == set(range(1, 8)) - first_steps
+        for row in rows:
+            of_a_rank = executed_flops(config, row["step"] - 1) / (2 * known_peak.PEAK)
+            assert row["mfu"] / row["tokens_per_s"] == pytest.approx(of_a_rank, rel=1e-3)
     last, again = (weights(tmp_path / run, 7) for run in ("run", "cut"))
     assert all(torch.equal(again[name], last[name]) for name in last)
     start, before = (weights(tmp_path / "run", step) for step in (1, 3))

@@ -14,6 +14,8 @@ from transformers import (
 )
 
 from nsa.cli import main
+from nsa.data.config import DataConfig
+from nsa.data.tokenizer import build_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export.to_hf import export
 from nsa.model.hf import NSAForCausalLM
@@ -89,6 +91,8 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
 ) -> None:
     run = imported(chat_llama, tmp_path / "run")
     assert run.tokenizer.start_id == 0
+    fresh = build_tokenizer(DataConfig(tokenizer=f"hf:{chat_llama}"))
+    assert fresh.start_id is None, "a run that imports no model has no start of a document"
     assert run.tokenizer.eos_id == 1
     ids = run.tokenizer.encode(b"a<s>b")
     assert 0 not in ids, "a text cannot spell a special token"

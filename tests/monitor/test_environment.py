@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nsa.monitor.environment import DtypeReport, git_commit, write_env
+from nsa.monitor.environment import DtypeReport, cpu_model, git_commit, write_env
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.ranks import ROOT
 
@@ -33,6 +34,8 @@ def test_env_json_records_hardware_and_code_but_no_secrets(
     assert env["environment"]["NCCL_P2P_DISABLE"] == "1"
     assert "hf_do_not_tell" not in text
     assert env["cpu"]["cores"] >= 1
+    models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
+    assert not models or cpu_model() == models[0].strip()
     assert env["cpu"]["memory_gb"] > 0
     assert {"date", "command", "git_commit", "python", "host", "cuda"} <= env.keys()
 
@@ -58,13 +61,15 @@ def test_the_commit_is_read_from_the_checkout_of_the_code(tmp_path: Path) -> Non
 
 
 class Model(torch.nn.Module):
-    """Two equal, recomputed bf16 layers and an fp32 head."""
+    """Two equal, recomputed bf16 layers, an fp32 head, and a module that shares its weight."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)).bfloat16()
         self.head = torch.nn.Linear(4, 1)
+        self.tied = torch.nn.Linear(4, 1, bias=False)
+        self.tied.weight = self.head.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -93,7 +98,7 @@ def test_the_table_holds_the_dtypes_of_each_kind_of_module_and_no_hook_stays(
     report.write(tmp_path / "dtypes.txt", optimizer)
     table = rows(tmp_path / "dtypes.txt")
     assert table["layers.*"] == ["(2)", "Linear", "bfloat16", "bfloat16"]
-    assert table["head"] == ["Linear", "float32", "float32"]
+    assert table["head"] == table["tied"] == ["Linear", "float32", "float32"]
     assert table["updated"][-1] == "bfloat16+float32"
     assert table["exp_avg"] == ["bfloat16+float32"]
     assert not any(parameter._backward_hooks for parameter in model.parameters())

@@ -10,8 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
+from nsa.monitor import heartbeat
 from nsa.monitor.artifacts import last_beat
 from nsa.monitor.heartbeat import Heartbeat
+from nsa.monitor.memory import memory_gb
 from tests.disks import freezable_disk, frozen
 from tests.engine.runs import on_two_ranks, succeed
 from tests.monitor.records import PATIENCE, files_no_longer_than, wait_for
@@ -109,6 +111,28 @@ def test_progress_lines_name_the_phase_while_the_training_thread_hangs_in_c(
     assert since == sorted(since)
     assert since[0] < since[-1]
     assert seen[-1]["memory_gb"] > 0.01
+
+
+def test_memory_is_read_once_in_each_position_because_a_hung_device_may_hold_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int | None] = []
+
+    def memory(device: int | None) -> float:
+        read.append(device)
+        return memory_gb(device)
+
+    def progress_lines(phase: str) -> int:
+        beats = read_heartbeats(tmp_path).get(0, [])
+        return sum((one["event"], one["phase"]) == ("progress", phase) for one in beats)
+
+    monkeypatch.setattr(heartbeat, "memory_gb", memory)
+    beat = beating(tmp_path)
+    for phase in ("forward", "backward"):
+        beat.enter(phase)
+        wait_for(lambda phase=phase: progress_lines(phase) >= 5)
+    beat.close("finished")
+    assert 2 <= len(read) <= 3, "setup may have ended before the first line"
 
 
 def test_a_full_disk_causes_one_warning_and_delays_lines_without_tearing_them(

@@ -167,6 +167,8 @@ def test_a_micro_batch_of_few_tokens_takes_as_long_as_the_host_starts_its_kernel
     assert json.loads(output)["plans"][0]["tokens_per_second"] == pytest.approx(measured, rel=0.05)
     assert "TFLOP/s, limited by the host that starts kernels" in plan(*flags)[1]
     assert "limited by the host" not in plan(*flags, "--mfu=0.2")[1]
+    accumulating = "--set=train.micro_batch=1", "--set=train.accumulation=8"
+    assert "  at 20% of 312 TFLOP/s\n" in plan("--mfu=0.2", *accumulating)[1]
 
 
 def test_the_days_of_a_run_count_its_dense_steps() -> None:

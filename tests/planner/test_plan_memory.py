@@ -296,5 +296,5 @@ def test_buckets_and_gathered_weights_are_on_top() -> None:
 
 
 def test_the_peak_is_the_largest_phase_on_top_of_what_is_held() -> None:
-    one = Memory({"a": 3, "b": 0}, {"early": {"a": 1, "c": 4}, "late": {"c": 6}})
-    assert (one.peak_phase, one.at_peak, one.peak) == ("late", {"a": 3, "c": 6}, 9)
+    one = Memory({"a": 3, "b": 0}, {"early": {"a": 1, "c": 4}, "late": {"a": 2, "c": 6}})
+    assert (one.peak_phase, one.at_peak, one.peak) == ("late", {"a": 5, "c": 6}, 11)
