@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from nsa.monitor import heartbeat
 from nsa.monitor.artifacts import last_beat
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.memory import memory_gb
+from nsa.watchdog.supervisor import open_heartbeats
 from tests.disks import freezable_disk, frozen
 from tests.engine.runs import on_two_ranks, succeed
 from tests.monitor.records import PATIENCE, files_no_longer_than, wait_for
@@ -183,10 +183,11 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
 
 
 def test_the_file_stays_open_so_that_the_watchdog_finds_the_runs_folder(tmp_path: Path) -> None:
-    beat = beating(tmp_path, seconds=100)
-    assert beat.flush(PATIENCE)
-    assert str(path_of(tmp_path)) in {file.path for file in psutil.Process().open_files()}
-    beat.close("finished")
+    for rank in (0, 3, 12):  # on a second node no rank is 0
+        beat = beating(tmp_path, rank=rank, seconds=100)
+        assert beat.flush(PATIENCE)
+        assert path_of(tmp_path, rank) in open_heartbeats(os.getpid())
+        beat.close("finished")
 
 
 def test_a_resumed_run_appends_after_a_torn_line(tmp_path: Path) -> None:
