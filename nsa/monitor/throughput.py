@@ -38,13 +38,14 @@ class Throughput:
         world_size: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.flops_per_token = flops_per_token  # the loop changes it with the phase
+        self.flops_per_token = flops_per_token  # of the next steps: the loop changes it by phase
         self._peak = peak
         self._world_size = world_size
         self._clock = clock
         self._warm = False
         self._steps = 0
         self._tokens = 0
+        self._flops = 0.0
         self._warm_up_seconds = 0.0
         self._start = self._now()
 
@@ -57,6 +58,7 @@ class Throughput:
             return
         self._steps += 1
         self._tokens += tokens
+        self._flops += tokens * self.flops_per_token
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -77,9 +79,9 @@ class Throughput:
         rate = self._tokens / elapsed
         mfu = None
         if self._peak is not None:
-            mfu = rate / self._world_size * self.flops_per_token / self._peak
+            mfu = self._flops / elapsed / self._world_size / self._peak
         speed = Speed(rate, mfu, elapsed / self._steps)
-        self._start, self._steps, self._tokens = now, 0, 0
+        self._start, self._steps, self._tokens, self._flops = now, 0, 0, 0.0
         return speed
 
     def _now(self) -> float:

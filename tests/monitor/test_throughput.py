@@ -107,6 +107,11 @@ def test_a_reading_covers_the_steps_since_the_last_one_without_pauses() -> None:
     assert speed.tokens_per_s == 200.0
     # each of two ranks: 100 tokens/s at 3e6 FLOP, peak 1e9 FLOP/s
     assert speed.mfu == pytest.approx(0.3)
+    meter.step(100)
+    meter.flops_per_token = 6e6  # a phase ends between two readings
+    meter.step(300)
+    clock.now += 2.0
+    assert meter.read().mfu == pytest.approx((100 * 3e6 + 300 * 6e6) / 2.0 / 2 / 1e9)
 
 
 def test_without_an_accelerator_memory_is_the_peak_of_the_process() -> None:
