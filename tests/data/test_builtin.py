@@ -58,10 +58,10 @@ def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
     assert len(tokens) > 100_000
     names = embedded("tensorboard").name, embedded().name
     assert names == ("embedded:tensorboard", "embedded"), "as in data.source"
-    for missing in ("embedded:no_such_package", "embedded:../secrets"):
-        expected = f"data.source = '{missing}': '{missing[9:]}' is not an installed package; "
+    for missing in ("no_such_package", "../secrets", "tensorboard.summary"):
+        expected = f"data.source = 'embedded:{missing}': '{missing}' is not an installed package; "
         with pytest.raises(DataError, match=re.escape(expected)):
-            open_store(DataConfig(source=missing), "train")
+            open_store(DataConfig(source=f"embedded:{missing}"), "train")
 
 
 def test_the_synthetic_text_is_that_of_earlier_versions() -> None:

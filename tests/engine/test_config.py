@@ -310,6 +310,12 @@ def test_the_cosine_falls_from_the_peak_to_the_minimum() -> None:
     assert rates[-1] == pytest.approx(0.1, abs=1e-4)
 
 
+def test_a_minimum_equal_to_the_peak_is_a_constant_rate() -> None:
+    constant = replace(TRAIN, min_learning_rate=TRAIN.learning_rate)
+    constant.validate()
+    assert all(learning_rate(step, constant) == 1.0 for step in range(100, 1_000))
+
+
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize("steps", [1, 2, 7, 8])
 def test_no_step_has_a_rate_of_0(warmup: int, steps: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nsa.checkpoint.commit import commit, manifest_text, new_draft, read_manifest, write_part
@@ -15,7 +16,7 @@ from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.recipe import Recipe
-from nsa.engine.resume import check_groups, check_schedule, read_checkpoint
+from nsa.engine.resume import check_groups, check_schedule, find_initial_weights, read_checkpoint
 from nsa.engine.run_dir import record_run
 from nsa.engine.run_request import RunRequest
 from nsa.model import AttentionConfig, ModelConfig
@@ -198,6 +199,19 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_fix(saved: Path) -> Non
     (saved / "env.json").write_text(json.dumps({"run": "b2"}))
     with pytest.raises(ValueError, match=r"saved by another run \(a1, this one is b2\); move it"):
         resumed(saved)
+
+
+def test_a_run_starts_from_another_architecture_only_after_its_import(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    config = RunConfig(train=TrainConfig(start_from=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"model_type = 'llama'\); convert it: nsa import"):
+        find_initial_weights(config)
+    (tmp_path / "config.yaml").write_text("")  # as of an import
+    assert find_initial_weights(config) == tmp_path
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "nsa"}')
+    assert find_initial_weights(config) == tmp_path
 
 
 @pytest.mark.parametrize("own", [{"run": "a1"}, {}])

@@ -219,13 +219,15 @@ def test_the_first_step_of_each_process_does_not_count_as_slow(tmp_path: Path) -
 
 
 def test_idle_or_unequally_busy_gpus_are_a_no_go(tmp_path: Path) -> None:
-    for name, (first, second) in {"idle": (0.95, 0.79), "uneven": (0.99, 0.88)}.items():
+    busy = {"idle": (0.95, 0.79), "uneven": (0.99, 0.88), "unused": (0.95, 0.0)}
+    for name, (first, second) in busy.items():
         write_metrics(tmp_path / name)
         write_beats(tmp_path / name, beats(300, gpu_busy=first))
         write_beats(tmp_path / name, beats(300, rank=1, gpu_busy=second))
     idle = criterion(tmp_path / "idle", "min GPU utilization")
     assert (idle.ok, idle.value) == (False, pytest.approx(0.79))
     assert "rank 0 0.95, rank 1 0.79" in idle.evidence
+    assert criterion(tmp_path / "unused", "min GPU utilization").value == 0
     assert criterion(tmp_path / "uneven", "min GPU utilization").ok
     uneven = criterion(tmp_path / "uneven", "GPU utilization spread")
     assert (uneven.ok, uneven.value) == (False, pytest.approx(0.11))

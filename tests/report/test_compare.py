@@ -82,10 +82,12 @@ def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning
 def test_a_run_given_twice_is_one_row_and_equal_names_become_paths(tmp_path: Path) -> None:
     write_metrics(tmp_path / "a" / "run", 20)
     write_metrics(tmp_path / "b" / "run", 20)
-    runs = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"]
+    write_metrics(tmp_path / "b" / "other", 20)
+    runs = [tmp_path / name for name in ("a/run", "b/run", "a/run", "b/other")]
     lines = compare_runs(read_runs(runs), tmp_path / "out.png")
-    assert len(lines) == 3
-    assert lines[1].startswith(str(runs[0]))
+    assert len(lines) == 4
+    for line, run in zip(lines[1:], (runs[0], runs[1], runs[3]), strict=True):
+        assert line.startswith(str(run))
 
 
 def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
