@@ -234,10 +234,8 @@ def peer_check(peers: Mapping[tuple[int, int], bool]) -> Check:
     missing = [f"{first}->{second}" for (first, second), access in peers.items() if not access]
     if not missing:
         return Check("peer access", OK, "between all GPUs")
-    detail = (
-        f"none {', '.join(missing[:4])}{' and more' if missing[4:] else ''}: data goes through "
-    )
-    detail += "/dev/shm, at about half the speed"
+    pairs = ", ".join(missing[:4]) + (" and more" if missing[4:] else "")
+    detail = f"none {pairs}: data goes through /dev/shm, at about half the speed"
     fix = "normal on some boards and in virtual machines; else check the BIOS and iommu=pt"
     return Check("peer access", WARN, detail, fix)
 

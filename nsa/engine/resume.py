@@ -21,7 +21,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     """Return the state of the checkpoint to resume from and notes; raise if it cannot be loaded."""
     path, notes = request.checkpoint, list[str]()
     if path is None:
-        request.config.check_phases()
+        request.config.check_phases()  # also of a resumed run that has saved no checkpoint
         return None, notes
     saved = checkpoint.read_state_file(path)
     ranks = saved.topology.ranks

@@ -188,8 +188,10 @@ class RankHistory:
         """Add a process's next heartbeat; `first_step`: it has not completed a step yet."""
         step, event, phase = int(beat["step"]), beat["event"], beat["phase"]
         if event == "step_end":  # earlier lines may be from before the checkpoint was loaded
-            start = step - 1 if first_step else self.spans.pop()[0]
-            self.spans.append((start, step))
+            if first_step:
+                self.spans.append((step - 1, step))
+            else:
+                self.spans[-1] = (self.spans[-1][0], step)
             self.skipped = int(beat["skipped"])
         self.step = max(self.step, step)
         self.backend = str(beat.get("backend") or self.backend)

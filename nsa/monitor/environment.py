@@ -85,18 +85,23 @@ def _cuda() -> dict[str, Any] | None:
     if not torch.cuda.is_available():
         return None
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     topology = re.sub(r"\x1b\[[0-9;]*m", "", output_of("nvidia-smi", "topo", "-m"))
     return {
         "version": torch.version.cuda,
         "rocm": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": driver.partition("\n")[0] or None,
+        "driver": driver_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "devices": [device.name for device in devices],
         "memory_gb": [device.total_memory / 1e9 for device in devices],
         "topology": topology.strip().splitlines() or None,  # the links between GPUs
     }
+
+
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the version of NVIDIA's kernel module, much faster than nvidia-smi does."""
+    match = re.search(r"\b\d+\.\d+(\.\d+)*\b", text_or_empty(file))
+    return match[0] if match else None
 
 
 _ACCUMULATOR_DTYPES = ("grad_acc_dtype", "gradient_accumulation_dtype")  # of DeepSpeed's optimizers

@@ -56,7 +56,9 @@ class HealthRecorder:
         self._disarm()
         samples = [self._samples[name] for name in self._layers if name in self._samples]
         self._samples.clear()
-        return self._try(lambda: _statistics(samples, self._spec)) or [] if samples else []
+        if not samples:
+            return []
+        return self._try(lambda: _statistics(samples, self._spec)) or []
 
     def _disarm(self) -> None:
         for layer in self._layers.values():

@@ -197,26 +197,30 @@ def teacher_csv() -> CsvObserver:
 class FallbacksCsv(Observer):
     """One row per operation and backend that `auto` could not use in this process, and why.
 
-    Rewritten at the end, and at logged steps if there are any.
+    Rewritten at logged steps if a count changed, and at the end.
     """
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
         self._counts = counts
         self._path = Path()
+        self._written: Counts = {}
 
     def on_start(self, info: RunInfo) -> None:
         self._path = info.run_dir / FALLBACKS_FILE
 
     def on_step(self, record: StepRecord) -> None:
-        if self._counts():
-            self.on_end("")
+        if self._counts() != self._written:
+            self._write()
 
     def on_end(self, status: str) -> None:
-        text = io.StringIO()
+        self._write()
+
+    def _write(self) -> None:
+        counts, text = dict(self._counts()), io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(FALLBACK_COLUMNS)
-        rows.writerows([*key, calls] for key, calls in sorted(self._counts().items()))
+        rows.writerows([FALLBACK_COLUMNS, *([*key, n] for key, n in sorted(counts.items()))])
         atomic_write_text(self._path, text.getvalue())
+        self._written = counts
 
 
 Event = tuple[str, float, int]  # tag, value, x

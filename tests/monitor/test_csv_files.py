@@ -241,3 +241,6 @@ def test_fallbacks_are_written_once_there_are_any_and_at_the_end(tmp_path: Path)
         counts["window_attention", "triton", REASON] = number
         write()
         assert rows() == [[*select, "1"], [*window, str(number)]]
+    path.unlink()
+    observer.on_step(make_record(5))
+    assert not path.exists(), "no count has changed"

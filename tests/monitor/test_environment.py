@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nsa.monitor.environment import DtypeReport, cpu_model, git_commit, write_env
+from nsa.monitor.environment import (
+    DtypeReport,
+    cpu_model,
+    driver_version,
+    git_commit,
+    write_env,
+)
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.ranks import ROOT
 
@@ -38,6 +44,16 @@ def test_env_json_records_hardware_and_code_but_no_secrets(
     assert not models or cpu_model() == models[0].strip()
     assert env["cpu"]["memory_gb"] > 0
     assert {"date", "command", "git_commit", "python", "host", "cuda"} <= env.keys()
+
+
+@pytest.mark.parametrize(
+    "kind", ["x86_64 Kernel Module  550.54.15", "Open Kernel Module for x86_64  550.54.15"]
+)
+def test_the_driver_version_is_read_from_both_formats(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "version"
+    assert driver_version(file) is None
+    file.write_text(f"NVRM version: NVIDIA UNIX {kind}  Tue Mar  5 22:23:56 UTC 2024\n")
+    assert driver_version(file) == "550.54.15"
 
 
 def test_the_commit_is_read_from_the_checkout_of_the_code(tmp_path: Path) -> None:
