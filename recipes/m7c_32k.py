@@ -1,4 +1,4 @@
-"""M7C on 32,768 tokens: starts from the weights of a 2,048-token run, two ranks per sequence.
+"""M7C on 32,768 tokens: starts from the weights of a 2,048-token run.
 
     deepspeed --num_gpus 2 recipes/m7c.py
     deepspeed --num_gpus 2 recipes/m7c_32k.py
@@ -20,7 +20,7 @@ from nsa.engine.recipe import Recipe, main
 
 
 def production() -> RunConfig:
-    """2,000 steps of two sequences, one per micro-batch, each split over two GPUs."""
+    """2,000 steps of two sequences, one on each of two GPUs."""
     config = m7c.production()
     # RoPE pairs that rotated less than once in 2,048 tokens rotate about as far, or less, in 32,768
     # tokens with this base. The weights need some steps to adapt.
@@ -30,8 +30,7 @@ def production() -> RunConfig:
     config.train = TrainConfig(
         steps=2_000,
         micro_batch=1,
-        accumulation=2,
-        sequence_parallel=2,
+        accumulation=1,
         start_from="runs/m7c-production",
         learning_rate=1e-4,
         min_learning_rate=1e-5,
@@ -46,20 +45,18 @@ def production() -> RunConfig:
 
 
 def demo_short() -> RunConfig:
-    """The short run that `demo` starts from: m7c.py's demo with two KV heads, on 256 tokens."""
+    """The short run that `demo` starts from: m7c.py's demo on 256 tokens."""
     config = m7c.demo()
-    config.model.kv_heads = 2
     config.model.activation_checkpointing = "reentrant"
     config.data.seq_len = 256
     return config
 
 
 def demo() -> RunConfig:
-    """Four times the tokens, two ranks per sequence; random weights without train.start_from."""
+    """Four times the tokens; random weights without train.start_from."""
     config = demo_short()
     config.model.rope_theta = 50_000.0
     config.data.seq_len = 1_024
-    config.train.sequence_parallel = 2
     config.train.steps, config.train.warmup_steps, config.train.dense_steps = 100, 10, 0
     config.train.learning_rate, config.train.min_learning_rate = 1e-3, 1e-4
     return config

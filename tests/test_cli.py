@@ -218,7 +218,7 @@ def test_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = plan["plans"]
     assert row.keys() == {
         *("config", "seq_len", "micro_batch", "accumulation", "checkpointing", "fits", "days"),
-        *("ranks_per_sequence", "memory", "bytes_sent", "tokens", "tokens_per_second"),
+        *("memory", "bytes_sent", "tokens", "tokens_per_second"),
         *("compute", "communication", "exposed", "seconds"),
     }
     assert main(["plan"]) == 0

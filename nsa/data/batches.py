@@ -9,7 +9,7 @@ step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -30,19 +30,16 @@ class Batch:
     input_ids: torch.Tensor  # int64 [B, T], or [1, B·T] for packed documents
     labels: torch.Tensor  # int64, same shape, already shifted; -100: ignored
     cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1]: start of each, and the end
-    label_count: int | None = None  # labels that are not -100, in complete sequences; None: all
+    label_count: int | None = None  # labels that are not -100; None: all
 
     @property
     def tokens(self) -> int:
         return self.input_ids.numel()
 
-    def positions(self, first: int = 0) -> torch.Tensor:
-        """Return each token's position in its document, [tokens].
-
-        `first`: position of a `sequence_part` in its sequence.
-        """
+    def positions(self) -> torch.Tensor:
+        """Return each token's position in its document, [tokens]."""
         rows, length = self.input_ids.shape
-        token = torch.arange(first, first + length, device=self.input_ids.device)
+        token = torch.arange(length, device=self.input_ids.device)
         if self.cu_seqlens is None:
             return token.repeat(rows)
         document = torch.searchsorted(self.cu_seqlens, token, right=True) - 1
@@ -50,12 +47,6 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
-
-    def sequence_part(self, index: int, count: int) -> Batch:
-        """Return one of `count` equal parts of each sequence; `cu_seqlens` stays complete."""
-        length = self.input_ids.shape[1] // count
-        part = slice(index * length, (index + 1) * length)
-        return replace(self, input_ids=self.input_ids[:, part], labels=self.labels[:, part])
 
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory, for asynchronous transfer to a GPU."""

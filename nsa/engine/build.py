@@ -9,7 +9,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.utils import safe_set_full_fp32_param
 
 from nsa.checkpoint.weights import read_weights, set_weights
@@ -18,7 +17,6 @@ from nsa.engine.config import RunConfig
 from nsa.engine.loss_guard import skip_nonfinite_steps
 from nsa.model import LanguageModel
 from nsa.model.block import compile_blocks
-from nsa.model.sequence_parallel import SequenceParallel
 
 CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
 
@@ -28,23 +26,10 @@ def build_model(
 ) -> LanguageModel:
     """Build the model with the same weights on every rank: random, or read from `weights`."""
     torch.manual_seed(config.train.seed)
-    model = LanguageModel(config.model, sequence_parallel_group(config.train.sequence_parallel))
+    model = LanguageModel(config.model)
     if weights is not None:
         set_weights(model, read_weights(weights), weights)
     return model.to(device)
-
-
-def sequence_parallel_group(size: int) -> SequenceParallel | None:
-    """Return this rank's group of `size` adjacent ranks that split each sequence; None for 1.
-
-    ZeRO treats all ranks as data-parallel: it shards optimizer state over all and averages their
-    gradients. SequenceParallel.mean scales the loss so that this average is correct.
-    """
-    if size == 1:
-        return None
-    firsts = range(0, dist.get_world_size(), size)
-    groups = [dist.new_group(list(range(first, first + size))) for first in firsts]
-    return SequenceParallel(groups[dist.get_rank() // size])
 
 
 def parameter_groups(
@@ -75,7 +60,7 @@ def parameter_groups(
 
 def check_length(config: RunConfig) -> int:
     """Return the tokens of the gradient check on each rank: few, however long the sequences are."""
-    return min(config.data.seq_len // config.train.sequence_parallel, CHECK_TOKENS)
+    return min(config.data.seq_len, CHECK_TOKENS)
 
 
 def build_engine(

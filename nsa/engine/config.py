@@ -47,7 +47,6 @@ class TrainConfig:
     steps: int = 50_000  # optimizer steps of the run, and length of the learning-rate schedule
     micro_batch: int | str = 8  # sequences per rank in one forward pass; auto: as many as fit
     accumulation: int = 4  # micro-batches per optimizer step; with auto: sequences per rank
-    sequence_parallel: int = 1  # ranks that split each sequence, at most model.kv_heads; 1: off
     start_from: str | None = None  # run or checkpoint with the initial weights; null: random
     teacher: str | None = None  # run or checkpoint whose predictions to learn too; null: none
     selector_steps: int = 0  # first steps: dense attention, only the index learns; then all
@@ -70,7 +69,7 @@ class TrainConfig:
     on_spike: str = "warn"  # loss far above the last 128: ignore or warn
 
     def validate(self) -> None:
-        at_least(1, "train", self, "steps", "accumulation", "sequence_parallel", "eval_samples")
+        at_least(1, "train", self, "steps", "accumulation", "eval_samples")
         for low, name in ((1, "micro_batch"), (0, "dense_steps")):
             value = getattr(self, name)
             if isinstance(value, int):
@@ -157,16 +156,6 @@ class RunConfig:
                     f"train.dense_steps = {self.train.dense_steps}: not below train.steps = "
                     f"{self.train.steps}, so attention never becomes sparse; lower it, or set auto"
                 )
-        ranks = self.train.sequence_parallel
-        for name, value in (
-            ("model.kv_heads", self.model.kv_heads),
-            ("data.seq_len", self.data.seq_len),
-        ):
-            if value % ranks:
-                raise ValueError(
-                    f"train.sequence_parallel = {ranks}: does not divide {name} = {value}; "
-                    "choose a divisor of both model.kv_heads and data.seq_len"
-                )
 
     def check_phases(self) -> None:
         """Raise a ValueError for dense first steps without an index, which earlier versions had."""
@@ -180,9 +169,7 @@ class RunConfig:
 
     def tokens_per_step(self, ranks: int) -> int:
         """Return the tokens of one optimizer step on `ranks` ranks."""
-        train = self.train
-        sequences = train.rows * train.accumulation * ranks // train.sequence_parallel
-        return sequences * self.data.seq_len
+        return self.train.rows * self.train.accumulation * ranks * self.data.seq_len
 
     def resolved(self) -> RunConfig:
         """Return the config with train.dense_steps=auto as a number: 0 where it cannot be used."""
@@ -212,12 +199,8 @@ def resolve_config(
     recipe: RunConfig,
     file: Path | None = None,
     assignments: list[str] | None = None,
-    check: bool = True,
 ) -> RunConfig:
-    """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s.
-
-    `check` refuses settings that do not fit each other.
-    """
+    """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
     tree, changes = asdict(recipe), list[tuple[dict[str, Any], str]]()
     if file is not None:
         _override(tree, [(_read_yaml(file), str(file))])
@@ -231,8 +214,6 @@ def resolve_config(
             value = {key: value}
         changes.append((value, f"--set {assignment}"))
     given = _override(tree, changes)
-    if not check:
-        return _build(RunConfig, tree, "")
     config = _validated(tree)
     window = "model.attention.spec.window"
     if window in given and config.model.attention.has_index:

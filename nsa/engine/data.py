@@ -19,36 +19,30 @@ from nsa.monitor.observer import warn
 
 @dataclass
 class Data:
-    """Training and validation batches of one rank.
-
-    Under sequence parallelism the ranks of a group read the same samples, and each keeps one part
-    of every sequence.
-    """
+    """Training and validation batches of one rank."""
 
     cache: TokenCache
     loader: BatchLoader
     validation: ValidationData
     notes: list[str]  # for the log
     first_seconds: float  # until the first batch was ready
-    data_ranks: Ranks  # this rank among those that read different samples
-    sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
+    rank: int
 
     def next_batch(self) -> Batch:
         """Return this rank's next micro-batch; with documents, its labels are counted."""
         batch = self.loader.next_batch()
         if batch.cu_seqlens is not None:  # else no label is ignored
             batch = replace(batch, label_count=int((batch.labels != IGNORE_INDEX).sum()))
-        return batch.sequence_part(*self.sequence_part)
+        return batch
 
     def validation_batches(self) -> list[Batch]:
         """Return this rank's validation batches; every rank has the same number."""
-        batches = self.validation.batches(self.data_ranks.rank)
-        return [batch.sequence_part(*self.sequence_part) for batch in batches]
+        return self.validation.batches(self.rank)
 
     def close(self) -> None:
         """End the tokenising process, and log what data.on_error left out."""
         self.cache.close()
-        if self.data_ranks.rank == 0:
+        if self.rank == 0:
             for store in self.loader.samples.stores:
                 for line in store.notes:
                     warn(line)
@@ -62,8 +56,6 @@ def open_data(
     `data_changed`: the run resumes with other data settings, so data starts at its first sample.
     """
     notes, start = list[str](), time.monotonic()
-    group = config.train.sequence_parallel  # adjacent ranks that share each sequence
-    data_ranks = Ranks(ranks.rank // group, ranks.local_rank, ranks.world_size // group)
     resumed = bool(state.data)
     if resumed and data_changed:
         notes.append(
@@ -75,8 +67,8 @@ def open_data(
     dataset = open_dataset(config.data)
     cache = TokenCache(dataset, cache_folder(config.data, run_dir))
     _check_vocabulary(config, cache)
-    shape = {"micro_batch": config.train.rows, "world_size": data_ranks.world_size}
-    step = config.train.rows * config.train.accumulation * data_ranks.world_size
+    shape = {"micro_batch": config.train.rows, "world_size": ranks.world_size}
+    step = config.train.rows * config.train.accumulation * ranks.world_size
     consumed = state.samples + (config.train.steps - state.step) * step
     try:
         cache.start({"train": consumed, "val": config.train.eval_samples})
@@ -90,7 +82,7 @@ def open_data(
         validation = ValidationData(cache, sequences=config.train.eval_samples, **shape)
         loader = BatchLoader(
             samples,
-            rank=data_ranks.rank,
+            rank=ranks.rank,
             accumulation=config.train.accumulation,
             consumed=state.samples,
             **shape,
@@ -102,8 +94,7 @@ def open_data(
     state.data = samples.fingerprint
     seconds = time.monotonic() - start
     notes += [*dataset.notes, *samples.describe(consumed)]
-    part = ranks.rank % group, group
-    return Data(cache, loader, validation, notes, seconds, data_ranks, part)
+    return Data(cache, loader, validation, notes, seconds, ranks.rank)
 
 
 def _check_vocabulary(config: RunConfig, cache: TokenCache) -> None:

@@ -72,7 +72,6 @@ def batch_of(config: RunConfig) -> BatchShape:
         micro_batch=config.train.rows,
         accumulation=config.train.accumulation,
         checkpointing=config.model.activation_checkpointing,
-        ranks_per_sequence=config.train.sequence_parallel,
     )
 
 

@@ -26,11 +26,6 @@ def run(flags: argparse.Namespace) -> int:
     target = hardware(flags)
     recipe = flags.recipe or DEFAULT_RECIPE
     config, assumed = _resolve(recipe, flags)
-    parts = config.train.sequence_parallel
-    if flags.gpus % parts:
-        raise ValueError(
-            f"--gpus {flags.gpus}: not a multiple of train.sequence_parallel = {parts}"
-        )
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     zero = zero_of(source, config, flags.gpus)
     resolved, notes, mode_notes = resolve_auto(config, zero, flags.gpus, target.memory)

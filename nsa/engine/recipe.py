@@ -264,7 +264,7 @@ def _resolve_deepspeed(
     Without --deepspeed_config a resumed run keeps DeepSpeed's config of its checkpoint.
     """
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    _check_hardware(config, ranks)
+    _check_hardware(config)
     path = flags.deepspeed_config or DEFAULT_DS_CONFIG
     if flags.deepspeed_config is None and saved is not None:
         path = saved / "ds_config.json"
@@ -288,8 +288,7 @@ def _resolve_deepspeed(
 
 def with_model_of_start(base: RunConfig, file: Path | None, assignments: list[str]) -> RunConfig:
     """Return the recipe's config with shape, tokenizer and length of train.start_from."""
-    # Not checked: the other settings need not fit the model of the recipe itself.
-    config = resolve_config(base, file, assignments, check=False)
+    config = resolve_config(base, file, assignments)
     weights = find_initial_weights(config)
     if weights is None:
         raise ValueError("train.start_from = null: this recipe needs a model; set it to a folder")
@@ -362,8 +361,7 @@ def _check_changes(
         old, new = before.get(name), after.get(name)
         if old == new:
             continue
-        fixed = name.startswith("model.") or name == "train.sequence_parallel"
-        if fixed and name.removeprefix("model.") not in changeable:
+        if name.startswith("model.") and name.removeprefix("model.") not in changeable:
             raise ValueError(
                 f"{name} = {new!r}: {run_dir} was created with {old!r}; drop the change, or start "
                 "a fresh run in another folder"
@@ -376,7 +374,7 @@ def _check_changes(
 
 def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:
     """Refuse settings with which compiled blocks fail, or compile again in each step."""
-    model, ranks = config.model, config.train.sequence_parallel
+    model = config.model
     problems = {
         "model.activation_checkpointing = selective, which saves operators that compiling fuses": (
             model.activation_checkpointing == "selective",
@@ -385,10 +383,6 @@ def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:
         "dense attention over packed documents, which has new shapes in each step": (
             model.attention.kind == "dense" and config.data.packing == "documents",
             "set data.packing=concat",
-        ),
-        f"train.sequence_parallel = {ranks}, which exchanges tokens within a block": (
-            ranks > 1,
-            "set train.sequence_parallel=1",
         ),
         # Stage 3 gathers weights in hooks of every module. DeepSpeed before 0.19.5 reused a bucket
         # of overlap_comm too early under torch.compile.
@@ -402,8 +396,8 @@ def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:
             raise ValueError(f"train.compile = true: not with {problem}; {fix}")
 
 
-def _check_hardware(config: RunConfig, ranks: int) -> None:
-    """Refuse what the accelerator, the host's memory or the number of ranks cannot do."""
+def _check_hardware(config: RunConfig) -> None:
+    """Refuse what the accelerator or the host's memory cannot do."""
     accelerator, train, model = get_accelerator(), config.train, config.model
     supported = [name for name, dtype in DTYPES.items() if dtype in accelerator.supported_dtypes()]
     if train.precision not in supported:
@@ -419,10 +413,4 @@ def _check_hardware(config: RunConfig, ranks: int) -> None:
             f"model.width = {model.width}, model.layers = {model.layers}: the weights alone take "
             f"{needed / 1e9:,.1f} GB on {local_ranks} ranks of this machine, which has "
             f"{available / 1e9:,.1f} GB available; make the model smaller"
-        )
-    if ranks % train.sequence_parallel:
-        raise ValueError(
-            f"train.sequence_parallel = {train.sequence_parallel}: does not divide the world size, "
-            f"{ranks}; launch a multiple of it (deepspeed --num_gpus {train.sequence_parallel}), "
-            "or set train.sequence_parallel=1"
         )

@@ -34,9 +34,7 @@ class Teacher:
     def by_position(self, divergence: Tensor, batch: Batch) -> Tensor:
         """Sum `token_divergence` [N, 4] and the labels by position: [buckets, 5], float64."""
         inner = torch.tensor(self._edges[1:-1], device=divergence.device)
-        sequence = self.model.sequence
-        first = 0 if sequence is None else sequence.rank * batch.input_ids.shape[1]
-        bucket = torch.bucketize(batch.positions(first), inner, right=True)
+        bucket = torch.bucketize(batch.positions(), inner, right=True)
         counted = (batch.labels.flatten() != IGNORE_INDEX)[:, None]
         rows = torch.cat([divergence.double(), counted.double()], 1)
         sums = rows.new_zeros(len(self._edges) - 1, rows.shape[1])
@@ -62,17 +60,11 @@ def find_teacher(config: RunConfig) -> StoredRun | None:
         stored = find_run(Path(path))
     except ValueError as error:
         raise ValueError(f"train.teacher = {error}; or set train.teacher=null") from None
-    size, heads = stored.config.model.vocab_size, stored.config.model.kv_heads
+    size = stored.config.model.vocab_size
     if size != vocabulary:
         raise ValueError(
             f"train.teacher = {path!r}: has a vocabulary of {size:,} and this run one of "
             f"{vocabulary:,}; name a model with the same tokenizer"
-        )
-    parts = config.train.sequence_parallel
-    if heads % parts:
-        raise ValueError(
-            f"train.sequence_parallel = {parts}: does not divide the {heads} KV heads of "
-            f"train.teacher = {path!r}; set it to a divisor"
         )
     return stored
 
@@ -88,10 +80,7 @@ def check_tokenizer(stored: StoredRun | None, config: RunConfig, fingerprint: st
     )
 
 
-def load_teacher(
-    stored: StoredRun, config: RunConfig, model: LanguageModel, device: torch.device
-) -> Teacher:
-    """Load the teacher in the dtype of training; it splits sequences as `model` does."""
+def load_teacher(stored: StoredRun, config: RunConfig, device: torch.device) -> Teacher:
+    """Load the teacher in the dtype of training."""
     loaded = load_run(stored, device=device, dtype=DTYPES[config.train.precision])
-    loaded.model.sequence = model.sequence
     return Teacher(loaded.model, config)

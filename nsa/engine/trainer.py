@@ -167,7 +167,7 @@ def build(run: Run) -> None:
         run.resume_from = resume.convert_to_universal(run.collectives, run.resume_from, run.ranks)
     kernels, kernel_rows = check_kernels_on_all_ranks(config, run.device, run.collectives)
     checks.append(kernels)
-    if request.fits_micro_batch and config.train.sequence_parallel == 1:
+    if request.fits_micro_batch:
         _fit_micro_batch(run)
         request, config = run.request, run.config
     ds_config = request.ds_config | trackers(request)
@@ -176,7 +176,7 @@ def build(run: Run) -> None:
     run.engine = build_engine(config, ds_config, run.device, run.weights)
     checks.append(Check("gradient check", OK, "one gradient for each parameter on every rank"))
     if run.stored_teacher is not None:
-        run.teacher = load_teacher(run.stored_teacher, config, run.engine.module, run.device)
+        run.teacher = load_teacher(run.stored_teacher, config, run.device)
         run.notes.append(f"teacher: {run.stored_teacher.weights_folder}")
     if run.resume_from is not None:
         checkpoint.load(run.engine, run.resume_from)
@@ -288,10 +288,8 @@ def dry_run(request: RunRequest) -> None:
     # A tracker would start a run on its server, or write into the working directory.
     ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
     engine = build_engine(config, ds_config, device, weights)
-    teacher = None
-    if stored_teacher is not None:
-        teacher = load_teacher(stored_teacher, config, engine.module, device)
-    shape = (config.train.rows, config.data.seq_len // config.train.sequence_parallel)
+    teacher = None if stored_teacher is None else load_teacher(stored_teacher, config, device)
+    shape = (config.train.rows, config.data.seq_len)
     tokens_per_step = config.tokens_per_step(ranks.world_size)
     if ranks.rank == 0:
         for note in [*request.notes, *data_notes]:

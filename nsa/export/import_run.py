@@ -134,7 +134,7 @@ def _continue_training(config: RunConfig) -> None:
 def _set_steps(base: RunConfig, config: RunConfig, tokens: float) -> None:
     """Set the steps in which `config` reads `tokens` on RANKS ranks, a twentieth of them warmup."""
     train = config.train
-    sequences = train.rows * train.accumulation * RANKS // train.sequence_parallel
+    sequences = train.rows * train.accumulation * RANKS
     if not 1 <= tokens <= LARGEST:
         raise ValueError(f"--tokens {tokens:g}: must be from 1 to {LARGEST:,}")
     base.train.steps = math.ceil(tokens / (sequences * config.data.seq_len))

@@ -121,15 +121,12 @@ class Attention(nn.Module):
             self.selector_loss, target = self.ranking_loss(x, parts.q, kv, metadata)
             self.selector_target = metadata.sampled, target
         o = self.attend(parts.q, parts.gates, kv, metadata)
-        if metadata.sequence is not None:
-            o = metadata.sequence.heads_to_tokens(o)
         return self.o(o.flatten(-2))
 
     def project(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Project to q, k, v, an index and gate logits side by side, [B, T, P], as in PackedLayout.
 
-        The index's gradient does not reach x. With sequence parallelism this exchanges tokens for
-        heads.
+        The index's gradient does not reach x.
         """
         linears, index = [self.q, self.k, self.v], self.index
         if self.layout.gates:
@@ -141,8 +138,6 @@ class Attention(nn.Module):
             if index is not None:
                 norms += [(self.v, None), (index.q, index.q_norm), (index.k, index.k_norm)]
             packed = norm_columns(packed, [(len(x.weight), norm) for x, norm in norms])
-        if metadata.sequence is not None:
-            packed = metadata.sequence.tokens_to_heads(packed, self.layout)
         return packed
 
     def rotary_pool(
@@ -153,8 +148,6 @@ class Attention(nn.Module):
         `all_sets`: also return the keys and values that only the compressor reads, for the cache.
         """
         layout = self.layout
-        if metadata.sequence is not None:
-            layout = metadata.sequence.shard(layout)
         if all_sets:
             layout = layout._replace(first_set=0)
         if layout.mean and metadata.block_tokens is None:
@@ -342,9 +335,6 @@ class NSAttention(Attention):
         if self.config.qk_norm:
             k = head_norm(k, self.k_norm)
         layout = PackedLayout(0, self.kv_heads, self.key_dim, 0, 1, first_set=1, mean=True)
-        if metadata.sequence is not None:
-            k = metadata.sequence.tokens_to_heads(k, layout)
-            layout = metadata.sequence.shard(layout)
         if self.layout.mean:
             tables = *metadata.rotary, metadata.block_tokens, metadata.token_blocks
             means = rotary_pool(k, layout, *tables, backend=self.backend).compressed

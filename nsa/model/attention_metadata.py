@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nsa.model.config import ModelConfig
-from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.inputs import block_starts, repeat_per_document
 from nsa.ops.rotary import rotate
 from nsa.spec import NSASpec
@@ -61,14 +60,13 @@ def apply_rotary(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Inputs of attention that all layers share; of the full sequence, even if ranks split it."""
+    """Inputs of attention that all layers share."""
 
     cu_seqlens: Tensor | None
     rotary: Rotary  # RoPE at each token's position, which restarts with each document
     block_tokens: Tensor | None = None  # [N, l] token indices of each compressed block; dense: None
     token_blocks: Tensor | None = None  # [T, ⌈l/d⌉] the blocks that cover each token, else -1
     block_rotary: Rotary | None = None  # RoPE at each block's last position; dense: None
-    sequence: SequenceParallel | None = None  # the ranks that split each sequence
     sampled: Tensor | None = None  # [S] tokens, queries of the selector loss; None: none
 
     @classmethod
@@ -78,7 +76,6 @@ class AttentionMetadata:
         seq_len: int,
         cu_seqlens: Tensor | None,
         device: torch.device,
-        sequence: SequenceParallel | None = None,
         loss_offset: Tensor | None = None,
     ) -> AttentionMetadata:
         """Build the metadata of a step; positions and blocks restart with each document.
@@ -94,13 +91,13 @@ class AttentionMetadata:
             position = position - repeat_per_document(cu_seqlens[:-1], cu_seqlens, seq_len)
         rotary = Rotary.at(position, config)
         if dense:
-            return cls(cu_seqlens, rotary, sequence=sequence)
+            return cls(cu_seqlens, rotary)
         inside = torch.arange(spec.block_len, device=device)
         last = first + spec.block_len - 1
         block_rotary = Rotary(rotary.cos[last], rotary.sin[last])
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
         sampled = None if loss_offset is None else sample_queries(seq_len, loss_offset)
-        return cls(cu_seqlens, rotary, *tables, block_rotary, sequence, sampled)
+        return cls(cu_seqlens, rotary, *tables, block_rotary, sampled)
 
     def without_rope(self) -> AttentionMetadata:
         """Return the metadata of a layer that does not rotate."""

@@ -117,16 +117,9 @@ class BlockPool(nn.Module):
         """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any."""
         assert metadata.block_tokens is not None
         assert metadata.token_blocks is not None
-        weight: Tensor = self.weight
-        position: Tensor = self.position
-        scale: Tensor = self.scale
-        heads, sequence = x.shape[2], metadata.sequence
-        if sequence is not None:  # x holds only this rank's heads
-            own = slice(sequence.rank * heads, (sequence.rank + 1) * heads)
-            weight, position = weight[own], position[own]
-            scale = scale.view(-1, x.shape[3])[own].flatten()
+        weights = self.weight, self.position, self.scale
         tables = rotary, metadata.block_tokens, metadata.token_blocks
-        return pool(x, weight, position, scale, *tables, backend=backend)
+        return pool(x, *weights, *tables, backend=backend)
 
     def pool_blocks(self, blocks_BNlKD: Tensor) -> Tensor:
         """Pool blocks [B, N, l, K, D] to [B, N, K, D], without RoPE."""

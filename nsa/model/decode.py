@@ -309,8 +309,6 @@ def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tens
 
 def _check_prompts(model: LanguageModel, prompts: Prompts) -> list[Tensor]:
     """Return the prompts on the model's device, or raise a ValueError."""
-    if model.sequence is not None:
-        raise ValueError("decoding does not support sequence parallelism; build a model without it")
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give one or more")
     rows = [prompt.to(model.embed.weight.device) for prompt in prompts]

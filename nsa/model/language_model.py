@@ -27,7 +27,6 @@ from nsa.model.compressor import BlockMLP
 from nsa.model.config import INIT_STD, ModelConfig
 from nsa.model.fused import add_norm
 from nsa.model.loss import Head, distillation_loss, linear_cross_entropy, token_divergence
-from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.inputs import check_documents
 
 # A block's inputs and outputs: x, delta and, if configured, the selector loss.
@@ -48,7 +47,6 @@ SAVED_OPS = {
     "nsa::triton_selected",
     "nsa::triton_selector_loss",
     "nsa::triton_gated",
-    "nsa::exchange",  # sequence parallelism: no second all-to-all
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -62,25 +60,12 @@ class LanguageModel(nn.Module):
     ZeRO-2 with a reentrant backward requires that every parameter is in at most one checkpoint
     segment; embedding, final norm and head are in none. The forward pass keeps no state, so
     recomputing a segment gives the same result.
-
-    With `sequence`, ranks split each sequence: input_ids, labels and logits are this rank's part,
-    cu_seqlens covers the full sequence, and the loss is the same mean on all ranks.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        sequence: SequenceParallel | None = None,
-        block: type[Block] = Block,
-    ) -> None:
+    def __init__(self, config: ModelConfig, block: type[Block] = Block) -> None:
         super().__init__()
         config.validate()
-        if sequence is not None and config.kv_heads % sequence.size:
-            raise ValueError(
-                f"train.sequence_parallel = {sequence.size}: does not divide model.kv_heads = "
-                f"{config.kv_heads}; set it to a divisor"
-            )
-        self.config, self.sequence = config, sequence
+        self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         for number, layer in enumerate(self.blocks, 1):
@@ -134,7 +119,7 @@ class LanguageModel(nn.Module):
         if divergence:
             assert teacher is not None
             return token_divergence(head, teacher, labels)
-        loss = linear_cross_entropy(*head, labels, self.sequence)
+        loss = linear_cross_entropy(*head, labels)
         if loss_weight != 1.0:
             loss = loss * loss_weight
         if detached:
@@ -145,7 +130,7 @@ class LanguageModel(nn.Module):
         if selector_loss is not None:
             further_losses.append(self.config.attention.selector_loss * selector_loss)
         if teacher is not None and not selector_only:
-            kl = distillation_loss(head, teacher, labels, self.sequence)
+            kl = distillation_loss(head, teacher, labels)
             further_losses.append(loss_weight * kl)
         for further in further_losses:  # add the gradient, not the value: it stays comparable
             loss = loss + (further - further.detach())
@@ -162,14 +147,12 @@ class LanguageModel(nn.Module):
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         check_tokens(input_ids, self.config.vocab_size)
-        seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
-        check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
+        check_documents(cu_seqlens, input_ids, "input_ids")
         metadata = AttentionMetadata.build(
             self.config,
-            seq_len,
+            input_ids.shape[1],
             cu_seqlens,
             input_ids.device,
-            self.sequence,
             loss_offset=self.loss_offset(input_ids),
         )
         return self.run_blocks(self.embed(input_ids), metadata, detached=detached)
@@ -187,7 +170,7 @@ class LanguageModel(nn.Module):
         offset = tokens.detach().sum()
         if offset.is_floating_point():
             offset = (offset.float() * 2**16).long()
-        return offset if self.sequence is None else self.sequence.sum(offset)
+        return offset
 
     def run_blocks(
         self,
@@ -340,7 +323,7 @@ class _WithoutInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def meta_model(config: ModelConfig, sequence: SequenceParallel | None = None) -> LanguageModel:
+def meta_model(config: ModelConfig) -> LanguageModel:
     """Build a model on the meta device: shapes, without storage or initialization."""
     with torch.device("meta"), _WithoutInit():
-        return LanguageModel(config, sequence)
+        return LanguageModel(config)

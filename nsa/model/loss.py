@@ -29,7 +29,6 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from nsa.constants import IGNORE_INDEX
-from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.per_token import cross_entropy_
 
 Head = tuple[Tensor, Tensor]  # a head's input [N, width] and weight [V, width]
@@ -43,23 +42,20 @@ LOG_PROBABILITIES = 4  # distillation has 1/4 of the tokens: two models in float
 FIRST_BUCKET = 64  # positions; each next bucket of losses by position has as many as all before
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, sequence: SequenceParallel | None = None
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of −log softmax(hidden @ weightᵀ)[label] over the labels that are not −100.
 
     hidden [N, width], weight [vocabulary, width], labels [N]. The mean is 0-dim, in float32 or
-    float64, and 0 without labels. With `sequence`, it is over all ranks that split the sequence.
+    float64, and 0 without labels.
     """
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, _, _ = loss_and_gradients(hidden, weight, labels, with_gradients)
-    return mean_over_labels(total, labels, sequence)
+    return mean_over_labels(total, labels)
 
 
-def mean_over_labels(total: Tensor, labels: Tensor, sequence: SequenceParallel | None) -> Tensor:
-    """Return a sum over labels that are not −100 as their mean, of all ranks of `sequence`."""
-    count = (labels != IGNORE_INDEX).sum()
-    return total / count.clamp(min=1) if sequence is None else sequence.mean(total, count)
+def mean_over_labels(total: Tensor, labels: Tensor) -> Tensor:
+    """Return a sum over labels that are not −100 as their mean; 0 without any."""
+    return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -155,16 +151,13 @@ def scaled(gradient: Tensor, scale: Tensor | None) -> Tensor | None:
 loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
 
 
-def distillation_loss(
-    model: Head, teacher: Head, labels: Tensor, sequence: SequenceParallel | None = None
-) -> Tensor:
+def distillation_loss(model: Head, teacher: Head, labels: Tensor) -> Tensor:
     """Return the mean of KL(teacher ‖ model) in nats over the labels [N] that are not -100.
 
-    The gradient reaches the model's tensors only. 0 without labels; with `sequence`, the mean is
-    over all ranks that split the sequence.
+    The gradient reaches the model's tensors only. 0 without labels.
     """
     total = _SummedKL.apply(*model, *(x.detach() for x in teacher), labels)
-    return mean_over_labels(total, labels, sequence)
+    return mean_over_labels(total, labels)
 
 
 @torch.no_grad()

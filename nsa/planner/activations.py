@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from nsa.model.attention import BranchKV
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.language_model import LanguageModel, meta_model
 from nsa.model.loss import chunk_rows
-from nsa.model.sequence_parallel import SequenceParallel
 from nsa.planner.inputs import BatchShape, Model
 
 
@@ -59,8 +57,7 @@ def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
         model.config, layers=layers, attention=attention, activation_checkpointing=mode
     )
     dtype = torch.bfloat16 if model.weight_bytes == 2 else torch.float32
-    ranks = batch.ranks_per_sequence
-    net = meta_model(config, _RanksOfASequence(ranks) if ranks > 1 else None).to(dtype)
+    net = meta_model(config).to(dtype)
     if attention.kind == "dense":
         for name, module in net.named_modules():
             if name.endswith(".attention"):
@@ -69,7 +66,7 @@ def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
     _free_gradients(net, live)
     width = 0 if model.teacher is None else model.teacher.width
     head = torch.empty(model.config.vocab_size, width, device="meta", dtype=dtype)
-    shape = batch.micro_batch, batch.seq_len // ranks
+    shape = batch.micro_batch, batch.seq_len
     with live:
         tokens, labels = (torch.empty(shape, device="meta", dtype=torch.long) for _ in range(2))
         teacher = (head.new_empty(batch.tokens, width), head) if width else None
@@ -169,14 +166,3 @@ def _flash_attention(q: Tensor, _: None, kv: BranchKV, metadata: AttentionMetada
     )
     o = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     return o.transpose(1, 2)[..., : kv["all"][1].shape[-1]]
-
-
-class _RanksOfASequence(SequenceParallel):
-    """A group without processes: on `meta` an exchange needs only the number of ranks."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.rank = size, 0
-        self._group: Any = SimpleNamespace(group_name="")
-
-    def sum(self, x: Tensor) -> Tensor:
-        return x.detach().clone()

@@ -15,7 +15,6 @@ from nsa.planner.forecast import (
     Candidate,
     Forecast,
     Hardware,
-    Traffic,
     flops_with_recomputation,
 )
 from nsa.planner.inputs import BatchShape, Model, Zero
@@ -141,14 +140,15 @@ def describe(
     return [
         f"{name}: {model.parameters:,} parameters; micro-batch {batch.micro_batch} × "
         f"{batch.seq_len:,} tokens, accumulation {batch.accumulation}, "
-        f"checkpointing {batch.checkpointing}{_ranks_per_sequence(batch)}",
+        f"checkpointing {batch.checkpointing}",
         "",
         f"memory of a GPU at its peak, {memory.peak_phase}, GB",
         *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in memory.at_peak.items()),
         f"  {'total of tensors':<18}{memory.peak / 1e9:>10.3f}",
         "a step",
         f"  {'tokens':<18}{step.tokens:>10,}",
-        f"  {'MB sent by a GPU':<18}{sent.bytes_per_step / 1e6:>10,.1f}  {_sent(sent, model)}",
+        f"  {'MB sent by a GPU':<18}{sent.bytes_per_step / 1e6:>10,.1f}"
+        f"  {sent.bytes_per_step / model.parameters:.2f} bytes per parameter",
         f"  {'compute, ms':<18}{1e3 * step.compute:>10,.1f}  at {100 * reached:.3g}% of "
         f"{hardware.flops / 1e12:g} TFLOP/s{by_host}",
         f"  {'communication, ms':<18}{1e3 * step.communication:>10,.1f}",
@@ -192,19 +192,5 @@ def json_row(candidate: Candidate, steps: int) -> dict[str, Any]:
     }
 
 
-def _sent(sent: Traffic, model: Model) -> str:
-    per_parameter = (sent.bytes_per_step - sent.exchange) / model.parameters
-    text = f"{per_parameter:.2f} bytes per parameter"
-    if sent.exchange:
-        text += f", and {sent.exchange / 1e6:,.1f} MB of sequence-parallel exchanges"
-    return text
-
-
 def _batch(batch: BatchShape) -> str:
-    each = f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}"
-    return f"{each}, {batch.checkpointing}{_ranks_per_sequence(batch)}"
-
-
-def _ranks_per_sequence(batch: BatchShape) -> str:
-    ranks = batch.ranks_per_sequence
-    return f", {ranks} ranks per sequence" if ranks > 1 else ""
+    return f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}, {batch.checkpointing}"

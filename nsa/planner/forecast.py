@@ -35,13 +35,11 @@ class Traffic:
     gather: float  # weights, per step; never overlapped
     fetch: float  # weights of stage 3, per micro-batch
     tail: float  # part of each reduction that cannot start before the backward pass ends
-    exchange: float  # sequence parallelism, per step; never overlapped
     collectives: int  # started per step
 
     @property
     def bytes_per_step(self) -> float:
-        zero = self.reduce * self.reductions + self.gather + self.fetch * self.reductions
-        return zero + self.exchange
+        return self.reduce * self.reductions + self.gather + self.fetch * self.reductions
 
 
 def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
@@ -61,7 +59,6 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
         gather=weights * gathered_once,
         fetch=weights * sharded * zero.gathers,
         tail=reduce * (model.embedding + last),
-        exchange=batch.accumulation * exchange_bytes(model, batch),
         collectives=_collectives(model, zero, batch),
     )
 
@@ -70,14 +67,13 @@ def _collectives(model: Model, zero: Zero, batch: BatchShape) -> int:
     """Count the collectives of a step, including the small ones for grad_norm and overflow."""
     layers = model.parameters - model.outside_layers
     reductions = batch.accumulation if zero.stage >= 2 else 1
-    shared = batch.accumulation * exchange_count(model, batch)
     if not zero.bucket:  # one reduction, and all-gathers of two parameter groups
-        return shared + (3 if zero.stage else 1)
+        return 3 if zero.stage else 1
     buckets = -(-layers // zero.bucket) + 1  # the embedding has its own
     if zero.stage == 3:
         buckets += zero.gathers * (-(-layers // max(zero.prefetch, 1)) + 1)
-        return shared + reductions * buckets + zero.persistent_tensors + 2
-    return shared + reductions * buckets + 4
+        return reductions * buckets + zero.persistent_tensors + 2
+    return reductions * buckets + 4
 
 
 def flops_with_recomputation(model: Model, checkpointing: str, kind: str) -> float:
@@ -89,26 +85,6 @@ def flops_with_recomputation(model: Model, checkpointing: str, kind: str) -> flo
     fraction = {"none": 0.0, "selective": ELEMENTWISE_FRACTION}.get(checkpointing, 1.0)
     flops = model.flops(kind)
     return flops["step"] + fraction * flops["layers"]
-
-
-def exchange_bytes(model: Model, batch: BatchShape) -> float:
-    """Return the bytes that a rank sends per micro-batch in sequence-parallel all-to-alls.
-
-    Recomputation repeats them, except with `selective`, which saves the received tensors.
-    """
-    sent = 1 - 1 / batch.ranks_per_sequence  # a rank keeps its part
-    passes = _passes(batch) * model.config.layers
-    return passes * sent * batch.tokens * model.attention_size * model.weight_bytes
-
-
-def exchange_count(model: Model, batch: BatchShape) -> int:
-    """Return the number of these all-to-alls per micro-batch, plus the loss's all-reduce."""
-    return 2 * model.config.layers * _passes(batch) + 1 if batch.ranks_per_sequence > 1 else 0
-
-
-def _passes(batch: BatchShape) -> int:
-    """Return how often a micro-batch passes through a layer: forward, backward, recomputation."""
-    return 2 if batch.checkpointing in ("none", "selective") else 3
 
 
 @dataclass(frozen=True)
@@ -186,10 +162,15 @@ def micro_batch_seconds(model: Model, batch: BatchShape, hardware: Hardware, kin
     gpu = batch.tokens * flops_with_recomputation(model, batch.checkpointing, kind) / hardware.flops
     if hardware.mfu is not None:
         return gpu / hardware.mfu
-    host = HOST_SECONDS[kind] * model.config.layers * _passes(batch)
+    passes = 3 if _recomputes(batch) else 2  # through a layer
+    host = HOST_SECONDS[kind] * model.config.layers * passes
     if model.teacher is not None:
         host += HOST_SECONDS["dense"] * model.teacher.layers
     return max(gpu / MFU[kind], host)
+
+
+def _recomputes(batch: BatchShape) -> bool:
+    return batch.checkpointing not in ("none", "selective")
 
 
 def communication_seconds(
@@ -200,19 +181,14 @@ def communication_seconds(
     A ring over several nodes is as fast as its slowest connection, so the slower of link and
     network limits the rate.
     """
-    across_nodes = min(hardware.link, hardware.network)
-    rate = hardware.link if hardware.nodes == 1 else across_nodes
-    sequence_on_one_node = ranks // hardware.nodes % batch.ranks_per_sequence == 0
-    exchange_rate = hardware.link if sequence_on_one_node else across_nodes
+    rate = hardware.link if hardware.nodes == 1 else min(hardware.link, hardware.network)
     latency = sent.collectives * hardware.latency * math.log2(ranks) if ranks > 1 else 0.0
     reduce, fetch = sent.reduce / rate, sent.fetch / rate
-    blocking = latency + sent.gather / rate + sent.exchange / exchange_rate
+    blocking = latency + sent.gather / rate
     total = blocking + sent.reductions * (reduce + fetch)
     if not zero.overlap:
         return total, total
-    # Recomputation belongs to the backward pass.
-    recomputes = batch.checkpointing not in ("none", "selective")
-    backward = 3 / 4 if recomputes else BACKWARD_FRACTION
+    backward = 3 / 4 if _recomputes(batch) else BACKWARD_FRACTION  # with recomputation
     late = max(sent.tail / rate, reduce - micro * backward)
     if zero.stage == 3:  # weights are prefetched, except the first layer's
         late = max(sent.tail / rate, reduce + fetch - micro)

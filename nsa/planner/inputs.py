@@ -52,16 +52,6 @@ class Model:
         """Parameters per layer (the final norm is spread over all)."""
         return (self.parameters - self.outside_layers) // self.config.layers
 
-    @property
-    def attention_size(self) -> int:
-        """Elements per token of attention's inputs (gates and index included) and output."""
-        config = self.config
-        key, value = config.head_dim, config.value_dim or config.head_dim
-        gates = 0 if config.attention.has_one_set else len(config.attention.branch_names)
-        kv_sets, index = max(1, gates), 2 * key if config.attention.has_index else 0
-        queries = config.heads * (key + gates + value)
-        return queries + config.kv_heads * (kv_sets * (key + value) + index)
-
     def flops(self, kind: str) -> dict[str, float]:
         """FLOPs per token of a "step", and of the forward pass of all "layers", by attention."""
         from nsa.model.count import flops_per_token
@@ -81,15 +71,11 @@ class BatchShape:
     micro_batch: int
     accumulation: int
     checkpointing: str
-    ranks_per_sequence: int = 1
 
     @property
     def tokens(self) -> int:
-        """This rank's tokens per micro-batch, outside attention.
-
-        In attention a rank of a split sequence has all of its tokens and fewer heads.
-        """
-        return self.seq_len * self.micro_batch // self.ranks_per_sequence
+        """This rank's tokens per micro-batch."""
+        return self.seq_len * self.micro_batch
 
 
 @dataclass(frozen=True)

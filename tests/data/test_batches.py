@@ -197,26 +197,11 @@ def test_cu_seqlens_are_well_formed_for_any_text(
         assert ids[end - 1] == EOS or end % seq_len == 0
 
 
-def test_positions_restart_at_each_document_and_continue_in_a_later_part() -> None:
+def test_positions_restart_at_each_document() -> None:
     batch = packed([1, 2, EOS, 3, EOS, EOS, 4, 5, 6], seq_len=8)
     assert batch.positions().tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
-    second = batch.sequence_part(1, 2)
-    assert second.positions(4).tolist() == [1, 0, 0, 1]
-    assert replace(second, cu_seqlens=None).positions(4).tolist() == [4, 5, 6, 7]
     rows = Batch(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
     assert rows.positions().tolist() == [0, 1, 2, 0, 1, 2]
-
-
-def test_the_parts_of_a_sequence_are_consecutive_and_complete() -> None:
-    batch = packed(list(range(13)), seq_len=12)
-    batch = replace(batch, label_count=7)
-    parts = [batch.sequence_part(index, 3) for index in range(3)]
-    for name in ("input_ids", "labels"):
-        whole, pieces = getattr(batch, name), [getattr(part, name) for part in parts]
-        assert [piece.shape for piece in pieces] == [(1, 4)] * 3
-        assert torch.equal(torch.cat(pieces, dim=1), whole)
-    assert all(part.cu_seqlens is batch.cu_seqlens for part in parts)
-    assert {part.label_count for part in parts} == {7}
 
 
 def test_to_moves_every_tensor_of_a_batch() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.loop import executed_flops
-from nsa.engine.recipe import Recipe, build_parser, resolve_request
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
 from tests.engine.small import small, small_request
@@ -81,8 +79,6 @@ def test_the_tokens_of_a_step_count_each_sequence_once() -> None:
     config.data.seq_len = 96
     config.train = TrainConfig(micro_batch=2, accumulation=3)
     assert config.tokens_per_step(4) == 2 * 3 * 4 * 96
-    config.train = TrainConfig(micro_batch=2, accumulation=3, sequence_parallel=2)
-    assert config.tokens_per_step(4) == 2 * 3 * 2 * 96
     config.train = TrainConfig(micro_batch="auto", accumulation=8)  # not resolved yet
     assert config.tokens_per_step(2) == 8 * 2 * 96
 
@@ -114,7 +110,6 @@ def test_the_flops_of_a_step_are_those_of_its_phase() -> None:
         ({"micro_batch": 65_537}, r"micro_batch = 65537: must be 65,536 or less"),
         ({"dense_steps": "half"}, r"dense_steps = 'half': must be a whole number or auto"),
         ({"on_spike": "skip"}, r"on_spike = 'skip': choose one of ignore, warn"),
-        ({"sequence_parallel": 5}, r"sequence_parallel = 5: does not divide model.kv_heads = 2"),
     ],
 )
 def test_schedules_that_cannot_train_are_refused(changes: dict[str, object], problem: str) -> None:
@@ -122,14 +117,6 @@ def test_schedules_that_cannot_train_are_refused(changes: dict[str, object], pro
     config.validate()
     config.train = replace(config.train, **changes)
     with pytest.raises(ValueError, match=problem):
-        config.validate()
-
-
-def test_ranks_that_share_sequences_must_divide_their_length() -> None:
-    config = RunConfig(train=TrainConfig(sequence_parallel=2))
-    config.validate()
-    config.data.seq_len = 2_047
-    with pytest.raises(ValueError, match=r"sequence_parallel = 2: .* data\.seq_len = 2047; choose"):
         config.validate()
 
 
@@ -145,20 +132,3 @@ def test_ranks_that_share_sequences_must_divide_their_length() -> None:
 def test_a_new_run_without_an_index_cannot_begin_dense(attention: str, name: str) -> None:
     with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index; three branches no"):
         notes(f"--set={attention}", f"--set=train.{name}=5")
-
-
-def test_settings_have_to_fit_the_model_of_the_start_and_not_the_recipes_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    (tmp_path / "model.safetensors").touch()  # read when the run is built
-    (tmp_path / "config.yaml").write_text("model: {heads: 8, kv_heads: 4}\n")
-    recipe = Recipe("small", "", {"demo": small}, model_of_start=True)
-
-    def model(*settings: str) -> ModelConfig:
-        flags = ["--profile=demo", f"--set=train.start_from={tmp_path}", *settings]
-        return resolve_request(recipe, build_parser(recipe).parse_args(flags)).config.model
-
-    assert model("--set=train.sequence_parallel=4").kv_heads == 4
-    with pytest.raises(ValueError, match=r"sequence_parallel = 8: does not divide model.kv_heads"):
-        model("--set=train.sequence_parallel=8")

@@ -26,7 +26,6 @@ MODES = ["none", "reentrant", "non_reentrant", "deepspeed"]
             "zero1_pcie",
             "set data.packing=concat",
         ),
-        (["train.sequence_parallel=2"], "zero1_pcie", "set train.sequence_parallel=1"),
         ([], "zero3", "use ds_configs/zero1_pcie.json"),
     ],
 )

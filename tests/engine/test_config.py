@@ -207,7 +207,7 @@ def test_an_error_names_the_setting_its_value_and_the_fix(
 
 
 LEAST = {
-    "train": {"steps": 1, "accumulation": 1, "sequence_parallel": 1, "eval_samples": 1}
+    "train": {"steps": 1, "accumulation": 1, "eval_samples": 1}
     | {"micro_batch": 1, "dense_steps": 0, "warmup_steps": 0, "eval_every": 0, "clip": 0}
     | {"weight_decay": 0, "min_learning_rate": 0, "seed": 0, "selector_steps": 0},
     "data": {"seq_len": 1},

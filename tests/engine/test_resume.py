@@ -190,11 +190,6 @@ def test_a_resumed_run_starts_its_data_again_where_its_order_changed(
     assert resumed(saved, f"--set={change}").data_changed == again
 
 
-def test_a_resumed_run_keeps_its_sequence_parallel(saved: Path) -> None:
-    with pytest.raises(ValueError, match=r"sequence_parallel = 2: .* was created with 1; drop the"):
-        resumed(saved, "--set=train.sequence_parallel=2")
-
-
 def test_a_checkpoint_of_another_run_is_refused_with_the_fix(saved: Path) -> None:
     (saved / "env.json").write_text(json.dumps({"run": "b2"}))
     with pytest.raises(ValueError, match=r"saved by another run \(a1, this one is b2\); move it"):

@@ -103,7 +103,6 @@ def plain(config: RunConfig, batches: list[Batch]) -> dict[str, list[float]]:
         (2, 2, 2, "zero2_pcie", ["model.activation_checkpointing=reentrant"]),
         (2, 2, 2, "zero3", []),
         (2, 1, 4, "zero0_debug", []),
-        (2, 4, 2, "zero1_pcie", ["train.sequence_parallel=2"]),
         pytest.param(2, 1, 4, "zero2_pcie", ["train.compile=true"], marks=pytest.mark.full),
     ],
 )

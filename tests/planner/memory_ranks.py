@@ -1,7 +1,7 @@
 """Worker of test_plan_memory.py on two ranks: what DeepSpeed's engine allocates in one step.
 
-Each argument is config:checkpointing:ranks per sequence:attention and prints one line of JSON:
-bytes in use between steps, peak, collectives, and bytes of sequence-parallel exchanges.
+Each argument is config:checkpointing:attention and prints one line of JSON: bytes in use between
+steps, peak, and collectives.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
@@ -28,42 +26,16 @@ SPANS = ("step", "step again", "last step")
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
 
 
-class Exchanges:
-    """Counts the bytes that this rank sends in all-to-all exchanges.
-
-    Tensors that gloo's thread releases last would count as never freed, so each exchange gets
-    views and waits until gloo has released them.
-    """
-
-    def __init__(self) -> None:
-        self.sent = 0.0
-        self._real = dist.all_to_all_single
-        dist.all_to_all_single = self._count
-
-    def _count(self, received: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-        self.sent += x.nbytes * (1 - 1 / dist.get_world_size(group))
-        before = _references(received), _references(x)
-        self._real(received.view_as(received), x.view_as(x), group=group)
-        while (_references(received), _references(x)) != before:
-            time.sleep(0)
-
-
-def _references(x: Tensor) -> int:
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-
-
 def step(config: RunConfig, engine: torch.nn.Module) -> None:
-    shape = config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel
+    shape = config.train.micro_batch, config.data.seq_len
     for _ in range(config.train.accumulation):
         ids = torch.randint(config.model.vocab_size, shape)
         engine.backward(engine(ids, labels=ids))
         engine.step()
 
 
-def measured(
-    exchanges: Exchanges, name: str, checkpointing: str, ranks_per_sequence: str, kind: str
-) -> dict[str, float]:
-    config = toy(checkpointing, kind, int(ranks_per_sequence))
+def measured(name: str, checkpointing: str, kind: str) -> dict[str, float]:
+    config = toy(checkpointing, kind)
     raw = load_ds_config(DS_CONFIGS / f"{name}.json")
     resolved = resolve_ds_config(raw, config, world_size=2)
     zero = resolved["zero_optimization"]
@@ -79,7 +51,6 @@ def measured(
         gc.collect()
         between = live_bytes() - before
         for span in SPANS:
-            exchanges.sent = 0
             with recorded.span(span):
                 step(config, engine)
         engine.destroy()
@@ -92,16 +63,14 @@ def measured(
         # Frees by gloo's threads are not seen: peaks come out high, more so on a busy machine.
         "peak": between + min(recorded.peak[span] for span in SPANS),
         "collectives": recorded.collectives[SPANS[0]],
-        "exchanged": exchanges.sent,
     }
 
 
 def main() -> None:
     ranks = Ranks.from_environment()
     start_ranks(ranks)
-    exchanges = Exchanges()
     for case in sys.argv[1:]:
-        print(json.dumps({"case": case, **measured(exchanges, *case.split(":"))}))
+        print(json.dumps({"case": case, **measured(*case.split(":"))}))
 
 
 if __name__ == "__main__":

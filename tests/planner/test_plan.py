@@ -242,27 +242,6 @@ def test_a_slower_network_between_nodes_limits_the_rate() -> None:
     assert far.exposed > 10 * near.exposed
 
 
-def test_sequence_parallel_exchanges_are_fully_exposed() -> None:
-    model, zero, batch = m7c("zero2_overlap", micro_batch=4)
-    shared = replace(batch, ranks_per_sequence=2)
-    alone, step = (forecast(model, zero, each, A100, 2) for each in (batch, shared))
-    assert step.tokens * 2 == alone.tokens
-    assert step.memory.peak < alone.memory.peak
-    assert step.exposed > step.traffic.exchange / A100.link
-    kept = forecast(model, zero, replace(shared, checkpointing="selective"), A100, 2)
-    assert kept.traffic.exchange * 3 == pytest.approx(step.traffic.exchange * 2)
-
-
-def test_sequence_parallel_uses_the_network_only_across_nodes() -> None:
-    model, zero, batch = m7c("zero1_pcie", micro_batch=4, ranks_per_sequence=2)
-    slow = replace(A100, network=1e8, latency=0)
-    for nodes, pace in ((2, slow.link), (4, slow.network)):
-        step = forecast(model, zero, batch, replace(slow, nodes=nodes), 4)
-        zero_alone = step.traffic.bytes_per_step - step.traffic.exchange
-        seconds = zero_alone / slow.network + step.traffic.exchange / pace
-        assert step.communication == pytest.approx(seconds)
-
-
 def test_checkpointing_costs_one_more_forward_pass() -> None:
     model, zero, batch = m7c("zero1_pcie")
     costs = {
@@ -302,19 +281,6 @@ def test_memory_rows_add_up_to_the_peak() -> None:
     assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.0005 * len(sizes))
 
 
-def test_the_command_plans_sequence_parallelism() -> None:
-    code, output, _ = plan("--recipe", str(ROOT / "recipes/m7c_32k.py"))
-    assert code == 0
-    assert ", 2 ranks per sequence\n" in output
-    assert "tokens                65,536\n" in output
-    _, alone, _ = plan(
-        "--recipe", str(ROOT / "recipes/m7c_32k.py"), "--set", "train.sequence_parallel=1"
-    )
-    assert "tokens               131,072\n" in alone
-    assert "sequence-parallel exchanges" in output
-    assert "sequence-parallel exchanges" not in alone
-
-
 def test_a_run_that_does_not_fit_exits_with_1() -> None:
     words = ["--device=100", "--link=7", "--gpus=8", "--nodes=2", "--memory=40", "--mfu=0.5"]
     for table in ([], ["--compare"]):
@@ -331,10 +297,6 @@ def test_a_run_that_does_not_fit_exits_with_1() -> None:
     [
         ("--gpus 0", "--gpus 0: must be above 0"),
         ("--gpus 3 --nodes 2", "--gpus 3: not a multiple of --nodes 2"),
-        (
-            "--gpus 3 --recipe recipes/m7c_32k.py",
-            "--gpus 3: not a multiple of train.sequence_parallel = 2",
-        ),
         ("--link pcie9", "--link pcie9: write pcie3"),
         ("--link -1", "--link -1: write pcie3"),
         ("--device v100", "--device v100: write a100"),
@@ -410,21 +372,3 @@ def test_each_card_brings_its_peak_memory_and_usual_link_and_m7c_fits(device: st
     assert f"{GPUS[name].memory} GB) (--device), {link} (" in assumed
     assert ("host" in link) == (device in ("rtx4090", "rtx5090"))  # no access to each other
     assert tree["plans"][0]["bytes_sent"] == 3 * tree["parameters"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "branches", "elements"),
-    [  # queries, gates and output of 12 heads; keys and values of 2 heads per branch; an index
-        ("dense", "cmp+sel+win", 12 * (64 + 32) + 2 * (64 + 32)),
-        ("nsa", "cmp+sel+win", 12 * (64 + 3 + 32) + 3 * 2 * (64 + 32)),
-        ("nsa", "sel+win", 12 * (64 + 2 + 32) + 2 * 2 * (64 + 32)),
-        ("nsa", "sel", 12 * (64 + 32) + 2 * (64 + 32) + 2 * 2 * 64),
-    ],
-)
-def test_the_tensors_that_ranks_of_a_sequence_exchange(
-    kind: str, branches: str, elements: int
-) -> None:
-    config = RunConfig()
-    config.model.value_dim = 32
-    config.model.attention.kind, config.model.attention.branches = kind, branches
-    assert model_of(config).attention_size == elements

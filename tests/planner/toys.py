@@ -8,7 +8,7 @@ from nsa.spec import NSASpec
 BUCKET = 2**17  # elements; small relative to the model, as for M7C
 
 
-def toy(checkpointing: str = "none", kind: str = "dense", ranks_per_sequence: int = 1) -> RunConfig:
+def toy(checkpointing: str = "none", kind: str = "dense") -> RunConfig:
     """Dense by default: on a CPU, sparse attention's tiles would dominate."""
     config = RunConfig()
     model, attention = config.model, config.model.attention
@@ -17,8 +17,6 @@ def toy(checkpointing: str = "none", kind: str = "dense", ranks_per_sequence: in
     attention.spec = NSASpec(16, 8, 16, 4, 1, 1, 64)
     attention.kind, attention.backend = kind, "blockwise"
     model.activation_checkpointing = checkpointing
-    long = ranks_per_sequence > 1 and kind == "dense"
-    config.data.seq_len = 800 if long else 160  # so that activations dominate
+    config.data.seq_len = 160  # so that activations dominate
     config.train.micro_batch, config.train.accumulation = 1, 2
-    config.train.sequence_parallel = ranks_per_sequence
     return config
