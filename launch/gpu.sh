@@ -16,7 +16,7 @@
 #                          tests, tests-bench, sanitizer (every memory access, minutes) are tests;
 #                          kernels times each function, flex is FlexAttention;
 #                          step-nsa, step-dense, each with -reentrant: a step in its own process;
-#                          recipe-zero2, train-compiled
+#                          recipe-zero2
 #   --limit SECONDS      time limit of each stage
 #   --rehearse           tiny sizes on the CPU
 #   --dry-run            only print the commands
@@ -64,7 +64,6 @@ stages() {
     stage - sanitizer 540 "${pytest[@]}" "$sanitizer"
     bench - kernels 50 module "${attention[@]}" --kinds parts
     bench - flex 60 module "${attention[@]}" --kinds module --against flex-causal
-    bench - train-compiled 85 train --compile
     bench - step-nsa 60 train "${step[@]}" --kinds nsa
     bench - step-nsa-reentrant 60 train "${step[@]}" --kinds nsa --checkpointing reentrant
     bench - step-dense 30 train "${step[@]}" --kinds dense

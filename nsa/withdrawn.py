@@ -43,6 +43,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "data.synthetic_bytes": (4_000_000, REMOVE),
     "data.workers": (1, REMOVE),
     "train.freeze": (None, REMOVE),
+    "train.compile": (False, REMOVE),
     "train.sequence_parallel": (1, "remove it; lower train.micro_batch if memory is short"),
     "train.teacher_weight": (1.0, REMOVE),
     "train.beta1": (0.9, 'set "betas" in optimizer.params of DeepSpeed\'s JSON'),

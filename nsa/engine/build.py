@@ -16,7 +16,6 @@ from nsa.engine.checks import check_gradients
 from nsa.engine.config import RunConfig
 from nsa.engine.loss_guard import skip_nonfinite_steps
 from nsa.model import LanguageModel
-from nsa.model.block import compile_blocks
 
 CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
 
@@ -73,8 +72,6 @@ def build_engine(
     model = build_model(config, device, weights)
     tokens = torch.randint(config.model.vocab_size, (1, check_length(config)), device=device)
     check_gradients(model, tokens)
-    if config.train.compile:
-        compile_blocks(model)
     engine = initialise(model, config, ds_config)
     if weights is not None:
         _start_master_weights(engine.module, read_weights(weights))

@@ -61,7 +61,6 @@ class TrainConfig:
     weight_decay: float = 0.01  # AdamW weight decay, on matrices only
     clip: float = 1.0  # max gradient norm; 0: no clipping
     precision: str = "bf16"  # "bf16", "fp16" with loss scaling, or "fp32" for debugging
-    compile: bool = False  # torch.compile each block, up to ZeRO stage 2; not measured on a GPU
     seed: int = 1337  # of the initial weights and the data order
     eval_every: int = 500  # steps between validations; 0: only at the end
     eval_samples: int = 64  # validation sequences per evaluation, over all ranks

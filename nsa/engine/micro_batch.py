@@ -24,7 +24,7 @@ from nsa.engine.ds_config import load_ds_config, resolve_ds_config, zero_mode
 from nsa.engine.run_request import RunRequest
 from nsa.engine.teacher import find_teacher
 from nsa.monitor.memory import is_out_of_memory
-from nsa.planner.forecast import FRAGMENTATION, MODES, select_checkpointing, select_micro_batch
+from nsa.planner.forecast import FRAGMENTATION, select_checkpointing, select_micro_batch
 from nsa.planner.inputs import BatchShape, Model, Zero
 from nsa.planner.memory import memory
 
@@ -45,11 +45,9 @@ def resolve_auto(
             mode, mode_notes = "none", ["activation checkpointing: none (there is no GPU)"]
     else:
         model = model_of(config)
-        # The fastest first. Compiling fuses the operators that `selective` saves.
-        modes = [mode for mode in MODES if not (config.train.compile and mode == "selective")]
         if measures:
-            batch, notes = select_micro_batch(model, zero, batch, gpu_memory, ranks, modes)
-        mode, mode_notes = select_checkpointing(model, zero, batch, gpu_memory, ranks, modes)
+            batch, notes = select_micro_batch(model, zero, batch, gpu_memory, ranks)
+        mode, mode_notes = select_checkpointing(model, zero, batch, gpu_memory, ranks)
     train = config.train
     if measures:
         train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)

@@ -82,10 +82,6 @@ def start_ranks(ranks: Ranks) -> torch.device:
         defaults |= {name: value.format(interface) for name, value in INTERFACE.items()}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # torch.compile loads libraries from it; PyTorch's default is in the temporary directory, where
-    # another user may have created it.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "nsa-m7c/compiled"))
     if "OMP_NUM_THREADS" not in os.environ:
         local_ranks = int(os.environ.get("LOCAL_SIZE", ranks.world_size))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))

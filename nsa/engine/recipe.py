@@ -281,8 +281,6 @@ def _resolve_deepspeed(
         config, batch_notes, mode_notes = resolve_auto(config, zero, ranks, gpu_memory)
         ds_config = resolve(config)
         notes += [*batch_notes, *mode_notes]
-    if config.train.compile:
-        _check_compile(config, ds_config["zero_optimization"])
     return config, ds_config, fits_micro_batch
 
 
@@ -370,30 +368,6 @@ def _check_changes(
         of_data = name.startswith("data.") and name not in order_stays
         data_changed |= of_data or name == "train.seed"
     return data_changed
-
-
-def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:
-    """Refuse settings with which compiled blocks fail, or compile again in each step."""
-    model = config.model
-    problems = {
-        "model.activation_checkpointing = selective, which saves operators that compiling fuses": (
-            model.activation_checkpointing == "selective",
-            "set model.activation_checkpointing=reentrant or none",
-        ),
-        "dense attention over packed documents, which has new shapes in each step": (
-            model.attention.kind == "dense" and config.data.packing == "documents",
-            "set data.packing=concat",
-        ),
-        # Stage 3 gathers weights in hooks of every module. DeepSpeed before 0.19.5 reused a bucket
-        # of overlap_comm too early under torch.compile.
-        "ZeRO stage 3 or overlap_comm, which no test covers": (
-            zero["stage"] > 2 or bool(zero.get("overlap_comm")),
-            "use ds_configs/zero1_pcie.json or zero2_pcie.json",
-        ),
-    }
-    for problem, (applies, fix) in problems.items():
-        if applies:
-            raise ValueError(f"train.compile = true: not with {problem}; {fix}")
 
 
 def _check_hardware(config: RunConfig) -> None:

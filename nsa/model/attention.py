@@ -220,10 +220,7 @@ class NSAttention(Attention):
     """
 
     observer: Callable[[Tensor | None, Tensor, Tensor | None, Tensor | None], None] | None = None
-    compiled: bool = False  # `compile_blocks` sets it: an observer cannot be traced
     dense: bool = False  # `LanguageModel.attend_densely` sets it
-    # What compiled code keeps for `call_observer`.
-    observed: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None] | None = None
 
     def __init__(
         self,
@@ -353,7 +350,7 @@ class NSAttention(Attention):
         if self.dense:
             o = causal_attention(q, *kv["sel"], metadata.cu_seqlens)
             # Blocks are selected for the observer alone.
-            if not self.compiled and self.observer is not None and "index" in kv:
+            if self.observer is not None and "index" in kv:
                 self._observe(None, self._select(kv, metadata), metadata.cu_seqlens)
             return o
         if self.index is not None:  # one softmax over the keys of the blocks that it selects
@@ -381,18 +378,9 @@ class NSAttention(Attention):
     def _observe(
         self, gates: Tensor | None, block_index: Tensor, cu_seqlens: Tensor | None
     ) -> None:
-        loss = None if self.selector_loss is None else self.selector_loss.detach()
-        if self.compiled:
-            gates = None if gates is None else gates.detach()
-            self.observed = gates, block_index, cu_seqlens, loss
-        elif self.observer is not None:
+        if self.observer is not None:
+            loss = None if self.selector_loss is None else self.selector_loss.detach()
             self.observer(gates, block_index, cu_seqlens, loss)
-
-    def call_observer(self) -> None:
-        """Call the observer with what compiled code has kept in `observed`."""
-        observed, self.observed = self.observed, None
-        if self.observer is not None and observed is not None:
-            self.observer(*observed)
 
     def _attend_subset(
         self, q: Tensor, gates: Tensor, kv: BranchKV, metadata: AttentionMetadata

@@ -37,7 +37,7 @@ class HealthRecorder:
 
     Layers call their `observer` with gates, selected blocks, cu_seqlens and selector loss; a layer
     without an observer pays one attribute lookup. Recomputed and later forward passes are ignored.
-    Blocks compiled by train.compile are sampled; a model that you compile as a whole is not.
+    A compiled model is not sampled.
     """
 
     def __init__(self, layers: Mapping[str, Any], spec: NSASpec) -> None:

@@ -6,7 +6,7 @@ Traffic is that of a ring: an all-reduce sends 2(n-1)/n of its input, an all-gat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -226,21 +226,15 @@ def compare(
 
 
 def select_micro_batch(
-    model: Model,
-    zero: Zero,
-    batch: BatchShape,
-    available: float,
-    ranks: int,
-    modes: Sequence[str] = MODES,
+    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int
 ) -> tuple[BatchShape, list[str]]:
     """Return the batch in the largest micro-batches that fit, and a line on why.
 
-    With the fastest of `modes` in which one sequence fits: recomputing costs more than small
+    With the fastest mode in which one sequence fits: recomputing costs more than small
     micro-batches do.
     """
     sequences = batch.micro_batch * batch.accumulation
-    if batch.checkpointing != "auto":
-        modes = (batch.checkpointing,)
+    modes = MODES if batch.checkpointing == "auto" else (batch.checkpointing,)
     divisors = [rows for rows in range(sequences, 0, -1) if sequences % rows == 0]
     for mode, rows in product(modes, divisors):
         shape = replace(batch, micro_batch=rows, accumulation=sequences // rows, checkpointing=mode)
@@ -256,20 +250,15 @@ def select_micro_batch(
 
 
 def select_checkpointing(
-    model: Model,
-    zero: Zero,
-    batch: BatchShape,
-    available: float,
-    ranks: int,
-    modes: Sequence[str] = MODES,
+    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int
 ) -> tuple[str, list[str]]:
-    """Return the batch's mode, for `auto` the fastest of `modes` that fits, and a line on why."""
+    """Return the batch's mode, for `auto` the fastest that fits, and a line on why."""
     if batch.checkpointing != "auto":
         return batch.checkpointing, []
-    shapes = {mode: replace(batch, checkpointing=mode) for mode in modes}
-    needs = {mode: required(memory(model, zero, shapes[mode], ranks)) for mode in modes}
-    fitting = [mode for mode in modes if needs[mode] <= available]
-    selected = fitting[0] if fitting else modes[-1]
+    shapes = {mode: replace(batch, checkpointing=mode) for mode in MODES}
+    needs = {mode: required(memory(model, zero, shapes[mode], ranks)) for mode in MODES}
+    fitting = [mode for mode in MODES if needs[mode] <= available]
+    selected = fitting[0] if fitting else MODES[-1]
     need = needs.pop(selected)
     others = ", ".join(f"{mode} would need {size / 1e9:.1f}" for mode, size in needs.items())
     reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB; {others}; "

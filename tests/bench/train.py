@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nsa.gpus import peak_flops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
-from nsa.model.block import compile_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING, INDEXED
 from tests.bench.harness import (
     Report,
@@ -43,9 +42,7 @@ IN_A_ROW = 4  # steps, after which the host waits for the device
 class Stepper:
     """Training steps of a model, its float32 weights and its optimizer."""
 
-    def __init__(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, compiled: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         self.model = LanguageModel(config).to(device=device, dtype=dtype)
         self.weights = list(self.model.parameters())
@@ -53,8 +50,6 @@ class Stepper:
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
-        if compiled:
-            compile_blocks(self.model)
 
     def step(self, ids: Tensor, labels: Tensor) -> None:
         """Run forward, backward and the optimizer."""
@@ -80,15 +75,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--vocab", type=int, default=50_304, help="rows of the embedding")
     add("--kinds", type=words_of(*KINDS), default="nsa,dense", help=about)
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
-    add("--compile", action="store_true", help="compile blocks, as train.compile does")
 
 
 def run(report: Report) -> None:
     """Measure every length within the time limit; print a table per length."""
     flags = report.flags
     for seq_len in flags.lengths:
-        if flags.compile:
-            torch.compiler.reset()  # each length is compiled separately
         report.attempt(f"T={seq_len}", partial(_case, seq_len, report))
 
 
@@ -115,8 +107,7 @@ def _case(seq_len: int, report: Report) -> None:
         result["peak_bytes"] = report.peak_bytes(step)
 
     steppers = {
-        kind: partial(Stepper, config, device, report.dtype, flags.compile)
-        for kind, config in configs.items()
+        kind: partial(Stepper, config, device, report.dtype) for kind, config in configs.items()
     }
     results = report.each(steppers, FIGURES, measure)
     over = {

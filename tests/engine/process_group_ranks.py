@@ -1,8 +1,7 @@
 """On two ranks: join the process group, then rank 1 stops, passes an error and sends a pickle.
 
-Each prints, where the user set nothing, the folder from which torch.compile loads libraries, the
-number of threads and the addresses on which it listens; then what it sees of the other. Argument:
-the file that the pickle would create.
+Each prints, where the user set nothing, the number of threads and the addresses on which it
+listens; then what it sees of the other. Argument: the file that the pickle would create.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from nsa.data.worker import WorkerDied
 from nsa.engine.cpu_collectives import AllRanksCrash, CpuCollectives
@@ -53,7 +51,7 @@ def addresses() -> list[str]:
 os.environ.pop("OMP_NUM_THREADS")
 start_ranks(Ranks.from_environment())
 dist.all_reduce(torch.ones(1))  # ranks connect to each other
-print(cache_dir(), torch.get_num_threads())
+print(torch.get_num_threads())
 print("listening:", *addresses())
 collectives, rank = CpuCollectives(max_seconds=60), dist.get_rank()
 assert collectives._group is not None

@@ -103,7 +103,6 @@ def plain(config: RunConfig, batches: list[Batch]) -> dict[str, list[float]]:
         (2, 2, 2, "zero2_pcie", ["model.activation_checkpointing=reentrant"]),
         (2, 2, 2, "zero3", []),
         (2, 1, 4, "zero0_debug", []),
-        pytest.param(2, 1, 4, "zero2_pcie", ["train.compile=true"], marks=pytest.mark.full),
     ],
 )
 def test_loss_and_gradient_do_not_depend_on_how_a_step_is_divided(
