@@ -108,7 +108,7 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
     except Exception as error:
         missing = error.name if isinstance(error, ImportError) else None
         tracker = missing or type(error).__module__.partition(".")[0]  # raises without an API key
-        if tracker not in ("wandb", "comet_ml"):
+        if tracker != "wandb":
             raise
         fix = "; install it, or remove its block from the DeepSpeed config" if missing else ""
         raise ValueError(f"{tracker}: {' '.join(str(error).split())}{fix}") from error

@@ -59,6 +59,10 @@ OTHER_WAYS = (
     *("pipeline", "tensor_parallel", "weight_quantization", "zero_optimization.zenflow"),
 )
 
+WITHDRAWN = {
+    "comet": "withdrawn in this version; remove it, and use TensorBoard or W&B",
+    "csv_monitor": "withdrawn in this version; remove it: metrics.csv has the same numbers",
+}
 # Keys that would change the numbers or lose data: why, and what to do.
 REFUSED = {
     "bfloat16": 'write "bf16"',
@@ -73,6 +77,7 @@ REFUSED = {
     "checkpoint.load_universal": "remove it; use --resume --universal",
     "zero_optimization.elastic_checkpoint": "remove it; use --resume --universal",
     "tensorboard": "remove it and set monitor.tensorboard",
+    **WITHDRAWN,
     **getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),  # with DeepSpeed's advice
     **dict.fromkeys(
         OTHER_WAYS,
@@ -234,7 +239,7 @@ def owned_values(config: RunConfig, world_size: int) -> Owned:
 def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
     """Remove the recipe's values from a run's resolved JSON, so that a resume can change them."""
     rest = deepcopy(resolved)
-    for path in owned_values(RunConfig(), world_size=1):
+    for path in (*owned_values(RunConfig(), world_size=1), *WITHDRAWN):
         block, name = _parent(rest, path)
         block.pop(name, None)
     return rest

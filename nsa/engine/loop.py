@@ -304,11 +304,17 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             grad_norm=None if grad_norm is None else float(grad_norm),
             memory_gb=memory_gb(),
             skipped_steps=run.state.skipped,
+            loss_scale=_loss_scale(run),
             layers=layers,
             versus_teacher=versus_teacher,
             **vars(speed),
         )
     )
+
+
+def _loss_scale(run: Run) -> float | None:
+    fp16 = run.config.train.precision == "fp16"
+    return getattr(run.engine.optimizer, "loss_scale", None) if fp16 else None
 
 
 def _save(run: Run, required: bool = True) -> None:

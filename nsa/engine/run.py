@@ -22,7 +22,7 @@ from nsa.engine.teacher import Teacher
 from nsa.engine.telemetry import Telemetry
 from nsa.gates.results import Gate
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import Observers, RunInfo
+from nsa.monitor.observer import Observers
 from nsa.monitor.throughput import Throughput
 
 
@@ -44,7 +44,6 @@ class Run:
     telemetry: Telemetry
     engine: Any  # DeepSpeed's
     teacher: Teacher | None = None  # of train.teacher
-    info: RunInfo
     run_id: str | None = None  # in the manifests of its checkpoints; None except on rank 0
     observers: Observers  # none except on rank 0
     saver: Saver

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nsa.engine.process_group import Ranks
@@ -20,7 +21,6 @@ from nsa.monitor.heartbeat import Heartbeat, dump_stacks_on_signal
 from nsa.monitor.memory import MemorySnapshots
 from nsa.monitor.observer import BackgroundWriter, Observer, Observers, warn
 from nsa.monitor.outputs import (
-    BackgroundMonitor,
     FallbacksCsv,
     Progress,
     TrackerObserver,
@@ -31,8 +31,6 @@ from nsa.monitor.outputs import (
 from nsa.monitor.throughput import StepProfiler
 from nsa.ops import fallback_counts
 from nsa.report.report import write_report
-
-TRACKERS = ("wandb", "comet", "csv_monitor")  # DeepSpeed's blocks, besides TensorBoard's
 
 
 class Telemetry:
@@ -95,24 +93,14 @@ class Telemetry:
 
 
 def trackers(request: RunRequest) -> dict[str, Any]:
-    """Return DeepSpeed's tracker blocks; set WANDB_* and COMET_* to the run's name and folder."""
+    """Return DeepSpeed's block for TensorBoard; set WANDB_* to the run's name and folder."""
     run_dir = request.run_dir.resolve()
     os.environ.setdefault("WANDB_NAME", run_dir.name)  # DeepSpeed has no keys for these
     os.environ.setdefault("WANDB_DIR", str(run_dir))
-    os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(run_dir))
-    defaults: dict[str, dict[str, Any]] = {
-        "comet": {"experiment_name": run_dir.name, "samples_log_interval": 1},
-        "csv_monitor": {"output_path": str(run_dir), "job_name": "csv_monitor"},
-    }
-    blocks = {
-        name: block | request.ds_config[name]
-        for name, block in defaults.items()
-        if name in request.ds_config
-    }
-    if request.config.monitor.tensorboard:
-        folder = str(request.run_dir / "tensorboard")
-        blocks["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": ""}
-    return blocks
+    if not request.config.monitor.tensorboard:
+        return {}
+    folder = str(request.run_dir / "tensorboard")
+    return {"tensorboard": {"enabled": True, "output_path": folder, "job_name": ""}}
 
 
 def build_observers(
@@ -127,10 +115,9 @@ def build_observers(
         config = asdict(request.config)
         hparams = {name: config[name] for name in ("model", "data", "train")}
         hparams["deepspeed.stage"] = request.zero_stage
-        writer = BackgroundWriter("trackers")
         tracker = TrackerObserver(engine.monitor, hparams, request.config_files())
-        observers.append((tracker, writer))
-        engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
+        observers.append((tracker, BackgroundWriter("trackers")))
+        engine.monitor = SimpleNamespace(enabled=False)  # DeepSpeed would write within a step
     tables: list[Observer] = [FallbacksCsv(fallback_counts)]
     if monitor.csv:
         tables.append(metrics_csv())
@@ -139,7 +126,7 @@ def build_observers(
     if request.config.train.teacher is not None:
         tables.append(teacher_csv())
     observers += [(table, csv_files) for table in tables]
-    observers.append((Progress(), BackgroundWriter("progress")))
+    observers.append((Progress(request.stop_step), BackgroundWriter("progress")))
     return Observers(observers)
 
 

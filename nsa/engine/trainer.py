@@ -51,7 +51,6 @@ from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.teacher import check_tokenizer, find_teacher, load_teacher
 from nsa.engine.telemetry import (
-    TRACKERS,
     Telemetry,
     build_observers,
     trackers,
@@ -63,7 +62,7 @@ from nsa.gpus import peak_flops
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.memory import memory_gb
-from nsa.monitor.observer import RunInfo, warn
+from nsa.monitor.observer import warn
 from nsa.monitor.throughput import Throughput
 from nsa.text import as_one_line
 
@@ -212,16 +211,6 @@ def _create_parts(run: Run) -> None:
     """Create what the training loop calls, from the observers to the checkpoint saver."""
     request, config, device = run.request, run.config, run.device
     rank, world_size = run.ranks.rank, run.ranks.world_size
-    run.info = RunInfo(
-        run_dir=request.run_dir,
-        name=request.recipe,
-        profile=request.profile,
-        total_steps=request.stop_step,
-        start_step=run.state.step,
-        world_size=world_size,
-        parameters=parameter_count(config.model),
-        notes=run.notes,
-    )
     run.observers = build_observers(request, run.engine, run.telemetry.csv_files)
     if rank == 0:
         run.telemetry.report_dtypes(run.engine, request.run_dir / "dtypes.txt")
@@ -249,12 +238,26 @@ def _create_parts(run: Run) -> None:
     )
 
 
+def _heading(run: Run) -> str:
+    request, count, first = run.request, parameter_count(run.config.model), run.state.step + 1
+    parameters = f"{count / 1e6:.1f}M" if count >= 100_000 else f"{count:,}"
+    steps = f"steps {first} to {request.stop_step}"
+    if first > request.stop_step:
+        steps = "no step to take"
+    return (
+        f"{request.recipe} ({request.profile}): {parameters} parameters, {steps} on "
+        f"{run.ranks.world_size} rank{'s' * (run.ranks.world_size > 1)}, in {request.run_dir}"
+    )
+
+
 def train(run: Run) -> None:
     """Run the training loop; close observers, telemetry and data, however the loop ends."""
     run.shutdown.start()
     run.shutdown.watch(run.processes)
     try:
-        run.observers.on_start(run.info)
+        run.observers.on_start(run.request.run_dir, run.state.step)
+        for line in (_heading(run), *run.notes):
+            run.observers.on_message(line)
         status = loop.train(run)
     except RunAborted:
         status = "no-go"  # `main` prints the reason
@@ -285,8 +288,8 @@ def dry_run(request: RunRequest) -> None:
     data_notes = _check_data(config, ranks)
     device = start_ranks(ranks)
     weights = resume.find_initial_weights(config)
-    # A tracker would start a run on its server, or write into the working directory.
-    ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
+    # W&B would start a run on its server, or write into the working directory.
+    ds_config = {name: block for name, block in request.ds_config.items() if name != "wandb"}
     engine = build_engine(config, ds_config, device, weights)
     teacher = None if stored_teacher is None else load_teacher(stored_teacher, config, device)
     shape = (config.train.rows, config.data.seq_len)

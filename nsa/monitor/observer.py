@@ -16,21 +16,6 @@ from typing import Any
 from nsa.constants import BRANCHES
 from nsa.text import printable
 
-
-@dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """Facts about a run before its first step."""
-
-    run_dir: Path
-    name: str
-    profile: str
-    total_steps: int  # where the run stops
-    start_step: int = 0  # steps already done; above 0 in a resumed run
-    world_size: int = 1
-    parameters: int = 0
-    notes: Sequence[str] = ()  # lines printed before the first step
-
-
 # Of each range of positions: the model beside its teacher. docs/reference/metrics.md defines them.
 TEACHER_COLUMNS = ("first", "last", "tokens", "loss", "teacher_loss", "kl", "same_top1")
 LAYER_STATISTICS = (  # columns of selection.csv; docs/reference/metrics.md defines each
@@ -72,6 +57,7 @@ class StepRecord:
     memory_gb: float = _metric("memory/peak_gb")  # peak so far
     seconds: float = _metric("speed/step_seconds")  # mean since the previous logged step
     skipped_steps: int = _metric("train/skipped_steps", column=False, default=0)  # of the run
+    loss_scale: float | None = _metric("train/loss_scale", column=False, default=None)  # of fp16
     layers: Sequence[LayerStatistics] = ()  # of NSA layers, from rank 0's first micro-batch
     versus_teacher: Sequence[Mapping[str, float]] = ()  # of the validation split: TEACHER_COLUMNS
 
@@ -87,8 +73,8 @@ class Observer:
     Called on the thread of the observer's writer, where they may wait for disks.
     """
 
-    def on_start(self, info: RunInfo) -> None:
-        """Called before the first step."""
+    def on_start(self, run_dir: Path, start_step: int) -> None:
+        """Called before the first step; a resumed run has done `start_step` steps."""
 
     def on_step(self, record: StepRecord) -> None:
         """Called after each logged step."""

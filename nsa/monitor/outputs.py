@@ -4,8 +4,7 @@ A resumed run drops the rows of `metrics.csv`, `selection.csv` and `teacher.csv`
 run again. A file with other columns, of another version or other settings, is moved to
 `metrics.1.csv`, or the next free number.
 
-DeepSpeed's trackers (TensorBoard, W&B, Comet) all get scalars; W&B and Comet also the settings,
-TensorBoard texts.
+DeepSpeed's trackers, TensorBoard and W&B, get scalars; W&B also the settings, TensorBoard texts.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ from nsa.monitor.observer import (
     SELECTOR_STATISTICS,
     TAGS,
     TEACHER_COLUMNS,
-    BackgroundWriter,
     LayerStatistics,
     Observer,
-    RunInfo,
     StepRecord,
     warn,
 )
@@ -46,31 +43,19 @@ _MIN_SECONDS = 10.0  # between two lines
 class Progress(Observer):
     """Prints a line for some logged steps, for each validation, checkpoint and message."""
 
-    def __init__(self) -> None:
-        self._total = 0
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
         self._last_time = float("-inf")  # of a printed step
         self._unprinted: StepRecord | None = None
         self._run_dir = Path()
 
-    def on_start(self, info: RunInfo) -> None:
-        self._run_dir = info.run_dir
-        self._total = info.total_steps
-        steps = f"steps {info.start_step + 1} to {info.total_steps}"
-        if info.start_step >= info.total_steps:
-            steps = "no step to take"
-        count = info.parameters
-        parameters = f"{count / 1e6:.1f}M" if count >= 100_000 else f"{count:,}"
-        self._print(
-            f"{info.name} ({info.profile}): {parameters} parameters, {steps} on {info.world_size} "
-            f"rank{'s' if info.world_size > 1 else ''}, in {info.run_dir}"
-        )
-        for note in info.notes:
-            self._print(note)
+    def on_start(self, run_dir: Path, start_step: int) -> None:
+        self._run_dir = run_dir
 
     def on_step(self, record: StepRecord) -> None:
         due = (
             record.val_loss is not None
-            or record.step >= self._total
+            or record.step >= self._last_step
             or time.monotonic() - self._last_time >= _MIN_SECONDS
         )
         self._unprinted = record
@@ -96,10 +81,10 @@ class Progress(Observer):
 
     def _print_step(self, record: StepRecord) -> None:
         self._last_time, self._unprinted = time.monotonic(), None
-        eta = tqdm.format_interval(max(0, self._total - record.step) * record.seconds)
+        eta = tqdm.format_interval(max(0, self._last_step - record.step) * record.seconds)
         values = {name: getattr(record, name) for name in LINES}
         measured = (LINES[name].format(x) for name, x in values.items() if x is not None)
-        self._print("  ".join([f"step {record.step}/{self._total}", *measured, f"ETA {eta}"]))
+        self._print("  ".join([f"step {record.step}/{self._last_step}", *measured, f"ETA {eta}"]))
 
     def _print(self, text: str) -> None:
         print(printable(text, keep="\n"), flush=True)
@@ -132,9 +117,9 @@ class CsvObserver(Observer):
         self._columns, self._rows, self._number = columns, rows, number
         self._path: Path | None = None  # None before `on_start`, and if that raised
 
-    def on_start(self, info: RunInfo) -> None:
-        path = info.run_dir / self.file_name
-        self._drop_rows_after(path, info.start_step)
+    def on_start(self, run_dir: Path, start_step: int) -> None:
+        path = run_dir / self.file_name
+        self._drop_rows_after(path, start_step)
         self._path = path
 
     def on_step(self, record: StepRecord) -> None:
@@ -205,8 +190,8 @@ class FallbacksCsv(Observer):
         self._path = Path()
         self._written: Counts = {}
 
-    def on_start(self, info: RunInfo) -> None:
-        self._path = info.run_dir / FALLBACKS_FILE
+    def on_start(self, run_dir: Path, start_step: int) -> None:
+        self._path = run_dir / FALLBACKS_FILE
 
     def on_step(self, record: StepRecord) -> None:
         if self._counts() != self._written:
@@ -223,38 +208,10 @@ class FallbacksCsv(Observer):
         self._written = counts
 
 
-Event = tuple[str, float, int]  # tag, value, x
-
-
-class BackgroundMonitor:
-    """Replaces `engine.monitor`, so that DeepSpeed's events are written on the writer's thread.
-
-    DeepSpeed's own monitor flushes inside `engine.step()` and counts samples on the x axis; here x
-    is `step()`. Its learning rate is left out: `train/lr` is the same number. Close the writer
-    before the process group is destroyed.
-    """
-
-    def __init__(self, monitor: Any, writer: BackgroundWriter, step: Callable[[], int]) -> None:
-        self.enabled = monitor.enabled
-        self._monitor = monitor
-        self._writer = writer
-        self._step = step
-
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        """Queue events under `deepspeed/`; the caller may reuse the list."""
-        step = self._step()
-        events = [
-            (f"deepspeed/{tag.rpartition('/')[2]}", value, step)
-            for tag, value, _ in event_list
-            if not tag.endswith("/lr")
-        ]
-        self._writer.submit(lambda: self._monitor.write_events(events))
-
-
 class TrackerObserver(Observer):
     """Writes the scalars of every logged step to DeepSpeed's `monitor`, which flushes.
 
-    W&B and Comet get the nested `settings`, TensorBoard the `texts`, from the client of each.
+    W&B gets the nested `settings`, TensorBoard the `texts`, from the client of each.
     """
 
     def __init__(self, monitor: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
@@ -262,35 +219,30 @@ class TrackerObserver(Observer):
         self._settings = settings
         self._texts = texts
         self._board = getattr(getattr(monitor, "tb_monitor", None), "summary_writer", None)
-        self._comet = getattr(getattr(monitor, "comet_monitor", None), "experiment", None)
         self._wandb: Any = None
         if getattr(monitor, "wandb_monitor", None) is not None:
             import wandb  # late: optional
 
             self._wandb = wandb
 
-    def on_start(self, info: RunInfo) -> None:
+    def on_start(self, run_dir: Path, start_step: int) -> None:
         if self._wandb is not None:
             self._wandb.config.update(dict(self._settings))
-        if self._comet is not None:
-            self._comet.log_parameters(dict(self._settings))
         if self._board is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
 
             # TensorBoard drops later values. Even at step 0: an earlier process may have logged
             # steps but saved no checkpoint.
             restart = Event(session_log=SessionLog(status=SessionLog.START))
-            self._board.file_writer.add_event(restart, info.start_step + 1)
+            self._board.file_writer.add_event(restart, start_step + 1)
             for name, text in self._texts.items():
-                self._board.add_text(f"run/{name}", f"```\n{text}```", info.start_step + 1)
+                self._board.add_text(f"run/{name}", f"```\n{text}```", start_step + 1)
             self._board.flush()
 
     def on_end(self, status: str) -> None:
-        """End the trackers' runs here: the process skips their exit handlers."""
+        """End W&B's run here: the process skips its exit handler."""
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(status.startswith(("failed", "no-go"))))
-        if self._comet is not None:
-            self._comet.end()
 
     def on_step(self, record: StepRecord) -> None:
         scalars = {tag: getattr(record, name) for name, tag in TAGS.items()}

@@ -11,7 +11,13 @@ import pytest
 from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
 
 from nsa.engine.config import RunConfig, walk
-from nsa.engine.ds_config import OTHER_WAYS, REFUSED, load_ds_config, resolve_ds_config
+from nsa.engine.ds_config import (
+    OTHER_WAYS,
+    REFUSED,
+    WITHDRAWN,
+    load_ds_config,
+    resolve_ds_config,
+)
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -210,6 +216,7 @@ OTHER_TRAINING = [  # what would change the numbers, or lose steps or checkpoint
             ("zero_optimization.cpu_offload", True, 'write "offload_optimizer"'),
             ("checkpoint.load_universal", True, "use --resume --universal"),
             ("zero_optimization.elastic_checkpoint", True, "--resume --universal"),
+            *((name, {"enabled": True}, "withdrawn") for name in WITHDRAWN),
             *((name, {}, "another way of training") for name in OTHER_WAYS),
         )
     ),

@@ -63,7 +63,7 @@ def test_a_run_resumed_gate_by_gate_repeats_the_uninterrupted_one(tmp_path: Path
         assert [row[column] for row in stopped] == [row[column] for row in expected], column
     assert stopped[-1]["val_loss"] == expected[-1]["val_loss"]
     output = succeed(on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
-    assert "no step to take" in output
+    assert "parameters, no step to take on 2 ranks, in run\n" in output
     assert "gate production at step 7: Go" in output
     assert read_metrics(tmp_path / "run") == stopped
 

@@ -7,19 +7,12 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from nsa.constants import BRANCHES
-from nsa.monitor.observer import BackgroundWriter, LayerStatistics, RunInfo, StepRecord
+from nsa.monitor.observer import BackgroundWriter, LayerStatistics, StepRecord
 
 PATIENCE = 60.0  # seconds until a wait that should be short has failed
-
-
-def make_info(run_dir: Path, **changes: Any) -> RunInfo:
-    """Return the facts of a run that is about to start."""
-    values: dict[str, Any] = {"name": "m7c", "profile": "demo", "total_steps": 300}
-    return RunInfo(run_dir=run_dir, **{**values, **changes})
 
 
 def make_record(step: int, **changes: Any) -> StepRecord:

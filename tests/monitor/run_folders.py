@@ -18,7 +18,7 @@ from nsa.monitor.artifacts import list_ranks, read_rank, read_table, valid_beats
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.outputs import metrics_csv, selection_csv
-from tests.monitor.records import make_info, make_layer, make_record
+from tests.monitor.records import make_layer, make_record
 
 Beat = dict[str, Any]
 CONFIG = LadderConfig()
@@ -34,7 +34,7 @@ def write_metrics(
 ) -> None:
     """Write metrics.csv: a falling loss, steady steps, a validation loss every 50."""
     observer = metrics_csv()
-    observer.on_start(make_info(run_dir, start_step=start, total_steps=steps))
+    observer.on_start(run_dir, start)
     for step in range(start + 1, steps + 1):
         if step % log_every == 0 or step in (1, steps):
             observer.on_step(_record(step, change(step)))
@@ -136,7 +136,7 @@ def write_selection(
         for layer in range(layers)
     ]
     observer = selection_csv(selector_loss=any(changes))
-    observer.on_start(make_info(run_dir, total_steps=steps))
+    observer.on_start(run_dir, 0)
     for step in (1, *range(10, steps + 1, 10)):
         observer.on_step(make_record(step, layers=rows))
 

@@ -1,20 +1,20 @@
-"""One rank of a real DeepSpeed engine whose monitor writes in the background."""
+"""One rank of a real DeepSpeed engine whose monitor an observer writes to."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
 import torch
 
 from nsa.engine import disable_shared_memory_op
 from nsa.monitor.observer import BackgroundWriter, Observers
-from nsa.monitor.outputs import BackgroundMonitor, TrackerObserver
+from nsa.monitor.outputs import TrackerObserver
 from tests.monitor.records import (
     drain,
     files_no_longer_than,
-    make_info,
     make_layers,
     make_record,
 )
@@ -39,8 +39,8 @@ def main(run_dir: Path, disk: str) -> None:
     writer = BackgroundWriter("TensorBoard", capacity=4096)
     tracker = TrackerObserver(engine.monitor, SETTINGS, TEXTS)
     observers = Observers([(tracker, writer)] if torch.distributed.get_rank() == 0 else [])
-    engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
-    observers.on_start(make_info(run_dir, world_size=2))
+    monitor, engine.monitor = engine.monitor, SimpleNamespace(enabled=False)
+    observers.on_start(run_dir, 0)
 
     def step(number: int) -> None:
         engine.backward(engine(torch.ones(1, 4)).sum())
@@ -53,7 +53,8 @@ def main(run_dir: Path, disk: str) -> None:
         step(number)
     if disk == "full":
         # Large enough that the limit hits the event file, not this output.
-        engine.monitor.write_events([(f"filler/{index}", 0.0, 0) for index in range(2000)])
+        filler = [(f"filler/{index}", 0.0, 0) for index in range(2000)]
+        writer.submit(lambda: monitor.write_events(filler))
         drain(writer)
         (event_file,) = (run_dir / "tb").iterdir()
         with files_no_longer_than(event_file.stat().st_size + 10):

@@ -26,7 +26,6 @@ from tests.engine.runs import read_metrics
 from tests.monitor.records import (
     NO_FREE_BLOCKS,
     files_no_longer_than,
-    make_info,
     make_layers,
     make_record,
 )
@@ -39,7 +38,7 @@ Counts = dict[tuple[str, str, str], int]
 def log(
     observer: CsvObserver, run_dir: Path, records: list[StepRecord], start_step: int = 0
 ) -> Path:
-    observer.on_start(make_info(run_dir, start_step=start_step))
+    observer.on_start(run_dir, start_step)
     for record in records:
         observer.on_step(record)
     return run_dir / observer.file_name
@@ -101,13 +100,13 @@ def test_no_file_is_written_through_a_symbolic_link(content: str, tmp_path: Path
         (tmp_path / name).symlink_to(target)
     log(metrics_csv(), tmp_path, [make_record(1)])
     fallbacks = FallbacksCsv(lambda: {("select", "triton", "no GPU"): 1})
-    fallbacks.on_start(make_info(tmp_path))
+    fallbacks.on_start(tmp_path, 0)
     fallbacks.on_end("finished")
     assert not any((tmp_path / name).is_symlink() for name in names), "replaced or moved aside"
     assert target.read_text() == content
 
     metrics = metrics_csv()
-    metrics.on_start(make_info(tmp_path, start_step=1))
+    metrics.on_start(tmp_path, 1)
     (tmp_path / "metrics.csv").unlink()
     (tmp_path / "metrics.csv").symlink_to(target)
     with pytest.raises(OSError, match="is a symbolic link"):
@@ -124,7 +123,7 @@ def test_a_file_with_other_columns_is_moved_and_never_written_into(
     for name in ("metrics.1.csv", "metrics.2.csv"):
         (tmp_path / "metrics.csv").write_text(theirs)
         observers = Observers([(metrics_csv(), BackgroundWriter("metrics.csv"))])
-        observers.on_start(make_info(tmp_path, start_step=start_step))
+        observers.on_start(tmp_path, start_step)
         observers.on_step(make_record(2))
         observers.close()
         assert (tmp_path / name).read_text() == theirs
@@ -224,7 +223,7 @@ def test_fallbacks_are_written_once_there_are_any_and_at_the_end(tmp_path: Path)
         assert header == ["operation", "backend", "reason", "calls"]
         return rows
 
-    observer.on_start(make_info(tmp_path))
+    observer.on_start(tmp_path, 0)
     observer.on_step(make_record(1))
     assert not path.exists(), "no fallback yet"
     observer.on_end("finished")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor.observer import BackgroundWriter, Observer, Observers, RunInfo, StepRecord
-from tests.monitor.records import PATIENCE, make_info, make_record
+from nsa.monitor.observer import BackgroundWriter, Observer, Observers, StepRecord
+from tests.monitor.records import PATIENCE, make_record
 
 
 class CallLog(Observer):
@@ -24,7 +24,7 @@ class CallLog(Observer):
         with self.path.open("a") as file:
             file.write(text)
 
-    def on_start(self, info: RunInfo) -> None:
+    def on_start(self, run_dir: Path, start_step: int) -> None:
         self.record("start")
 
     def on_step(self, record: StepRecord) -> None:
@@ -46,15 +46,15 @@ def test_an_observer_that_hangs_or_fails_delays_neither_the_run_nor_the_others(
     released = threading.Event()
 
     class Hanging(CallLog):
-        def on_start(self, info: RunInfo) -> None:
+        def on_start(self, run_dir: Path, start_step: int) -> None:
             released.wait(PATIENCE)
-            super().on_start(info)
+            super().on_start(run_dir, start_step)
 
     hanging, healthy = Hanging(tmp_path / "hanging"), CallLog(tmp_path / "healthy")
     full = CallLog(Path("/dev/full"))
     writers = [BackgroundWriter("log") for _ in range(3)]
     observers = Observers(list(zip((hanging, full, healthy), writers, strict=True)))
-    observers.on_start(make_info(tmp_path))
+    observers.on_start(tmp_path, 0)
     observers.on_step(make_record(1))
     observers.on_checkpoint(1, tmp_path, 0.5)
     observers.on_message("hello")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +9,13 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from nsa.monitor.observer import BackgroundWriter
-from nsa.monitor.outputs import BackgroundMonitor, Event, TrackerObserver
-from tests.monitor.records import NO_FREE_BLOCKS, PATIENCE, make_info, make_layers, make_record
+from nsa.monitor.outputs import TrackerObserver
+from tests.monitor.records import NO_FREE_BLOCKS, make_layers, make_record
 from tests.ranks import launch
 
 RANK = Path(__file__).with_name("tensorboard_rank.py")
+
+Event = tuple[str, float, int]  # tag, value, x
 
 
 def read_events(folder: Path) -> EventAccumulator:
@@ -93,7 +93,7 @@ def test_steps_taken_again_are_shown_once(tmp_path: Path) -> None:
         rate = {"train": {"learning_rate": 0.5 + start}}
         texts = {"config.yaml": f"began at {start}\n"}
         observer = TrackerObserver(ScalarMonitor(summary_writer), rate, texts)
-        observer.on_start(make_info(tmp_path, start_step=start))
+        observer.on_start(tmp_path, start)
         for step in taken:
             observer.on_step(make_record(step, loss=start + step, layers=make_layers(1)))
         observer.on_end("preempted: SIGTERM" if start == 0 else "finished")
@@ -150,17 +150,3 @@ def test_a_disk_that_fills_up_under_tensorboard_costs_events_and_not_the_run(
     (output,) = launch(RANK, str(tmp_path), "full", world_size=1)
     assert output.endswith("steps 6 failed True\n")
     assert [step for step, _ in read_scalars(tmp_path / "tb")["train/loss"]] == [1, 2, 3]
-
-
-def test_events_of_deepspeed_get_our_steps_and_the_caller_may_reuse_its_list() -> None:
-    kept, writer, hung = KeptEvents(), BackgroundWriter("TensorBoard"), threading.Event()
-    monitor = BackgroundMonitor(kept, writer, step=lambda: 3)
-    assert monitor.enabled
-    writer.submit(lambda: hung.wait(PATIENCE))
-    events: list[Event] = [("Train/Samples/lr", 1.0, 12), ("Train/Samples/loss_scale", 2.0, 12)]
-    monitor.write_events(events)
-    assert kept.events == [], "the writer's thread has not come to them"
-    events.clear()
-    hung.set()
-    writer.close()
-    assert kept.events == [("deepspeed/loss_scale", 2.0, 3)], "train/lr is the same number"
