@@ -50,14 +50,13 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "train.beta2": (0.95, 'set "betas" in optimizer.params of DeepSpeed\'s JSON'),
     "train.adam_eps": (1e-8, 'set "eps" in optimizer.params of DeepSpeed\'s JSON'),
     "train.bad_steps": (20, REMOVE),
+    "train.on_spike": ("ignore", "read the loss in metrics.csv"),
     "train.spike_score": (12.0, REMOVE),
 }
 
 # Setting and withdrawn value -> the value that a resumed run has instead.
 VALUES: dict[tuple[str, Any], Any] = {
     ("train.on_bad_step", "rollback"): "skip",
-    ("train.on_spike", "skip"): "warn",
-    ("train.on_spike", "rollback"): "warn",
 }
 
 # Program or verb, and flag ("nsa plan --search") -> what to do instead.

@@ -26,7 +26,6 @@ from nsa.withdrawn import check_setting, drop_withdrawn
 PRECISIONS = ("bf16", "fp16", "fp32")
 AUTO = "auto"
 ON_BAD_STEP = ("abort", "skip")
-ON_SPIKE = ("ignore", "warn")
 MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
 MIXTURE = dict[str, float]
 KINDS = {
@@ -65,7 +64,6 @@ class TrainConfig:
     eval_every: int = 500  # steps between validations; 0: only at the end
     eval_samples: int = 64  # validation sequences per evaluation, over all ranks
     on_bad_step: str = "skip"  # non-finite loss or gradient: abort or skip
-    on_spike: str = "warn"  # loss far above the last 128: ignore or warn
 
     def validate(self) -> None:
         at_least(1, "train", self, "steps", "accumulation", "eval_samples")
@@ -81,7 +79,7 @@ class TrainConfig:
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
         at_least(0, "train", self, "selector_steps")
         above_zero("train", self, "learning_rate", "selector_rate", "value_rate")
-        one_of("train", self, on_bad_step=ON_BAD_STEP, on_spike=ON_SPIKE, precision=PRECISIONS)
+        one_of("train", self, on_bad_step=ON_BAD_STEP, precision=PRECISIONS)
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"train.min_learning_rate = {self.min_learning_rate}: is above "

@@ -175,10 +175,10 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     total = torch.zeros((), device=run.device)
     for micro_step, batch in enumerate(on_device(batches, run.device)):
         run.telemetry.enter("forward", micro_step)
-        weight, more = 1.0, dict[str, Any]()
+        more = dict[str, Any]()
         if batch.label_count is not None:
-            weight = batch.label_count * len(batches) * dist.get_world_size() / max(1, labels)
-            more["loss_weight"] = weight
+            ranks = dist.get_world_size()
+            more["loss_weight"] = batch.label_count * len(batches) * ranks / max(1, labels)
         if selector_only:
             more["selector_only"] = True
         elif run.teacher is not None:
@@ -186,7 +186,7 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
         forward = partial(engine, **more)
         loss = forward(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         run.telemetry.enter("backward", micro_step)
-        engine.backward(run.guard.check(loss, weight))
+        engine.backward(run.guard.check(loss))
         run.telemetry.enter("step", micro_step)
         engine.step()  # updates the weights after the last micro-batch only
         total += loss.detach().float()
@@ -276,11 +276,6 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
     dist.all_reduce(loss)
     mean_loss = (loss / dist.get_world_size()).item()
     run.telemetry.heartbeat.set_loss(mean_loss)
-    if spikes := run.guard.pop().spikes:  # train.on_spike=warn
-        run.observers.on_message(
-            f"step {run.state.step}: {spikes} losses on rank 0 since the last logged step were far "
-            "above the recent ones (train.on_spike = warn)"
-        )
     val_loss = bits_per_byte = None
     versus_teacher: list[dict[str, float]] = []
     if evaluates:

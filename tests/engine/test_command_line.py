@@ -109,7 +109,6 @@ def test_the_flops_of_a_step_are_those_of_its_phase() -> None:
         ({"micro_batch": "many"}, r"micro_batch = 'many': must be a whole number or auto"),
         ({"micro_batch": 65_537}, r"micro_batch = 65537: must be 65,536 or less"),
         ({"dense_steps": "half"}, r"dense_steps = 'half': must be a whole number or auto"),
-        ({"on_spike": "skip"}, r"on_spike = 'skip': choose one of ignore, warn"),
     ],
 )
 def test_schedules_that_cannot_train_are_refused(changes: dict[str, object], problem: str) -> None:
