@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from nsa.constants import INTERRUPTED
 from nsa.data.command import add_parser as add_data_parser
 from nsa.doctor.command import add_parser as add_doctor_parser
+from nsa.engine.plan_command import add_parser as add_plan_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
 from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.export.serve import add_serve_parser
-from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
 from nsa.resources import existing_or_resource, resource_path
@@ -91,7 +91,7 @@ def _parser() -> Parser:
     add_serve_parser(verbs)
     add_doctor_parser(verbs, _kernel_table, _tune)
     add_watch_parser(verbs)
-    add_plan_parser(verbs, _plan)
+    add_plan_parser(verbs)
     add_export_parser(verbs)
     add_import_parser(verbs)
 
@@ -149,11 +149,3 @@ def _tune(heads: list[str]) -> Iterator[str]:
     from nsa.ops.tune import M7C, parse_heads, tune_device
 
     return tune_device([parse_heads(text) for text in heads or [M7C]])
-
-
-def _plan(args: argparse.Namespace) -> int:
-    # Importing DeepSpeed logs to stdout.
-    with contextlib.redirect_stdout(io.StringIO()):
-        from nsa.engine.plan_command import run
-
-    return run(args)

@@ -70,7 +70,8 @@ FLAGS: dict[str, str] = {
     "nsa data check --samples-per-step": "remove it; a run logs the epochs that it reads",
     "nsa data check --steps": "remove it; a run logs the epochs that it reads",
     "nsa watch --backoff": "remove it; a restart waits 10 s",
-    "nsa plan --search": "use --compare, and --set train.micro_batch=auto",
+    "nsa plan --search": "plan each config, with --set train.micro_batch=auto",
+    "nsa plan --compare": "plan each config: --deepspeed_config",
 }
 
 # Verb of `nsa` -> what to do instead.

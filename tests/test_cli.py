@@ -18,10 +18,10 @@ import pytest
 import nsa
 from nsa import cli
 from nsa.cli import main
-from nsa.engine.plan_command import load_profile
+from tests.engine.runs import load_profile
 from tests.ranks import ROOT
 
-M7C = load_profile(ROOT / "recipes/m7c.py", "production").model
+M7C = load_profile("m7c", "production").model
 
 VERBS = "check compare data doctor eval export generate import plan report serve train watch"
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
@@ -214,17 +214,16 @@ def test_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert check["ds_config"]["train_batch_size"] == 64
     command = [sys.executable, "-m", "nsa", "plan", "--json"]  # DeepSpeed's import logs there
     plan = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert plan.keys() == {"parameters", "steps", "plans", "assumptions"}
-    (row,) = plan["plans"]
-    assert row.keys() == {
-        *("config", "seq_len", "micro_batch", "accumulation", "checkpointing", "fits", "days"),
+    assert plan.keys() == {
+        *("parameters", "steps", "assumptions"),
+        *("seq_len", "micro_batch", "accumulation", "checkpointing", "fits", "days"),
         *("memory", "bytes_sent", "tokens", "tokens_per_second"),
         *("compute", "communication", "exposed", "seconds"),
     }
     assert main(["plan"]) == 0
-    assert f"{row['tokens_per_second']:,.0f}" in capsys.readouterr().out
+    assert f"{plan['tokens_per_second']:,.0f}" in capsys.readouterr().out
     assert main(["plan", "--memory", "1", "--json"]) == 1
-    assert not json.loads(capsys.readouterr().out)["plans"][0]["fits"]
+    assert not json.loads(capsys.readouterr().out)["fits"]
 
 
 def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(

@@ -31,28 +31,30 @@ from nsa.planner.memory import memory
 
 def resolve_auto(
     config: RunConfig, zero: Zero, ranks: int, gpu_memory: float | None
-) -> tuple[RunConfig, list[str], list[str]]:
-    """Replace `auto` of micro_batch and activation_checkpointing; return log lines of each too.
+) -> tuple[RunConfig, list[str]]:
+    """Replace `auto` of micro_batch and activation_checkpointing; return log lines too.
 
     `gpu_memory` is in bytes, None without a GPU. The step keeps its sequences.
     """
-    batch, notes, mode_notes = batch_of(config), list[str](), list[str]()
+    batch, notes = batch_of(config), list[str]()
     mode, measures = batch.checkpointing, config.train.micro_batch == AUTO
     if gpu_memory is None:
         if measures:
             notes.append("micro-batch: 1 sequence (there is no GPU)")
         if mode == "auto":
-            mode, mode_notes = "none", ["activation checkpointing: none (there is no GPU)"]
+            mode = "none"
+            notes.append("activation checkpointing: none (there is no GPU)")
     else:
         model = model_of(config)
         if measures:
             batch, notes = select_micro_batch(model, zero, batch, gpu_memory, ranks)
         mode, mode_notes = select_checkpointing(model, zero, batch, gpu_memory, ranks)
+        notes += mode_notes
     train = config.train
     if measures:
         train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     model_config = replace(config.model, activation_checkpointing=mode)
-    return replace(config, train=train, model=model_config), notes, mode_notes
+    return replace(config, train=train, model=model_config), notes
 
 
 def model_of(config: RunConfig) -> Model:

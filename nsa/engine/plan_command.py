@@ -1,72 +1,144 @@
-"""`nsa plan`: build the planner's inputs from a recipe and DeepSpeed's JSON, and run it."""
+"""`nsa plan`: flags, the planner's inputs from a recipe and DeepSpeed's JSON, and output."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import math
 import runpy
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nsa.engine import recipe as recipes
-from nsa.engine.config import RunConfig, resolve_config
-from nsa.engine.micro_batch import batch_of, model_of, resolve_auto, zero_of
-from nsa.engine.recipe import DEFAULT_DS_CONFIG, with_model_of_start
-from nsa.planner.command import assumptions, describe, hardware, json_row, table
-from nsa.planner.forecast import Candidate, compare, fits, forecast
-from nsa.planner.inputs import Zero
-from nsa.resources import resource_path
+from nsa.gpus import GPUS
+from nsa.planner.forecast import (
+    MFU,
+    Forecast,
+    Hardware,
+    fits,
+    flops_with_recomputation,
+    forecast,
+)
+from nsa.planner.inputs import BatchShape, Model, Zero
+from nsa.resources import existing_or_resource, resource_path
+
+if TYPE_CHECKING:  # imported late: they import DeepSpeed
+    from nsa.engine.config import RunConfig
+    from nsa.engine.recipe import Recipe
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
+# Bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus. Assumed.
+# host4 and host5: GPUs without peer access, whose data passes through the host's memory.
+LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9, "host4": 12e9, "host5": 24e9}
+DEVICES = {  # its name in GPUS, and its usual link
+    "a100": ("A100 80GB PCIe", "pcie4"),
+    "h100": ("H100 80GB HBM3", "pcie4"),
+    "h200": ("H200", "pcie4"),
+    "b200": ("B200", "nvlink"),
+    "rtx3090": ("GeForce RTX 3090", "pcie4"),
+    "rtx4090": ("GeForce RTX 4090", "host4"),
+    "rtx5090": ("GeForce RTX 5090", "host5"),
+    "a6000": ("RTX A6000", "pcie4"),
+    "a10": ("A10", "pcie4"),
+    "l4": ("L4", "pcie4"),
+    "l40s": ("L40S", "pcie4"),
+    "mi300x": ("AMD Instinct MI300X", "nvlink"),
+}
+REACHED = f"{100 * MFU['nsa']:g}% of the peak, {100 * MFU['dense']:g}% in dense steps"
+NETWORK = 12.5  # GB/s: one 100 Gbit/s adapter
+MEMORY = 80  # GB, for a --device in TFLOP/s
 
 
-def run(flags: argparse.Namespace) -> int:
-    """Print the plan; return exit code 1 if nothing fits."""
-    target = hardware(flags)
-    recipe = flags.recipe or DEFAULT_RECIPE
-    config, assumed = _resolve(recipe, flags)
+def add_parser(verbs: Any) -> None:
+    about = "estimate memory, traffic, step time and days of a run before starting it"
+    parser = verbs.add_parser("plan", help=about, description=about)
+    add = parser.add_argument
+    about = "recipe file (default: recipes/m7c.py)"
+    add("--recipe", type=existing_or_resource, metavar="FILE", help=about)
+    add("--profile", default="production", help="profile of the recipe (production)")
+    add("--config", type=Path, help="YAML that overrides the recipe")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override one value")
+    about = "DeepSpeed JSON (ds_configs/zero1_pcie.json)"
+    add("--deepspeed_config", type=existing_or_resource, help=about)
+    add("--gpus", type=int, default=2, help="number of GPUs over all nodes (2)")
+    add("--nodes", type=int, default=1, help="number of nodes (1)")
+    add("--link", help=f"{', '.join(LINKS)}, or GB/s between two GPUs (the device's, or pcie4)")
+    add("--network", type=float, default=NETWORK, help=f"GB/s out of a node ({NETWORK})")
+    add("--device", default="a100", help=f"{', '.join(DEVICES)}, or TFLOP/s of a GPU (a100)")
+    add("--memory", type=float, help="GB of a GPU (the device's, or 80)")
+    about = f"fraction of the peak reached ({MFU['nsa']}, in dense steps {MFU['dense']})"
+    add("--mfu", type=float, help=about)
+    add("--json", action="store_true", help="print JSON: bytes and seconds")
+    parser.set_defaults(run=_plan)
+
+
+def _hardware(flags: argparse.Namespace) -> Hardware:
+    """Return the hardware that the flags describe; raise a ValueError that names a bad flag."""
+    for name in ("gpus", "nodes", "network", "mfu", "memory"):
+        value = getattr(flags, name)
+        if value is not None and not (0 < value < math.inf):
+            raise ValueError(f"--{name} {value}: must be above 0")
+    if flags.gpus % flags.nodes:
+        raise ValueError(
+            f"--gpus {flags.gpus}: not a multiple of --nodes {flags.nodes}; --gpus counts all nodes"
+        )
+    if flags.mfu is not None and flags.mfu > 1:
+        raise ValueError(f"--mfu {flags.mfu}: a fraction of the peak; write 0.25 for 25%")
+    name, usual = DEVICES.get(flags.device, ("", "pcie4"))
+    flags.link = flags.link or usual  # `_assumptions` names it
+    link = LINKS.get(flags.link) or 1e9 * _number("--link", flags.link, "GB/s", LINKS)
+    memory = GPUS[name].memory if name else MEMORY
+    tflops = GPUS[name].bf16 if name else _number("--device", flags.device, "TFLOP/s", DEVICES)
+    return Hardware(
+        flops=1e12 * tflops,
+        mfu=flags.mfu,
+        link=link,
+        network=1e9 * flags.network,
+        nodes=flags.nodes,
+        memory=1e9 * (memory if flags.memory is None else flags.memory),
+    )
+
+
+def _plan(flags: argparse.Namespace) -> int:
+    """Print the plan; return exit code 1 if it does not fit."""
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's import logs to stdout
+        from nsa.engine.micro_batch import batch_of, model_of, resolve_auto, zero_of
+        from nsa.engine.recipe import DEFAULT_DS_CONFIG
+
+    target = _hardware(flags)
+    config, assumed = _resolve(flags)
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     zero = zero_of(source, config, flags.gpus)
-    resolved, notes, mode_notes = resolve_auto(config, zero, flags.gpus, target.memory)
-    model, batch = model_of(resolved), batch_of(resolved)
-    zeros: dict[str, Zero] = {}
-    if flags.compare:
-        for file in sorted(source.parent.glob("*.json")):
-            try:
-                zeros[file.stem] = zero_of(file, resolved, flags.gpus)
-            except ValueError as error:
-                print(f"left out: {error}", file=sys.stderr)
-        given = replace(batch, checkpointing=config.model.activation_checkpointing)
-        candidates = compare(model, zeros, given, target, flags.gpus)  # each with a mode of its own
-    else:
-        notes += mode_notes
-        zeros[source.stem] = zero
-        step = forecast(model, zero, batch, target, flags.gpus)
-        candidates = [Candidate(source.stem, batch, step)]
-    fitting = [fits(candidate.forecast.memory, target) for candidate in candidates]
-    assumed = assumptions(flags, target, zeros) + assumed
+    config, notes = resolve_auto(config, zero, flags.gpus, target.memory)
+    model, batch = model_of(config), batch_of(config)
+    step = forecast(model, zero, batch, target, flags.gpus)
+    fit = fits(step.memory, target)
+    assumed = [*_assumptions(flags, target, zero), *assumed]
     if flags.json:
-        plans = [
-            json_row(one, steps) | {"fits": fit}
-            for one, fit in zip(candidates, fitting, strict=True)
-        ]
-        tree = {"parameters": model.parameters, "steps": steps, "plans": plans}
-        print(json.dumps(tree | {"assumptions": [*assumed, *notes]}, indent=2))
-    elif flags.compare:
-        print(*table(candidates, steps), *assumed, sep="\n")
-    else:
-        title, *lines = describe(source.stem, model, batch, step, target, steps)
-        print(title, *assumed, *lines, *notes, sep="\n")
-        if not any(fitting):
-            memory = f"{target.memory / 1e9:g} GB"
-            print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
-    return 0 if any(fitting) else 1
+        print(json.dumps(_tree(model, batch, step, steps, fit, [*assumed, *notes]), indent=2))
+        return 0 if fit else 1
+    title = (
+        f"{source.stem}: {model.parameters:,} parameters; micro-batch {batch.micro_batch} × "
+        f"{batch.seq_len:,} tokens, accumulation {batch.accumulation}, "
+        f"checkpointing {batch.checkpointing}"
+    )
+    print(title, *assumed, *_lines(model, batch, step, target, steps), *notes, sep="\n")
+    if not fit:
+        memory = f"{target.memory / 1e9:g} GB"
+        print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
+    return 0 if fit else 1
 
 
-def _resolve(file: Path, flags: argparse.Namespace) -> tuple[RunConfig, list[str]]:
+def _resolve(flags: argparse.Namespace) -> tuple[RunConfig, list[str]]:
     """Return a run's config, and a note if it has not the model that a run would start from."""
-    recipe, notes = load_recipe(file, flags.profile), list[str]()
+    from nsa.engine.config import resolve_config
+    from nsa.engine.recipe import with_model_of_start
+
+    recipe, notes = load_recipe(flags.recipe or DEFAULT_RECIPE, flags.profile), list[str]()
     base = recipe.profiles[flags.profile]()
     if recipe.model_of_start:
         try:
@@ -76,16 +148,13 @@ def _resolve(file: Path, flags: argparse.Namespace) -> tuple[RunConfig, list[str
     return resolve_config(base, flags.config, flags.set), notes
 
 
-def load_profile(file: Path, profile: str) -> RunConfig:
-    """Return the config of a recipe file's profile."""
-    return load_recipe(file, profile).profiles[profile]()
-
-
-def load_recipe(file: Path, profile: str) -> recipes.Recipe:
+def load_recipe(file: Path, profile: str) -> Recipe:
     """Execute a recipe file with `main` replaced; return its Recipe, which has the profile."""
+    from nsa.engine import recipe as recipes
+
     if not file.is_file():
         raise ValueError(f"--recipe {file}: no such file")
-    caught: list[recipes.Recipe] = []
+    caught: list[Recipe] = []
     start = recipes.main
     recipes.main = lambda recipe, arguments=None: caught.append(recipe)
     sys.path.insert(0, str(file.resolve().parent))
@@ -100,3 +169,87 @@ def load_recipe(file: Path, profile: str) -> recipes.Recipe:
     if profile not in profiles:
         raise ValueError(f"--profile {profile}: {file} has {', '.join(sorted(profiles))}")
     return caught[0]
+
+
+def _assumptions(flags: argparse.Namespace, hardware: Hardware, zero: Zero) -> list[str]:
+    """Return what a plan assumes and leaves out."""
+    device = f"{hardware.flops / 1e12:g} TFLOP/s, {hardware.memory / 1e9:g} GB"
+    device = f"{flags.device} ({device})" if flags.device in DEVICES else device
+    link = f"{hardware.link / 1e9:g} GB/s"
+    link = f"{flags.link} ({link})" if flags.link in LINKS else link
+    nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
+    speed = f"{REACHED} (--mfu): measured with three branches on an H100, an estimate elsewhere"
+    if hardware.mfu is not None:
+        speed = f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu)"
+    lines = [
+        f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"
+        + (nodes if hardware.nodes > 1 else ""),
+        f"{speed}; gaps between kernels included",
+    ]
+    if zero.offload:
+        lines.append("not counted: offload, which saves GPU memory and costs time")
+    return lines
+
+
+def _number(flag: str, text: str, unit: str, names: Mapping[str, object]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"{flag} {text}: write {', '.join(names)} or a number of {unit} above 0")
+    return value
+
+
+def _lines(
+    model: Model, batch: BatchShape, step: Forecast, hardware: Hardware, steps: int
+) -> list[str]:
+    """Return a line per number."""
+    memory, sent = step.memory, step.traffic.bytes_per_step
+    flops = flops_with_recomputation(model, batch.checkpointing, model.config.attention.kind)
+    reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
+    limited = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
+    by_host = ", limited by the host that starts kernels" if limited else ""
+    dense = f"  {'tokens/s, dense':<18}{step.tokens / step.dense_seconds:>10,.0f}"
+    dense += f"  in the first {step.dense_steps:,} steps"
+    return [
+        "",
+        f"memory of a GPU at its peak, {memory.peak_phase}, GB",
+        *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in memory.at_peak.items()),
+        f"  {'total of tensors':<18}{memory.peak / 1e9:>10.3f}",
+        "a step",
+        f"  {'tokens':<18}{step.tokens:>10,}",
+        f"  {'MB sent by a GPU':<18}{sent / 1e6:>10,.1f}"
+        f"  {sent / model.parameters:.2f} bytes per parameter",
+        f"  {'compute, ms':<18}{1e3 * step.compute:>10,.1f}  at {100 * reached:.3g}% of "
+        f"{hardware.flops / 1e12:g} TFLOP/s{by_host}",
+        f"  {'communication, ms':<18}{1e3 * step.communication:>10,.1f}",
+        f"  {'exposed, ms':<18}{1e3 * step.exposed:>10,.1f}"
+        f"  {100 * step.exposed_fraction:.1f}% of the step",
+        *([dense] if step.dense_steps else []),
+        f"  {'tokens/s':<18}{step.tokens_per_second:>10,.0f}",
+        f"  {f'days, {steps:,} steps':<18}{step.days(steps):>10.2f}",
+    ]
+
+
+def _tree(
+    model: Model,
+    batch: BatchShape,
+    step: Forecast,
+    steps: int,
+    fit: bool,
+    assumptions: list[str],
+) -> dict[str, Any]:
+    """Return the plan in bytes, tokens and seconds."""
+    names = "tokens", "compute", "communication", "exposed", "seconds", "tokens_per_second"
+    return {
+        "parameters": model.parameters,
+        "steps": steps,
+        **asdict(batch),
+        "memory": step.memory.at_peak | {"total": step.memory.peak},
+        "fits": fit,
+        "bytes_sent": step.traffic.bytes_per_step,
+        **{name: getattr(step, name) for name in names},
+        "days": step.days(steps),
+        "assumptions": assumptions,
+    }

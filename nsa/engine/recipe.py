@@ -278,9 +278,9 @@ def _resolve_deepspeed(
     fits_micro_batch = config.train.micro_batch == AUTO and gpu_memory is not None
     if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
         zero = resolved_zero(ds_config, config)
-        config, batch_notes, mode_notes = resolve_auto(config, zero, ranks, gpu_memory)
+        config, auto_notes = resolve_auto(config, zero, ranks, gpu_memory)
         ds_config = resolve(config)
-        notes += [*batch_notes, *mode_notes]
+        notes += auto_notes
     return config, ds_config, fits_micro_batch
 
 

@@ -6,7 +6,6 @@ Traffic is that of a ring: an all-reduce sends 2(n-1)/n of its input, an all-gat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -202,27 +201,6 @@ def required(memory: Memory) -> float:
 
 def fits(memory: Memory, hardware: Hardware) -> bool:
     return required(memory) <= hardware.memory
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A DeepSpeed config and batch, with its forecast."""
-
-    config: str
-    batch: BatchShape
-    forecast: Forecast
-
-
-def compare(
-    model: Model, configs: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
-) -> list[Candidate]:
-    """Return each config with the same batch, by name."""
-    candidates = []
-    for name, zero in sorted(configs.items()):
-        mode, _ = select_checkpointing(model, zero, batch, hardware.memory, ranks)
-        shape = replace(batch, checkpointing=mode)
-        candidates.append(Candidate(name, shape, forecast(model, zero, shape, hardware, ranks)))
-    return candidates
 
 
 def select_micro_batch(

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
+from nsa.engine.config import RunConfig
+from nsa.engine.plan_command import load_recipe
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import METRICS_COLUMNS
 from tests.ranks import ROOT, spawn_ranks
@@ -124,3 +126,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 def losses(run_dir: Path) -> dict[int, float]:
     """Return the logged loss of each step."""
     return {int(row["step"]): row["loss"] for row in read_metrics(run_dir)}
+
+
+def load_profile(recipe: str, profile: str) -> RunConfig:
+    """Return the config of a profile of a file in recipes/."""
+    return load_recipe(ROOT / f"recipes/{recipe}.py", profile).profiles[profile]()

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from nsa.engine.config import RunConfig, TrainConfig, learning_rate, resolve_config, to_yaml, walk
-from nsa.engine.plan_command import load_profile
 from nsa.spec import NSASpec
-from tests.ranks import ROOT
+from tests.engine.runs import load_profile
 
 
 def test_set_overrides_the_file_and_the_file_overrides_the_recipe(tmp_path: Path) -> None:
@@ -73,7 +72,7 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
 def test_other_branches_do_without_what_the_recipe_has_for_all_three(
     tmp_path: Path, changes: str, expected: tuple[str, float]
 ) -> None:
-    recipe = load_profile(ROOT / "recipes/m7c.py", "demo")
+    recipe = load_profile("m7c", "demo")
     file = tmp_path / "changes.yaml"
     file.write_text(f"attention:\n  {changes}\n")
     for config in (
@@ -113,7 +112,7 @@ def test_a_file_with_text_as_accumulation_is_refused(tmp_path: Path) -> None:
 def test_what_is_given_beside_other_branches_is_refused(
     tmp_path: Path, given: tuple[str, str], problem: str
 ) -> None:
-    recipe = load_profile(ROOT / "recipes/m7c.py", "demo")
+    recipe = load_profile("m7c", "demo")
     file = tmp_path / "changes.yaml"
     file.write_text(f"attention:\n  {given[0]}\n  {given[1]}\n")
     with pytest.raises(ValueError, match=problem):
@@ -132,7 +131,7 @@ def test_an_index_is_trained_unless_that_is_set_otherwise() -> None:
 
 def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None:
     """A config that was saved has one, and is read back."""
-    recipe = load_profile(ROOT / "recipes/m7c.py", "demo")
+    recipe = load_profile("m7c", "demo")
     config = resolve_config(recipe, None, ["attention.branches=sel"])
     assert config.model.attention.spec.window == NSASpec.window
     with pytest.raises(ValueError, match=r"spec\.window = 512: branches=sel has no window"):

@@ -9,20 +9,19 @@ import torch
 
 from nsa.engine.config import RunConfig, resolve_config
 from nsa.engine.loop import executed_flops
-from nsa.engine.plan_command import load_profile
 from nsa.monitor.artifacts import read_table
 from tests.engine import known_peak
 from tests.engine.runs import (
     TINY,
     cut_back,
     ds_config,
+    load_profile,
     losses,
     on_two_ranks,
     read_metrics,
     succeed,
     weights,
 )
-from tests.ranks import ROOT
 
 STEPS = [*TINY, "--set=data.seq_len=256", "--profile=demo", "--steps=7"]
 STEPS += ["--set=train.dense_steps=3", "--set=attention.spec.select_top=6"]
@@ -97,7 +96,7 @@ def test_recipes_begin_dense_where_a_loss_trains_the_selection(
     recipe: str, attention: tuple[str, str, float], half_dense: bool
 ) -> None:
     for profile, steps in (("production", 50_000), ("demo", 300)):
-        config = load_profile(ROOT / f"recipes/{recipe}.py", profile).resolved()
+        config = load_profile(recipe, profile).resolved()
         config.validate()
         model = config.model.attention
         assert (model.branches, model.compressor, model.selector_loss) == attention

@@ -18,14 +18,13 @@ from nsa.engine import micro_batch
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig, resolve_config
 from nsa.engine.micro_batch import batch_of, model_of, zero_of
-from nsa.engine.plan_command import load_profile
 from nsa.engine.recipe import Recipe
 from nsa.engine.run_request import RunRequest
 from nsa.model.count import parameter_count
 from nsa.planner.forecast import required
 from nsa.planner.memory import memory
+from tests.engine.runs import load_profile
 from tests.engine.small import gpus
-from tests.ranks import ROOT
 
 GB = 1e9
 Production = Callable[..., RunRequest]  # the fixture `production`
@@ -36,7 +35,7 @@ CPU = torch.device("cpu")
 def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Production:
     """Request the production run of m7c.py on two GPUs of this many bytes, or without a GPU."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    profile = load_profile(ROOT / "recipes/m7c.py", "production")
+    profile = load_profile("m7c", "production")
     recipe = Recipe("m7c", "", {"production": lambda: profile})
 
     def request(gpu_memory: float | None, *flags: str) -> RunRequest:
@@ -228,7 +227,7 @@ def mode_and_note(one: RunRequest) -> tuple[str, str]:
 
 def needed(mode: str) -> float:
     """Bytes of GPU memory that the production run needs in this mode, on two ranks."""
-    config = load_profile(ROOT / "recipes/m7c.py", "production")
+    config = load_profile("m7c", "production")
     zero = zero_of(recipes.DEFAULT_DS_CONFIG, config, 2)
     batch = replace(batch_of(config), checkpointing=mode)
     return required(memory(model_of(config), zero, batch, 2))

@@ -19,11 +19,11 @@ from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nsa.engine.config import learning_rate, read_saved_config, resolve_config
-from nsa.engine.plan_command import load_profile
 from nsa.monitor.observer import METRICS_COLUMNS, SELECTOR_STATISTICS
 from tests.engine.runs import (
     TINY,
     ds_config,
+    load_profile,
     losses,
     on_one_rank,
     on_two_ranks,
@@ -32,7 +32,7 @@ from tests.engine.runs import (
     succeed,
 )
 from tests.engine.small import small_request
-from tests.ranks import ROOT, free_port
+from tests.ranks import free_port
 
 FP16_WORKS = torch.float16 in get_accelerator().supported_dtypes()
 
@@ -182,9 +182,7 @@ def test_switching_the_precision_takes_one_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", ["production", "demo"])
 def test_the_dense_twin_differs_in_nothing_but_its_attention(profile: str) -> None:
-    sparse, dense = (
-        load_profile(ROOT / f"recipes/{name}.py", profile) for name in ("m7c", "m7c_dense")
-    )
+    sparse, dense = (load_profile(name, profile) for name in ("m7c", "m7c_dense"))
     assert resolve_config(dense) == resolve_config(sparse, None, ["attention.kind=dense"])
 
 

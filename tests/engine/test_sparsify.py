@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
-from nsa.engine.plan_command import load_profile
 from nsa.monitor.artifacts import read_table
 from tests.engine.runs import (
     TINY,
     ds_config,
+    load_profile,
     losses,
     on_one_rank,
     on_two_ranks,
@@ -25,7 +25,6 @@ from tests.engine.runs import (
     weights,
 )
 from tests.model.models import build, tiny, tokens
-from tests.ranks import ROOT
 
 LONG = ["--set=data.seq_len=256"]  # so long that a query cannot select all of its blocks
 STEPS = ["--steps=6", "--set=train.selector_steps=3", "--set=checkpoint.every=1"]
@@ -147,5 +146,5 @@ def test_a_recipe_without_a_sparse_start_is_refused(start: Path, tmp_path: Path)
 @pytest.mark.parametrize("profile", ["production", "demo"])
 def test_a_converted_models_speed_is_not_judged_by_a_limit_of_the_recipes_own(profile: str) -> None:
     """Its size is that of train.start_from: a real model on a CPU is slower than the demo."""
-    assert load_profile(ROOT / "recipes/m7c.py", profile).monitor.ladder.min_tokens_per_s > 0
-    assert load_profile(ROOT / "recipes/sparsify.py", profile).monitor.ladder.min_tokens_per_s == 0
+    assert load_profile("m7c", profile).monitor.ladder.min_tokens_per_s > 0
+    assert load_profile("sparsify", profile).monitor.ladder.min_tokens_per_s == 0

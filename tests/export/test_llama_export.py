@@ -13,12 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 from nsa.cli import main
 from nsa.engine.load_run import load_run
-from nsa.engine.plan_command import load_profile
 from nsa.export.to_hf import dense_config, dense_family
 from nsa.model import AttentionConfig, ModelConfig
-from tests.engine.runs import TINY, on_one_rank, succeed
+from tests.engine.runs import TINY, load_profile, on_one_rank, succeed
 from tests.export.llamas import imported, logits, tokens
-from tests.ranks import ROOT
 
 
 def exported(run: Path, to: Path, *flags: str) -> LlamaForCausalLM:
@@ -89,7 +87,7 @@ def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
 
 def test_heads_that_do_not_divide_the_width_make_a_mistral(tmp_path: Path) -> None:
     """LlamaConfig refuses such a shape, which the demo has."""
-    demo = load_profile(ROOT / "recipes/m7c_dense.py", "demo").model
+    demo = load_profile("m7c_dense", "demo").model
     config = dense_config(demo)
     assert (config.model_type, config.sliding_window) == ("mistral", None)
     assert dense_config(replace(demo, heads=4)).model_type == "llama"
