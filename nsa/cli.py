@@ -8,11 +8,13 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nsa.constants import INTERRUPTED
 from nsa.data.command import add_parser as add_data_parser
-from nsa.doctor.command import add_parser as add_doctor_parser
 from nsa.engine.plan_command import add_parser as add_plan_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
@@ -20,13 +22,19 @@ from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.export.serve import add_serve_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
-from nsa.resources import existing_or_resource, resource_path
-from nsa.system import package_version
+from nsa.system import existing_or_resource, package_version, resource_path
 from nsa.text import printable
 from nsa.validation import Parser, positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
 from nsa.withdrawn import VERBS
+
+if TYPE_CHECKING:
+    from nsa.doctor.node import Check
+
+_RANKS = "code and all-reduce: deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
+_M7C = 125_000_000  # parameters
+_M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,13 +91,31 @@ def _parser() -> Parser:
     check.add_argument("--json", action="store_true", help="print config and summary as one JSON")
     check.set_defaults(run=_check)
 
+    about = "check this machine before a run"
+    doctor = verbs.add_parser("doctor", help=about, description=about)
+    add = doctor.add_argument
+    add("--run-dir", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    about = f"parameters of the model (default {_M7C:,}, M7C)"
+    add("--parameters", type=int, default=_M7C, help=about)
+    about = f"checkpoints that the run keeps (default {_M7C_CHECKPOINTS})"
+    add("--checkpoints", type=int, default=_M7C_CHECKPOINTS, help=about)
+    add("--ranks", type=int, help="ranks on this machine (default: one per GPU, or 2 without any)")
+    about = "compare M7C's kernels with PyTorch on this GPU, in bf16; packed documents too"
+    add("--kernels", action="store_true", help=about)
+    about = (
+        "instead of checking, time the kernels' tile sizes on this GPU and keep the fastest, for "
+        "heads x KV heads x size (default: M7C's, 12x2x64); minutes"
+    )
+    add("--tune", nargs="*", metavar="HEADS", help=about)
+    add("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+
     add_data_parser(verbs)
     add_report_parser(verbs)
     add_compare_parser(verbs)
     add_eval_parser(verbs)
     add_generate_parser(verbs)
     add_serve_parser(verbs)
-    add_doctor_parser(verbs, _kernel_table, _tune)
     add_watch_parser(verbs)
     add_plan_parser(verbs)
     add_export_parser(verbs)
@@ -137,15 +163,43 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
-def _kernel_table() -> tuple[list[str], list[str]]:
+def _doctor(args: argparse.Namespace) -> int:
+    from nsa.doctor.node import SKIP, Check, checkpoint_bytes, lines, node_checks, passed
+
+    positive_flags(args, "parameters", "checkpoints", "ranks")
+    if args.tune is not None:
+        from nsa.ops.tune import M7C, parse_heads, tune_device
+
+        for line in tune_device([parse_heads(text) for text in args.tune or [M7C]]):
+            print(line, flush=True)
+        return 0
+    checks = node_checks(
+        args.run_dir.expanduser(),
+        checkpoint_bytes=checkpoint_bytes(args.parameters),
+        checkpoints=args.checkpoints,
+        ranks=args.ranks,
+    )
+    checks.append(Check("ranks", SKIP, _RANKS))
+    table: list[str] = []
+    if args.kernels:
+        check, table = _check_kernels()
+        checks.append(check)
+    if args.json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        print(*lines(checks), *table, sep="\n")
+    return 0 if passed(checks) else 2
+
+
+def _check_kernels() -> tuple[Check, list[str]]:
+    """Check M7C's kernels on this GPU; return the result, and a table of them."""
+    from nsa.doctor.node import OK, SKIP, WARN, Check
     from nsa.model.kernel_check import check_m7c, table
 
     results = check_m7c()
-    problems = [f"{result.operation}: {result.problem}" for result in results if result.problem]
-    return (table(results) if results else []), problems
-
-
-def _tune(heads: list[str]) -> Iterator[str]:
-    from nsa.ops.tune import M7C, parse_heads, tune_device
-
-    return tune_device([parse_heads(text) for text in heads or [M7C]])
+    if not results:
+        return Check("kernels", SKIP, "no GPU here"), []
+    if problems := [f"{x.operation}: {x.problem}" for x in results if x.problem]:
+        fix = "set model.attention.backend=auto: these operations then run in PyTorch"
+        return Check("kernels", WARN, "; ".join(problems), fix), table(results)
+    return Check("kernels", OK, f"{len(results)} cases equal PyTorch's"), table(results)

@@ -1,4 +1,4 @@
-"""This machine's programs, files, memory, ports and processes; calls with a time limit."""
+"""This machine's programs, files, memory, ports and processes; calls with a time limit; recipes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -38,6 +39,25 @@ def text_or_empty(path: str | Path) -> str:
     with contextlib.suppress(OSError):
         return Path(path).read_text(errors="replace")
     return ""
+
+
+def resource_path(name: str) -> Path:
+    """Return the path of `recipes/…` or `ds_configs/…`.
+
+    A wheel installs both in `share/nsa-m7c/`: beside the package with `pip install --target`, in a
+    parent folder with --user or --prefix.
+    """
+    parents = Path(__file__).resolve().parents
+    roots = (*parents, Path(sysconfig.get_path("data")))
+    candidates = [parents[1] / name, *(root / "share" / "nsa-m7c" / name for root in roots)]
+    return next((path for path in candidates if path.exists()), candidates[-1])
+
+
+def existing_or_resource(text: str) -> Path:
+    """Return the path that a flag names; without a clone, `ds_configs/…` is the installed file."""
+    path, found = Path(text), resource_path(text)
+    shipped = path.parts[:1] in (("recipes",), ("ds_configs",)) and found.exists()
+    return found if shipped and not path.exists() else path
 
 
 def available_memory() -> int:

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nsa.resources import existing_or_resource
 from nsa.system import (
+    existing_or_resource,
     free_port,
     in_background,
     interface_towards,

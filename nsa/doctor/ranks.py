@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +39,9 @@ _LINK_FIX = (
 )
 
 
-@dataclass(frozen=True)
-class RankFacts:
-    """What one rank reports to the others."""
-
-    host: str
-    device_id: str  # UUID of its GPU; empty on the CPU
-    compared: Mapping[str, Mapping[str, str]]  # check name: values that must be equal
-    checks: list[Check] = field(default_factory=list)  # node checks
+# What a rank reports: by check name, the values that must be equal; as "place" its own, the host
+# and the UUID of its GPU, empty on the CPU.
+Facts = dict[str, dict[str, str]]
 
 
 def rank_checks(
@@ -67,15 +62,12 @@ def rank_checks(
     """
     on_gpu = device.type == "cuda"
     megabytes = megabytes or (256 if on_gpu else 4)
-    ranks: list[RankFacts] = gather(_facts(config, device, list(node)), RankFacts)
+    ranks: list[Facts] = gather(_facts(config, device), Facts)
     if len(ranks) == 1:
         return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
-    several = len({facts.host for facts in ranks}) > 1
-    checks = [
-        replace(check, name=f"{check.name} ({facts.host})") if several else check
-        for facts in ranks
-        for check in facts.checks
-    ]
+    if len({facts["place"]["host"] for facts in ranks}) > 1:
+        node = [replace(check, name=f"{check.name} ({platform.node()})") for check in node]
+    checks = [check for checks in gather(list(node), list[Check]) for check in checks]
     checks += compare(ranks)
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
@@ -94,12 +86,12 @@ def code_fingerprint(root: Path | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
-def compare(ranks: Sequence[RankFacts]) -> list[Check]:
+def compare(ranks: Sequence[Facts]) -> list[Check]:
     """Compare every rank with rank 0; fail if two ranks use the same GPU."""
     checks = []
     for name, (status, fix) in _COMPARED.items():
-        first = ranks[0].compared[name]
-        differences = [_difference(facts.compared[name], first) for facts in ranks]
+        first = ranks[0][name]
+        differences = [_difference(facts[name], first) for facts in ranks]
         different = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
         if different:
             more = f"; and {len(different) - 4} more ranks" if different[4:] else ""
@@ -112,9 +104,10 @@ def compare(ranks: Sequence[RankFacts]) -> list[Check]:
             checks.append(Check(name, OK, f"{len(ranks)} x {values}"))
     gpus: dict[tuple[str, str], int] = {}
     for rank, facts in enumerate(ranks):
-        other = gpus.setdefault((facts.host, facts.device_id), rank)
-        if facts.device_id and other != rank:
-            detail = f"ranks {other} and {rank} share one GPU of {facts.host}"
+        host, gpu = facts["place"]["host"], facts["place"]["gpu"]
+        other = gpus.setdefault((host, gpu), rank)
+        if gpu and other != rank:
+            detail = f"ranks {other} and {rank} share one GPU of {host}"
             fix = "start one rank per GPU (deepspeed --num_gpus N), or check CUDA_VISIBLE_DEVICES"
             checks[-1] = Check("devices", FAIL, detail, fix)
     return checks
@@ -136,26 +129,26 @@ def all_reduce_check(results: Sequence[float | str], megabytes: int, gpus: bool)
     return Check("all-reduce", OK, detail)
 
 
-def _facts(config: str, device: torch.device, node: list[Check]) -> RankFacts:
+def _facts(config: str, device: torch.device) -> Facts:
     import torch
 
     versions = {"python": platform.python_version()}
     versions |= {name: version for name in _PACKAGES if (version := package_version(name))}
-    model, device_id = device.type, ""
+    model, gpu = device.type, ""
     if device.type == "cuda":
         try:
             properties = torch.cuda.get_device_properties(device)
-            model, device_id = properties.name, str(properties.uuid)
+            model, gpu = properties.name, str(properties.uuid)
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         except (AssertionError, RuntimeError) as error:  # the other ranks wait for the facts
             model = f"{device} that cannot be used: {error}"
-    compared = {
+    return {
         "code": {"": code_fingerprint()},
         "config": {f"line {n}": line.strip() for n, line in enumerate(config.splitlines(), 1)},
         "versions": versions,
         "devices": {"": model},
+        "place": {"host": platform.node(), "gpu": gpu},
     }
-    return RankFacts(platform.node(), device_id, compared, node)
 
 
 def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 from nsa.doctor.node import OK, SKIP, WARN, Check
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
-from nsa.engine.cpu_collectives import CpuCollectives
+from nsa.engine.process_group import CpuCollectives
 from nsa.model.kernel_check import KernelResult, check_kernels, problems_of
 from nsa.monitor.artifacts import finite_number
 from nsa.ops.backend import disable

@@ -7,7 +7,7 @@
                      log, evaluate, save and judge a go/no-go gate when due
 
 Observers cannot change the training. Between logged steps nothing here waits for the device, and
-the only collectives are DeepSpeed's and a few bytes between CPUs (cpu_collectives.py).
+the only collectives are DeepSpeed's and a few bytes between CPUs (process_group.py).
 """
 
 from __future__ import annotations
@@ -16,25 +16,77 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint import SaveFailed
+from nsa.checkpoint import Checkpoint, SaveFailed, Saver
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, on_device
+from nsa.doctor.node import Check
 from nsa.engine.config import RunConfig, learning_rate
-from nsa.engine.cpu_collectives import AllRanksError, RunAborted
-from nsa.engine.run import Run
-from nsa.engine.shutdown import Interrupted
+from nsa.engine.data import Data
+from nsa.engine.load_run import StoredRun
+from nsa.engine.loss_guard import LossGuard
+from nsa.engine.process_group import AllRanksError, CpuCollectives, Ranks, RunAborted
+from nsa.engine.run_dir import FolderLock
+from nsa.engine.run_request import RunRequest, TrainState
+from nsa.engine.shutdown import Interrupted, ShutdownMonitor
+from nsa.engine.teacher import Teacher
+from nsa.engine.telemetry import Telemetry
 from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import Gate, record_result
 from nsa.model import flops_per_token
 from nsa.monitor.artifacts import RankHistory, read_table
+from nsa.monitor.health import HealthRecorder
 from nsa.monitor.memory import memory_gb
-from nsa.monitor.observer import StepRecord
+from nsa.monitor.observer import Observers, StepRecord
 from nsa.monitor.outputs import METRICS_FILE, SELECTION_FILE
+from nsa.monitor.throughput import Throughput
+
+
+class Run:
+    """All that one rank of a run works on; nsa/engine/trainer.py fills it in."""
+
+    # Set by prepare(), without a process group.
+    resume_from: Checkpoint | None = None
+    weights: Path | None = None  # initial weights of a fresh run
+    stored_teacher: StoredRun | None = None
+    state: TrainState
+    node_checks: list[Check]  # empty except on local rank 0
+    data: Data
+
+    # Set by build().
+    device: torch.device
+    collectives: CpuCollectives
+    processes: list[tuple[str, int]]  # host and process id of each rank
+    telemetry: Telemetry
+    engine: Any  # DeepSpeed's
+    teacher: Teacher | None = None  # of train.teacher
+    run_id: str | None = None  # in the manifests of its checkpoints; None except on rank 0
+    observers: Observers  # none except on rank 0
+    saver: Saver
+    guard: LossGuard
+    shutdown: ShutdownMonitor
+    gates: list[Gate]
+    health: HealthRecorder
+    throughput: Throughput
+
+    # Progress of the training loop.
+    saved_step = 0  # of the newest checkpoint; 0: none
+    validation_note_logged = False
+
+    def __init__(self, request: RunRequest, lock: FolderLock | None) -> None:
+        self.request = request
+        self.lock = lock  # of the run's folder; None except on rank 0
+        self.ranks = Ranks.from_environment()
+        self.notes = list(request.notes)  # for the log
+
+    @property
+    def config(self) -> RunConfig:
+        return self.request.config
 
 
 def train(run: Run) -> str:

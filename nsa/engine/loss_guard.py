@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nsa.engine.config import TrainConfig
-from nsa.engine.cpu_collectives import CpuCollectives, RunAborted
+from nsa.engine.process_group import CpuCollectives, RunAborted
 
 MAX_BAD_STEPS = 20  # skipped since launch; one more aborts the run
 

@@ -19,8 +19,8 @@ import torch
 from nsa.dtypes import DTYPES
 from nsa.engine.build import build_model
 from nsa.engine.config import AUTO, RunConfig
-from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config, zero_mode
+from nsa.engine.process_group import CpuCollectives
 from nsa.engine.run_request import RunRequest
 from nsa.engine.teacher import find_teacher
 from nsa.monitor.memory import is_out_of_memory

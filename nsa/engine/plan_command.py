@@ -24,7 +24,7 @@ from nsa.planner.forecast import (
     forecast,
 )
 from nsa.planner.inputs import BatchShape, Model, Zero
-from nsa.resources import existing_or_resource, resource_path
+from nsa.system import existing_or_resource, resource_path
 
 if TYPE_CHECKING:  # imported late: they import DeepSpeed
     from nsa.engine.config import RunConfig

@@ -31,11 +31,10 @@ from nsa.engine.config import (
     scaled_warmup,
     walk,
 )
-from nsa.engine.cpu_collectives import AllRanksCrash, RunAborted
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
 from nsa.engine.micro_batch import resolve_auto, resolved_zero
-from nsa.engine.process_group import crash, end_process
+from nsa.engine.process_group import AllRanksCrash, RunAborted, crash, end_process
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import FolderLock, choose_run_dir, find_saved
 from nsa.engine.run_request import RunRequest
@@ -44,8 +43,7 @@ from nsa.gates.results import until_step
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json
 from nsa.monitor.throughput import parse_steps
-from nsa.resources import existing_or_resource, resource_path
-from nsa.system import available_memory
+from nsa.system import available_memory, existing_or_resource, resource_path
 from nsa.text import as_one_line, printable
 from nsa.validation import Parser, reject_unknown_flags
 

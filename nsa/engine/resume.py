@@ -10,9 +10,8 @@ from nsa.checkpoint import Checkpoint
 from nsa.checkpoint.state_file import Topology, check_loadable, layout_of
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.cpu_collectives import CpuCollectives
 from nsa.engine.ds_config import load_ds_config, zero_mode
-from nsa.engine.process_group import Ranks
+from nsa.engine.process_group import CpuCollectives, Ranks
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.untrusted import parse_json, read_text, short_repr
 

@@ -40,12 +40,19 @@ from nsa.engine import loop, resume
 from nsa.engine.build import build_engine, check_length
 from nsa.engine.checks import check_kernels_on_all_ranks
 from nsa.engine.config import RunConfig, to_yaml
-from nsa.engine.cpu_collectives import AllRanksError, CpuCollectives, RunAborted
 from nsa.engine.data import open_data
+from nsa.engine.loop import Run
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.micro_batch import fit_on_all_ranks
-from nsa.engine.process_group import Ranks, crash, start_ranks, stop_ranks
-from nsa.engine.run import Run
+from nsa.engine.process_group import (
+    AllRanksError,
+    CpuCollectives,
+    Ranks,
+    RunAborted,
+    crash,
+    start_ranks,
+    stop_ranks,
+)
 from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import ShutdownMonitor

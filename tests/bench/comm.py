@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nsa.resources import resource_path
-from nsa.system import free_port
+from nsa.system import free_port, resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report
 from tests.netns import RANKS, Link, link

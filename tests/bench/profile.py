@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from nsa.resources import resource_path
+from nsa.system import resource_path
 from tests.bench.harness import Report, Step, add_gpu_flags, cell, print_table
 from tests.bench.train import WARM_UP, Stepper, random_batch
 

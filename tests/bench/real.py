@@ -37,7 +37,7 @@ from nsa.model.attention import BranchKV, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.monitor.health import HealthRecorder
 from nsa.ops import compressed_attention, select_blocks, selected_attention
-from nsa.resources import resource_path
+from nsa.system import resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report, lengths, mean_losses
 from tests.bench.runs import document_losses, kept, run_python, train_run

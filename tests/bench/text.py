@@ -25,7 +25,7 @@ from nsa.data.tokenizer import build_tokenizer, train_tokenizer
 from nsa.engine.config import RunConfig, resolve_config
 from nsa.engine.load_run import load_run
 from nsa.model import parameter_count
-from nsa.resources import resource_path
+from nsa.system import resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report, margin, mean_losses, words_of
 from tests.bench.runs import document_losses, kept, train_run

@@ -24,8 +24,7 @@ from nsa.checkpoint import (
     read_manifest,
     read_state_file,
 )
-from nsa.engine.cpu_collectives import CpuCollectives
-from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
+from nsa.engine.process_group import CpuCollectives, Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import build, step, weights
 
 ATTACHMENTS = {"config.yaml": "train: {}\n", "ds_config.json": "{}\n"}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.checkpoint import CheckpointConfig, Saver
-from nsa.engine.cpu_collectives import CpuCollectives
+from nsa.engine.process_group import CpuCollectives
 
 GROUPS = (lambda p: p.dim() > 1, lambda p: p.dim() == 1)  # with weight decay, and without
 

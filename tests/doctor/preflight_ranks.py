@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nsa.doctor import ranks
 from nsa.doctor.node import Check
 from nsa.doctor.ranks import rank_checks
-from nsa.engine.cpu_collectives import CpuCollectives
+from nsa.engine.process_group import CpuCollectives
 
 CPU = torch.device("cpu")
 all_reduce = dist.all_reduce

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nsa.cli import main
-from nsa.doctor.command import add_parser
 from nsa.doctor.node import (
     FAIL,
     OK,
@@ -24,6 +23,8 @@ from nsa.doctor.node import (
     passed,
 )
 from nsa.doctor.ranks import code_fingerprint
+from nsa.model import kernel_check
+from nsa.model.kernel_check import KernelResult
 
 CHECKS = [
     Check("torch", OK, "2.13.0"),
@@ -63,33 +64,34 @@ def test_this_machine_passes_for_a_small_run_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+GOOD = KernelResult("select", "", 0.0, 1e-3, 0.1)
+
+
 @pytest.mark.parametrize(
-    ("table", "problems", "line"),
+    ("results", "line"),
     [
-        ([], [], "skip kernels    no GPU here"),
-        (["heading", "one", "two"], [], "ok   kernels    2 cases equal PyTorch's"),
+        ([], "skip kernels    no GPU here"),
+        ([GOOD, GOOD], "ok   kernels    2 cases equal PyTorch's"),
         (
-            ["heading", "one"],
-            ["select: wrong", "pool: slow"],
-            "warn kernels    select: wrong; pool",
+            [replace(GOOD, problem="wrong"), GOOD, replace(GOOD, operation="pool", problem="slow")],
+            "warn kernels    select: wrong; pool: slow",
         ),
     ],
 )
 def test_kernels_are_counted_or_their_problems_named(
-    table: list[str],
-    problems: list[str],
+    results: list[KernelResult],
     line: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers(), lambda: (table, problems), lambda _: [])
+    monkeypatch.setattr(kernel_check, "check_m7c", lambda: results)
     flags = ["doctor", "--kernels", "--run-dir", str(tmp_path), "--parameters", "1000"]
-    args = parser.parse_args(flags)
-    assert args.run(args) == 0
-    output = capsys.readouterr().out
-    assert any(shown.startswith(line) for shown in output.splitlines()), output
-    assert not table or output.endswith("\n".join(table) + "\n")
+    assert main(flags) == 0
+    output = capsys.readouterr().out.splitlines()
+    assert any(shown.startswith(line) for shown in output), output
+    if results:
+        assert output[-len(results) - 1 :] == kernel_check.table(results)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")

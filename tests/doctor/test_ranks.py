@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nsa.doctor.node import FAIL, OK, WARN, Check
-from nsa.doctor.ranks import RankFacts, all_reduce_check, compare
+from nsa.doctor.ranks import Facts, all_reduce_check, compare
 from tests.ranks import launch
 
 Results = dict[str, dict[str, Check]]
@@ -19,8 +18,7 @@ VALUES = {
     "versions": {"torch": "2.13.0"},
     "devices": {"": "NVIDIA A100"},
 }
-FACTS = RankFacts("node1", "gpu-a", VALUES)
-OTHER, THIRD = replace(FACTS, device_id="gpu-b"), replace(FACTS, device_id="gpu-c")
+FACTS, OTHER, THIRD = (VALUES | {"place": {"host": "node1", "gpu": f"gpu-{x}"}} for x in "abc")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,7 @@ def test_an_error_on_one_rank_is_reported_by_both(results: Results) -> None:
     assert "last error" not in check.detail
 
 
-def check_of(name: str, *ranks: RankFacts) -> Check:
+def check_of(name: str, *ranks: Facts) -> Check:
     return next(check for check in compare(ranks) if check.name == name)
 
 
@@ -85,7 +83,8 @@ def test_two_ranks_on_one_gpu_fail_and_equal_uuids_on_two_hosts_do_not() -> None
     same = check_of("devices", FACTS, FACTS)
     assert (same.status, "ranks 0 and 1 share one GPU" in same.detail) == (FAIL, True)
     assert check_of("devices", FACTS, OTHER).status == OK
-    assert check_of("devices", FACTS, replace(FACTS, host="node2")).status == OK
+    elsewhere = FACTS | {"place": {"host": "node2", "gpu": "gpu-a"}}
+    assert check_of("devices", FACTS, elsewhere).status == OK
 
 
 @pytest.mark.parametrize(
@@ -96,8 +95,7 @@ def test_two_ranks_on_one_gpu_fail_and_equal_uuids_on_two_hosts_do_not() -> None
     ],
 )
 def test_a_rank_that_differs_is_named(name: str, values: dict[str, str], status: str) -> None:
-    other = replace(THIRD, compared=VALUES | {name: values})
-    check = check_of(name, FACTS, OTHER, other)
+    check = check_of(name, FACTS, OTHER, THIRD | {name: values})
     assert check.status == status
     assert "rank 2: " in check.detail
     assert "rank 1: " not in check.detail

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.engine.checks import fall_back
-from nsa.engine.cpu_collectives import CpuCollectives
+from nsa.engine.process_group import CpuCollectives
 from nsa.model import AttentionConfig, ModelConfig, kernel_check
 from nsa.ops.backend import dispatch
 from nsa.ops.triton import per_token

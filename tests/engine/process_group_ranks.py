@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.data.worker import WorkerDied
-from nsa.engine.cpu_collectives import AllRanksCrash, CpuCollectives
-from nsa.engine.process_group import Ranks, end_process, start_ranks
+from nsa.engine.process_group import AllRanksCrash, CpuCollectives, Ranks, end_process, start_ranks
 from nsa.engine.resume import agree_on_run
 from tests.checkpoint.planted_code import Code
 

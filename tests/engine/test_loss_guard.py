@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nsa.engine.config import TrainConfig
-from nsa.engine.cpu_collectives import RunAborted
 from nsa.engine.loss_guard import LossGuard, skip_nonfinite_steps
+from nsa.engine.process_group import RunAborted
 
 
 def new_guard(**settings: Any) -> LossGuard:

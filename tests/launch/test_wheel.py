@@ -74,7 +74,7 @@ def test_without_a_clone_the_files_are_found_where_pip_puts_them(
     code = (
         "import sysconfig, nsa\n"
         f"sysconfig.get_path = lambda name: {str(tmp_path / scheme)!r}\n"
-        "from nsa.resources import resource_path\n"
+        "from nsa.system import resource_path\n"
         "for name in ('recipes/m7c.py', 'ds_configs', 'ds_configs/zero1_pcie.json'):\n"
         "    print(resource_path(name))\n"
     )
