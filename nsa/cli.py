@@ -83,12 +83,6 @@ def _parser() -> Parser:
     check.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
     about = "override one setting of the recipe, e.g. train.micro_batch=4; repeatable"
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    check.add_argument(
-        "--quiet",
-        action="store_true",
-        help="print one line, or the keys to change, but not the resolved config",
-    )
-    check.add_argument("--json", action="store_true", help="print config and summary as one JSON")
     check.set_defaults(run=_check)
 
     about = "check this machine before a run"
@@ -152,14 +146,8 @@ def _check(args: argparse.Namespace) -> int:
         config = resolve_config(RunConfig(), assignments=args.set)
         raw, source = load_ds_config(args.ds_config), str(args.ds_config)
         resolved = resolve_ds_config(raw, config, world_size=args.ranks, source=source)
-    summary = summary_line(resolved, args.ranks)
-    if args.json:
-        print(json.dumps({"summary": summary, "ds_config": resolved}, indent=2))
-    elif args.quiet:
-        print(summary)
-    else:
-        print(json.dumps(resolved, indent=2))
-        print(summary, file=sys.stderr)  # so that stdout is JSON
+    print(json.dumps(resolved, indent=2))
+    print(summary_line(resolved, args.ranks), file=sys.stderr)  # so that stdout is JSON
     return 0
 
 

@@ -70,6 +70,8 @@ FLAGS: dict[str, str] = {
     "nsa data check --samples-per-step": "remove it; a run logs the epochs that it reads",
     "nsa data check --steps": "remove it; a run logs the epochs that it reads",
     "nsa watch --backoff": "remove it; a restart waits 10 s",
+    "nsa check --quiet": "remove it; the summary is on stderr",
+    "nsa check --json": "remove it; stdout is JSON",
     "nsa plan --search": "plan each config, with --set train.micro_batch=auto",
     "nsa plan --compare": "plan each config: --deepspeed_config",
 }

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -112,11 +111,10 @@ def test_ctrl_c_ends_any_verb_quietly(
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:
-    """`nsa check FILE | true`: output is buffered until the end."""
+    """`nsa plan | true`: output is buffered until the end."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "nsa", "check", "--json"]
-    command.append(str(ROOT / "ds_configs/zero1_pcie.json"))
+    command = [sys.executable, "-m", "nsa", "plan"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writer)
@@ -134,10 +132,8 @@ def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
     assert resolved["zero_optimization"]["stage"] == 1
     summary = "ok: ZeRO-1, bf16, gradients accumulated in fp32, 64 sequences per step on 2 ranks\n"
     assert output.err == summary
-    assert main(["check", str(DS_CONFIG), "--quiet"]) == 0
-    assert capsys.readouterr().out == summary
-    assert main(["check", str(DS_CONFIG), "--quiet", "--set", "train.micro_batch=4"]) == 0
-    assert ", 32 sequences" in capsys.readouterr().out
+    assert main(["check", str(DS_CONFIG), "--set", "train.micro_batch=4"]) == 0
+    assert ", 32 sequences" in capsys.readouterr().err
 
 
 def test_check_lists_every_key_to_change_and_exits_with_2(
@@ -145,7 +141,7 @@ def test_check_lists_every_key_to_change_and_exits_with_2(
 ) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"zero_optimization": {"stage": 1}, "ampp": {}, "gradient_clipping": 3}')
-    assert main(["check", str(file), "--quiet"]) == 2
+    assert main(["check", str(file)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     first, *lines = output.err.splitlines()
@@ -203,27 +199,20 @@ def test_a_wrong_call_shows_its_verbs_usage_and_names_the_nearest_flag_or_verb(
     assert error in shown
 
 
-def test_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    def tree(*words: str) -> Any:
-        code = main([*words, "--json"])
-        assert code == 0, words
-        return json.loads(capsys.readouterr().out)
-
-    check = tree("check", str(DS_CONFIG))
-    assert check["summary"].startswith("ok: ZeRO-1")
-    assert check["ds_config"]["train_batch_size"] == 64
+def test_the_json_of_a_plan_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "nsa", "plan", "--json"]  # DeepSpeed's import logs there
     plan = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert plan.keys() == {
-        *("parameters", "steps", "assumptions"),
-        *("seq_len", "micro_batch", "accumulation", "checkpointing", "fits", "days"),
+    assert plan.keys() == {"parameters", "steps", "plans", "assumptions"}
+    (row,) = plan["plans"]
+    assert row.keys() == {
+        *("config", "seq_len", "micro_batch", "accumulation", "checkpointing", "fits", "days"),
         *("memory", "bytes_sent", "tokens", "tokens_per_second"),
         *("compute", "communication", "exposed", "seconds"),
     }
     assert main(["plan"]) == 0
-    assert f"{plan['tokens_per_second']:,.0f}" in capsys.readouterr().out
+    assert f"{row['tokens_per_second']:,.0f}" in capsys.readouterr().out
     assert main(["plan", "--memory", "1", "--json"]) == 1
-    assert not json.loads(capsys.readouterr().out)["fits"]
+    assert not json.loads(capsys.readouterr().out)["plans"][0]["fits"]
 
 
 def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(

@@ -119,7 +119,9 @@ def _plan(flags: argparse.Namespace) -> int:
     fit = fits(step.memory, target)
     assumed = [*_assumptions(flags, target, zero), *assumed]
     if flags.json:
-        print(json.dumps(_tree(model, batch, step, steps, fit, [*assumed, *notes]), indent=2))
+        plans = [_row(source.stem, batch, step, steps) | {"fits": fit}]
+        tree = {"parameters": model.parameters, "steps": steps, "plans": plans}
+        print(json.dumps(tree | {"assumptions": [*assumed, *notes]}, indent=2))
         return 0 if fit else 1
     title = (
         f"{source.stem}: {model.parameters:,} parameters; micro-batch {batch.micro_batch} × "
@@ -232,24 +234,14 @@ def _lines(
     ]
 
 
-def _tree(
-    model: Model,
-    batch: BatchShape,
-    step: Forecast,
-    steps: int,
-    fit: bool,
-    assumptions: list[str],
-) -> dict[str, Any]:
-    """Return the plan in bytes, tokens and seconds."""
+def _row(name: str, batch: BatchShape, step: Forecast, steps: int) -> dict[str, Any]:
+    """Return the figures of a plan in bytes, tokens and seconds."""
     names = "tokens", "compute", "communication", "exposed", "seconds", "tokens_per_second"
     return {
-        "parameters": model.parameters,
-        "steps": steps,
+        "config": name,
         **asdict(batch),
         "memory": step.memory.at_peak | {"total": step.memory.peak},
-        "fits": fit,
         "bytes_sent": step.traffic.bytes_per_step,
-        **{name: getattr(step, name) for name in names},
+        **{figure: getattr(step, figure) for figure in names},
         "days": step.days(steps),
-        "assumptions": assumptions,
     }

@@ -161,7 +161,7 @@ def test_a_micro_batch_of_few_tokens_takes_as_long_as_the_host_starts_its_kernel
     flags = "--gpus=1", "--device=h100", "--set=train.micro_batch=8", "--set=train.accumulation=1"
     flags += THREE_BRANCHES
     _, output, _ = plan(*flags, "--json")
-    assert json.loads(output)["tokens_per_second"] == pytest.approx(measured, rel=0.05)
+    assert json.loads(output)["plans"][0]["tokens_per_second"] == pytest.approx(measured, rel=0.05)
     assert "TFLOP/s, limited by the host that starts kernels" in plan(*flags)[1]
     assert "limited by the host" not in plan(*flags, "--mfu=0.2")[1]
     accumulating = "--set=train.micro_batch=1", "--set=train.accumulation=8"
@@ -341,9 +341,9 @@ def test_each_card_brings_its_peak_memory_and_usual_link_and_m7c_fits(device: st
     code, output, _ = plan(f"--device={device}", "--json")
     assert code == 0
     tree = json.loads(output)
-    assert tree["fits"]
+    assert tree["plans"][0]["fits"]
     assumed = tree["assumptions"][0]
     name, link = DEVICES[device]
     assert f"{GPUS[name].memory} GB) (--device), {link} (" in assumed
     assert ("host" in link) == (device in ("rtx4090", "rtx5090"))  # no access to each other
-    assert tree["bytes_sent"] == 3 * tree["parameters"]
+    assert tree["plans"][0]["bytes_sent"] == 3 * tree["parameters"]
