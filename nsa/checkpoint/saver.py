@@ -76,8 +76,8 @@ class Saver:
 
     `barrier` takes this rank's error or None, waits for all ranks, and raises on all of them if one
     had an error. `tokenizer` holds name and fingerprint of the dataset's tokenizer, to use a
-    checkpoint without the dataset; `run_id` names the run in the manifest. On rank 0, `on_saved`
-    receives step, folder and the seconds that training waited.
+    checkpoint without the dataset. On rank 0, `on_saved` receives step, folder and the seconds that
+    training waited.
     """
 
     engine: Any
@@ -87,7 +87,6 @@ class Saver:
     barrier: Callable[[ValueError | None], object]
     attachments: Mapping[str, str] = field(default_factory=dict)  # texts by file name
     tokenizer: Mapping[str, str] | None = None
-    run_id: str | None = None
     on_saved: Callable[[int, Path, float], None] = lambda step, folder, stall: None
 
     def __post_init__(self) -> None:
@@ -152,8 +151,6 @@ class Saver:
             "deepspeed": deepspeed.__version__,
             "saved_under": asdict(engine_topology(self.engine)),
         }
-        if self.run_id is not None:
-            fields["run"] = self.run_id
         return commit(self.folder, step, self._ranks, fields)
 
     def _finish(self, step: int, stall: float) -> None:

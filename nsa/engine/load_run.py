@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from nsa.checkpoint.state_file import read_state_file, read_tokenizer
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, set_weights
 from nsa.data.config import DataConfig
 from nsa.data.shards import is_prepared, read_index
-from nsa.data.source import DataError, is_path
+from nsa.data.source import DataError
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.config import RunConfig, read_saved_config
 from nsa.model import LanguageModel
@@ -106,23 +105,13 @@ def read_config(folder: Path) -> RunConfig:
 def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
     """Return the tokenizer that the run in `folder` was trained with.
 
-    Precedence: tokenizer files beside the weights, the name recorded in the checkpoint, the
-    prepared dataset's index, `data.tokenizer`. The latter's default "byte" is only trusted if the
-    dataset exists and has no index.
+    Precedence: the one recorded in a checkpoint, files beside the weights, `data.tokenizer`.
     """
-    has_files = (folder / "tokenizer.json").is_file()
-    if has_files and data.tokenizer != "byte":
-        return _from_files(data, folder)
-    recorded = read_tokenizer(folder) or _dataset_tokenizer(data)
+    recorded = read_tokenizer(folder)
+    if recorded is None and (folder / "tokenizer.json").is_file():
+        return _from_files(folder)
     if recorded is None:
-        paths = filter(is_path, data.sources()) if data.tokenizer == "byte" else ()
-        missing = ", ".join(path for path in paths if not Path(path).expanduser().exists())
-        if missing and not has_files:
-            raise DataError(
-                f"data.source = {missing!r}: not found, so its tokenizer is unknown; restore it, "
-                "or change to the folder that the path is relative to"
-            )
-        return _from_files(data, folder) if missing else build_tokenizer(data)
+        return build_tokenizer(data)
     tokenizer = build_tokenizer(replace(data, tokenizer=recorded["name"]))
     if tokenizer.fingerprint != recorded["fingerprint"]:
         raise DataError(
@@ -130,13 +119,6 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
             "which has changed since; restore that tokenizer"
         )
     return tokenizer
-
-
-def _dataset_tokenizer(data: DataConfig) -> Mapping[str, str] | None:
-    for name in filter(is_prepared, data.sources()):
-        stamp = read_index(Path(name).expanduser()).stamp
-        return {"name": stamp.tokenizer, "fingerprint": stamp.tokenizer_fingerprint}
-    return None
 
 
 def dataset_vocabulary(data: DataConfig) -> int | None:
@@ -149,8 +131,8 @@ def dataset_vocabulary(data: DataConfig) -> int | None:
     return -(-max(sizes) // 64) * 64 if sizes else None
 
 
-def _from_files(data: DataConfig, folder: Path) -> Tokenizer:
-    tokenizer = build_tokenizer(replace(data, tokenizer=f"hf:{folder}"))
+def _from_files(folder: Path) -> Tokenizer:
+    tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{folder}"))
     byte = ByteTokenizer()  # `nsa export` writes it as files with the same ids
     is_byte = (tokenizer.vocab_size, tokenizer.eos_id) == (byte.vocab_size, byte.eos_id)
     return byte if is_byte else tokenizer

@@ -65,7 +65,6 @@ class Run:
     telemetry: Telemetry
     engine: Any  # DeepSpeed's
     teacher: Teacher | None = None  # of train.teacher
-    run_id: str | None = None  # in the manifests of its checkpoints; None except on rank 0
     observers: Observers  # none except on rank 0
     saver: Saver
     guard: LossGuard
@@ -354,7 +353,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             loss_scale=_loss_scale(run),
             layers=layers,
             versus_teacher=versus_teacher,
-            **vars(speed),
+            **speed,
         )
     )
 

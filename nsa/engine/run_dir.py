@@ -8,7 +8,6 @@ import fcntl
 import itertools
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nsa.atomic_io import atomic_write_text, no_symlink
-from nsa.checkpoint.commit import newest_valid, read_manifest
+from nsa.checkpoint.commit import newest_valid
 from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest
-from nsa.monitor.artifacts import read_json
 from nsa.text import printable
 from nsa.untrusted import parse_yaml, read_text
 
@@ -103,7 +101,6 @@ def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
         none = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
         notes.append(f"--resume: {none}; starting at step 0")
     else:
-        _refuse_other_run(run_dir, path)
         if notes:
             notes.append(f"resuming from {path.name}")
         if all((path / name).exists() for name in CONFIG_FILES):
@@ -124,43 +121,17 @@ def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
     return path, run_dir, notes
 
 
-def read_run_id(run_dir: Path) -> str | None:
-    """Return a run's id; None for a run of an earlier version."""
-    run_id = read_json(run_dir / "env.json").get("run")
-    return run_id if isinstance(run_id, str) else None
+def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[str, Any]]) -> None:
+    """Write config.yaml, ds_config.json and env.json.
 
-
-def _refuse_other_run(run_dir: Path, checkpoint: Path) -> None:
-    """Raise a ValueError if another run saved this checkpoint: it would replace the run's settings.
-
-    Checkpoints of earlier versions do not name their run.
+    `hosts` are in the order of the ranks, `kernel_check` has a row per operation of rank 0.
     """
-    own, saved_by = read_run_id(run_dir), read_manifest(checkpoint).get("run")
-    if own and isinstance(saved_by, str) and saved_by != own:
-        raise ValueError(
-            f"--resume: {checkpoint} was saved by another run ({printable(saved_by)}, this one is "
-            f"{printable(own)}); move it elsewhere, or start a fresh run from it with --set "
-            f"train.start_from={checkpoint}"
-        )
-
-
-def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[str, Any]]) -> str:
-    """Write config.yaml, ds_config.json and env.json; return the run's id.
-
-    `hosts` are in the order of the ranks, `kernel_check` has a row per operation of rank 0. A
-    resumed run keeps its id.
-    """
-    run_id = read_run_id(request.run_dir) if request.resume else None
-    if run_id is None and request.checkpoint is not None:
-        run_id = read_manifest(request.checkpoint).get("run")
-    run_id = run_id or secrets.token_hex(8)
     from nsa.monitor.environment import write_env
 
     for name, text in request.config_files().items():
         atomic_write_text(request.run_dir / name, text)
     write_env(
         request.run_dir,
-        run=run_id,
         recipe=request.recipe,
         profile=request.profile,
         notes=request.notes,
@@ -168,7 +139,6 @@ def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[st
         hosts=hosts,
         kernel_check=kernel_check,
     )
-    return run_id
 
 
 class FolderLock:

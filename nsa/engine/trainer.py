@@ -190,7 +190,7 @@ def build(run: Run) -> None:
     passed_gate = preflight(checks)
     if run.ranks.rank == 0:
         hosts = [host for host, _ in run.processes]
-        run.run_id = record_run(request, hosts, kernel_rows)
+        record_run(request, hosts, kernel_rows)
         record_result(run_dir, passed_gate)
     dist.barrier()
     if request.stop_step == 0:  # --until preflight
@@ -240,7 +240,6 @@ def _create_parts(run: Run) -> None:
         barrier=run.collectives.barrier,
         attachments=request.config_files(),
         tokenizer={"name": stamp.tokenizer, "fingerprint": stamp.tokenizer_fingerprint},
-        run_id=run.run_id,
         on_saved=run.observers.on_checkpoint,
     )
 

@@ -6,21 +6,12 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nsa.monitor.observer import warn
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Speed since the previous reading; rates are None if only the warm-up step was timed."""
-
-    tokens_per_s: float | None  # all ranks together
-    mfu: float | None  # 0 to 1
-    seconds: float  # per step, the mean
 
 
 class Throughput:
@@ -69,18 +60,21 @@ class Throughput:
         finally:
             self._start += self._now() - began
 
-    def read(self) -> Speed:
-        """Return the speed since the previous reading; waits for the device."""
+    def read(self) -> dict[str, Any]:
+        """Return tokens_per_s, mfu and seconds of a StepRecord, since the previous reading.
+
+        Waits for the device. Rates are None if only the warm-up step was timed.
+        """
         assert self._warm, "read() before the first step()"
         now = self._now()
         if self._steps == 0:
-            return Speed(None, None, self._warm_up_seconds)
+            return {"tokens_per_s": None, "mfu": None, "seconds": self._warm_up_seconds}
         elapsed = now - self._start
         rate = self._tokens / elapsed
         mfu = None
         if self._peak is not None:
             mfu = self._flops / elapsed / self._world_size / self._peak
-        speed = Speed(rate, mfu, elapsed / self._steps)
+        speed = {"tokens_per_s": rate, "mfu": mfu, "seconds": elapsed / self._steps}
         self._start, self._steps, self._tokens, self._flops = now, 0, 0, 0.0
         return speed
 

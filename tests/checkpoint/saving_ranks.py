@@ -47,7 +47,6 @@ class Trial:
             CheckpointConfig(**config),
             barrier=self.collectives.barrier,
             attachments=ATTACHMENTS,
-            run_id="a1",
             on_saved=lambda number, path, stall: self.saved.append((number, path.name, stall)),
         )
 

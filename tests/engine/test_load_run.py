@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from nsa.cli import main
 from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
-from nsa.data.shards import read_index, write_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
 from nsa.data.validation_data import ValidationData
@@ -107,39 +106,33 @@ def test_config_comes_from_beside_the_weights_or_from_the_runs_folder(
         read_config(converted)
 
 
-def test_tokenizer_comes_from_files_beside_the_weights_or_the_prepared_dataset(
-    tmp_path: Path,
+def test_the_tokenizer_is_the_recorded_one_or_that_of_files_beside_the_weights(
+    run: Path, tmp_path: Path
 ) -> None:
-    """Both take precedence over `data.tokenizer`."""
-    prepared = prepare_dataset(tmp_path, 40)
-    config, bpe = DataConfig(source=str(prepared)), tmp_path / "bpe"
+    """Both take precedence over `data.tokenizer`, whose default is "byte"."""
+    bpe, checkpoint = run.parent / "bpe", run / "checkpoints/step00000004"
     trained = build_tokenizer(DataConfig(tokenizer=f"hf:{bpe}"))
-    plain = DataConfig(source=str(tmp_path / "lines.jsonl"))
-
-    assert run_tokenizer(plain, tmp_path).name == "byte"
-    of_dataset = run_tokenizer(config, tmp_path)
-    beside = run_tokenizer(DataConfig(tokenizer="hf:not/here"), bpe)
-    assert of_dataset.fingerprint == beside.fingerprint == trained.fingerprint
-
-    index = read_index(prepared)
-    other = replace(index.stamp, tokenizer_fingerprint="changed")
-    write_index(prepared, replace(index, stamp=other))
-    with pytest.raises(DataError, match=r"was tokenized with .*, which has changed since"):
-        run_tokenizer(config, tmp_path)
-
-    prepared.rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"prepared': not found, so its tokenizer is unknown"):
-        run_tokenizer(config, tmp_path)
-    assert run_tokenizer(config, bpe).fingerprint == trained.fingerprint
+    assert run_tokenizer(DataConfig(), tmp_path).name == "byte"
+    for folder, data in ((checkpoint, DataConfig()), (bpe, DataConfig(tokenizer="hf:not/here"))):
+        assert run_tokenizer(data, folder).fingerprint == trained.fingerprint
     write_tokenizer(ByteTokenizer(), tmp_path / "bytes", 96)
-    assert run_tokenizer(config, tmp_path / "bytes").fingerprint == ByteTokenizer.fingerprint
+    beside = run_tokenizer(DataConfig(tokenizer="hf:not/here"), tmp_path / "bytes")
+    assert beside.fingerprint == ByteTokenizer.fingerprint
+
+
+def test_a_tokenizer_that_has_changed_since_is_refused(run: Path, tmp_path: Path) -> None:
+    saved = json.loads((run / "checkpoints/step00000004/state.json").read_text())
+    saved["tokenizer"]["fingerprint"] = "changed"
+    (tmp_path / "state.json").write_text(json.dumps(saved))
+    with pytest.raises(DataError, match=r"was tokenized with .*, which has changed since"):
+        run_tokenizer(DataConfig(), tmp_path)
 
 
 def test_a_run_and_its_export_keep_their_tokenizer_when_the_dataset_is_gone(
     run: Path, tmp_path: Path
 ) -> None:
     prepared = run.parent / "prepared"
-    trained = run_tokenizer(DataConfig(source=str(prepared)), tmp_path)
+    trained = build_tokenizer(DataConfig(tokenizer=f"hf:{run.parent / 'bpe'}"))
     prepared.rename(run.parent / "elsewhere")
     try:
         assert main(["export", str(run), "--to", str(tmp_path / "exported")]) == 0

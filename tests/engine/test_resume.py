@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nsa.checkpoint.commit import commit, manifest_text, new_draft, read_manifest, write_part
+from nsa.checkpoint.commit import commit, new_draft, write_part
 from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.recipe import Recipe
 from nsa.engine.resume import check_groups, check_schedule, find_initial_weights, read_checkpoint
-from nsa.engine.run_dir import record_run
 from nsa.engine.run_request import RunRequest
 from nsa.model import AttentionConfig, ModelConfig
 from tests.engine.runs import TINY, ds_config, on_one_rank, succeed, weights
@@ -42,8 +41,8 @@ def saved(tmp_path: Path) -> Path:
     for name, text in files.items():
         (draft / name).write_text(text)
     write_part(draft, 0, files, finite=True)
-    commit(run / "checkpoints", 3, 1, {"run": "a1"})
-    (run / "env.json").write_text(json.dumps({"profile": "demo", "run": "a1"}))
+    commit(run / "checkpoints", 3, 1, {})
+    (run / "env.json").write_text(json.dumps({"profile": "demo"}))
     return run
 
 
@@ -190,12 +189,6 @@ def test_a_resumed_run_starts_its_data_again_where_its_order_changed(
     assert resumed(saved, f"--set={change}").data_changed == again
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_the_fix(saved: Path) -> None:
-    (saved / "env.json").write_text(json.dumps({"run": "b2"}))
-    with pytest.raises(ValueError, match=r"saved by another run \(a1, this one is b2\); move it"):
-        resumed(saved)
-
-
 def test_a_run_starts_from_another_architecture_only_after_its_import(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     config = RunConfig(train=TrainConfig(start_from=str(tmp_path)))
@@ -207,18 +200,3 @@ def test_a_run_starts_from_another_architecture_only_after_its_import(tmp_path: 
     (tmp_path / "config.yaml").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "nsa"}')
     assert find_initial_weights(config) == tmp_path
-
-
-@pytest.mark.parametrize("own", [{"run": "a1"}, {}])
-def test_a_run_keeps_its_id_also_without_its_env_json(saved: Path, own: dict[str, str]) -> None:
-    (saved / "env.json").write_text(json.dumps(own))
-    assert record_run(resumed(saved), ["here"] * 2, []) == "a1"
-    assert json.loads((saved / "env.json").read_text())["run"] == "a1"
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_run_and_resumes(saved: Path) -> None:
-    manifest = saved / "checkpoints/step00000003/manifest.json"
-    content = read_manifest(manifest.parent)
-    del content["run"]
-    manifest.write_text(manifest_text(content))
-    assert read_checkpoint(resumed(saved), world_size=2)[0] is not None
