@@ -52,7 +52,6 @@ CHUNK = 4 * 2**20
 MANIFEST_SHAPE = {
     "step": int,
     "ranks": int,
-    "finite": bool,
     "time": (float, int),
     "sha256": str,
     "files": {str: {"bytes": int, "sha256": str}},
@@ -211,10 +210,10 @@ def remove_drafts(folder: Path) -> None:
             path.unlink()
 
 
-def write_part(draft: Path, rank: int, names: Iterable[str], finite: bool) -> None:
+def write_part(draft: Path, rank: int, names: Iterable[str]) -> None:
     """Sync and hash a rank's files, and write its part of the manifest."""
     files = {name: sync_and_hash(draft / name) for name in names}
-    atomic_write_text(_part(draft, rank), json.dumps({"files": files, "finite": finite}))
+    atomic_write_text(_part(draft, rank), json.dumps(files))
 
 
 def commit(folder: Path, step: int, ranks: int, fields: dict[str, Any]) -> Path:
@@ -226,8 +225,7 @@ def commit(folder: Path, step: int, ranks: int, fields: dict[str, Any]) -> Path:
         "step": step,
         "ranks": ranks,
         "time": time.time(),
-        "finite": all(part["finite"] for part in parts),
-        "files": {name: entry for part in parts for name, entry in sorted(part["files"].items())},
+        "files": {name: entry for part in parts for name, entry in sorted(part.items())},
     }
     for rank in range(ranks):
         _part(draft, rank).unlink()
@@ -248,7 +246,7 @@ def trial_commit(run_dir: Path) -> None:
     try:
         with explain_write_errors(trial):
             (new_draft(trial, 0) / STATE).write_text("{}")
-            write_part(draft_of(trial, 0), 0, [STATE], finite=True)
+            write_part(draft_of(trial, 0), 0, [STATE])
             commit(trial, 0, 1, {})
     except ValueError as error:
         raise ValueError(
@@ -269,17 +267,13 @@ def publish_checkpoint(draft: Path, checkpoint: Path, manifest: dict[str, Any]) 
 def prune(folder: Path, keep: int) -> None:
     """Remove checkpoints beyond the `keep` newest; 0 keeps all.
 
-    Also keep the newest checkpoint without NaN or inf, and damaged ones, which do not count. Warn
-    of failed removals.
+    Damaged ones stay, and do not count. Warn of failed removals.
     """
-    paths = complete_by_size(folder) if keep else []
-    finite = next((path for path in paths if read_manifest(path)["finite"]), None)
-    for path in paths[keep:]:
-        if path != finite:
-            try:
-                remove(path)
-            except OSError as error:
-                warnings.warn(f"{path} could not be removed: {error.strerror}", stacklevel=2)
+    for path in complete_by_size(folder)[keep:] if keep else ():
+        try:
+            remove(path)
+        except OSError as error:
+            warnings.warn(f"{path} could not be removed: {error.strerror}", stacklevel=2)
 
 
 def remove(checkpoint: Path) -> None:

@@ -16,7 +16,7 @@ import random
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,13 +103,12 @@ class Saver:
         draft = draft_of(self.folder, step)
         self._on_all_ranks(step, lambda: self._rank == 0 and new_draft(self.folder, step))
         files = capture(self.engine, draft)
-        finite = all_finite(files)
         files[rng_file(self._rank)] = rng_state()
         if self._rank == 0:
             topology = engine_topology(self.engine)
             files[STATE] = Checkpoint(draft, state, topology, self.tokenizer).to_json()
             files.update(self.attachments)
-        self._on_all_ranks(step, lambda: self._write(draft, files, finite))
+        self._on_all_ranks(step, lambda: self._write(draft, files))
         self._on_all_ranks(step, lambda: self._rank == 0 and self._commit(step))
         if self._rank == 0:
             self._finish(step, time.monotonic() - start)
@@ -132,7 +131,7 @@ class Saver:
             name = checkpoint_name(step)
             raise SaveFailed(f"{name} was not saved: {error}; {rest}") from error
 
-    def _write(self, draft: Path, files: dict[str, Any], finite: bool) -> None:
+    def _write(self, draft: Path, files: dict[str, Any]) -> None:
         """Write this rank's files and its part of the manifest."""
         for name, content in files.items():
             with explain_write_errors(draft / name):
@@ -141,7 +140,7 @@ class Saver:
                     continue
                 with (draft / name).open("wb") as file:  # given a path, torch.save hides errors
                     torch.save(content, file)
-        write_part(draft, self._rank, files, finite)
+        write_part(draft, self._rank, files)
 
     def _commit(self, step: int) -> Path:
         import deepspeed
@@ -187,16 +186,6 @@ def capture(engine: Any, draft: Path) -> dict[str, Any]:
         engine.checkpoint_engine = original
         del engine._copy_recovery_script
     return files
-
-
-def all_finite(files: dict[str, Any]) -> bool:
-    """Return whether no tensor holds NaN or inf; synchronize each device once."""
-    extremes: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in _tensors(files):
-        if tensor.is_floating_point() and tensor.numel():
-            pair = torch.stack(tensor.detach().aminmax()).float()  # a NaN makes both NaN
-            extremes.setdefault(tensor.device, []).append(pair)
-    return all(bool(torch.stack(pairs).isfinite().all()) for pairs in extremes.values())
 
 
 def load(engine: Any, saved: Checkpoint) -> None:
@@ -259,11 +248,3 @@ def engine_topology(engine: Any) -> Topology:
         precision="bf16" if bf16 else "fp16" if fp16 else "fp32",
         ranks=dist.get_world_size(),
     )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

@@ -21,7 +21,6 @@ from nsa.checkpoint import (
     Saver,
     load,
     newest_valid,
-    read_manifest,
     read_state_file,
 )
 from nsa.engine.process_group import CpuCollectives, Ranks, start_ranks, stop_ranks
@@ -114,21 +113,6 @@ def one_rank_fails(trial: Trial) -> dict[str, Any]:
     return failed | {"then": trial.attempt(saver, folder, 3)}
 
 
-def not_finite(trial: Trial) -> dict[str, Any]:
-    """A NaN in one rank's shard alone."""
-    folder = trial.root / "not_finite"
-    saver = trial.saver(folder, keep=1)
-    saver.save(1, {"step": 1})
-    if trial.rank == 1:
-        trial.engine.optimizer.fp32_groups_flat_partition[0].data[0] = float("nan")
-    for number in (2, 3):
-        saver.save(number, {"step": number})
-    dist.barrier()
-    left = sorted(path.name for path in folder.glob("step*"))
-    finite = [read_manifest(folder / name)["finite"] for name in left]
-    return {"left": left, "finite": finite}
-
-
 def main() -> None:
     start_ranks(Ranks.from_environment())
     deepspeed.logger.setLevel("ERROR")
@@ -137,7 +121,6 @@ def main() -> None:
         "two steps": lambda: two_steps(trial),
         "resume": lambda: resume(trial),
         "one rank": lambda: one_rank_fails(trial),
-        "not finite": lambda: not_finite(trial),
     }
     for name, attempt in trials.items():
         print(json.dumps({"name": name} | attempt()), flush=True)

@@ -31,14 +31,14 @@ from nsa.checkpoint.commit import (
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 
 
-def save(folder: Path, step: int, *, finite: bool = True, keep: int = 0) -> Path:
+def save(folder: Path, step: int, *, keep: int = 0) -> Path:
     """Save and prune as two ranks do, with small stand-ins for DeepSpeed's files."""
     draft = new_draft(folder, step)
     for rank in (0, 1):
         names = [f"shard{rank}.pt", f"rng_rank{rank}.pt", *["state.json"] * (rank == 0)]
         for name in names:
             (draft / name).write_text(f"{name} of step {step}\n" * 100)
-        write_part(draft, rank, names, finite)
+        write_part(draft, rank, names)
     path = commit(folder, step, 2, {})
     prune(folder, keep)
     return path
@@ -159,27 +159,26 @@ def test_the_trial_commit_leaves_nothing_and_names_a_disk_that_cannot_save(
 def test_an_older_draft_of_the_step_is_removed(tmp_path: Path) -> None:
     draft = new_draft(tmp_path, 3)
     (draft / "left.pt").write_text("of a crash")
-    write_part(draft, 1, ["left.pt"], True)
+    write_part(draft, 1, ["left.pt"])
     assert list(new_draft(tmp_path, 3).iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("keep", "finite", "damaged", "left"),
+    ("keep", "damaged", "left"),
     [
-        (0, 4, 0, [1, 2, 3, 4]),
-        (1, 4, 0, [4]),
-        (3, 4, 0, [2, 3, 4]),
-        (9, 4, 0, [1, 2, 3, 4]),
-        (1, 2, 0, [2, 4]),
-        (1, 4, 4, [3, 4]),
+        (0, 0, [1, 2, 3, 4]),
+        (1, 0, [4]),
+        (3, 0, [2, 3, 4]),
+        (9, 0, [1, 2, 3, 4]),
+        (1, 4, [3, 4]),
     ],
 )
-def test_pruning_keeps_the_newest_also_of_the_finite_ones_and_does_not_count_damaged_ones(
-    tmp_path: Path, keep: int, finite: int, damaged: int, left: list[int]
+def test_pruning_keeps_the_newest_and_does_not_count_damaged_ones(
+    tmp_path: Path, keep: int, damaged: int, left: list[int]
 ) -> None:
-    """The first `finite` steps have no NaN; the step `damaged` is cut."""
+    """The step `damaged` is cut."""
     for step in (1, 2, 3, 4):
-        save(tmp_path, step, finite=step <= finite)
+        save(tmp_path, step)
         if step == damaged:
             (tmp_path / f"step{step:08d}/shard0.pt").write_text("short")
     prune(tmp_path, keep)

@@ -102,7 +102,7 @@ def test_an_inconsistent_manifest_is_refused_though_its_own_hash_is_right(
 
 def test_an_edited_manifest_and_other_content_are_refused(folder: Path) -> None:
     path = folder / "step00000006/manifest.json"
-    edited = path.read_text().replace('"finite": true', '"finite": false')
+    edited = path.read_text().replace('"step": 6', '"step": 7')
     for text, problem in (
         (edited, "was changed after it was written: its hash differs"),
         *((text, "cannot be read: ") for text in ("[]", "{}", "", '{"files": 3}', "\x00\x00")),

@@ -19,7 +19,7 @@ def test_a_checkpoint_holds_all_files_and_its_manifest_names_them(saved: Saved) 
     assert notes == []
     assert (root / "run/latest").read_text() == path.name
     manifest = read_manifest(path)
-    assert (manifest["step"], manifest["ranks"], manifest["finite"]) == (6, 2, True)
+    assert (manifest["step"], manifest["ranks"]) == (6, 2)
     assert {*manifest["files"], "manifest.json"} == set(FILES)
     assert {item.name for item in path.iterdir()} == set(FILES)
     state = read_state_file(path)
@@ -53,12 +53,3 @@ def test_if_one_rank_cannot_write_all_raise_and_the_next_save_works(saved: Saved
         assert row["left"] == ["latest", "step00000001", "zero_to_fp32.py"], "no draft is left"
         assert row["then"]["error"] is None
         assert row["then"]["newest"] == "step00000003"
-
-
-def test_a_nan_on_one_rank_is_recorded_and_the_last_finite_checkpoint_is_kept(
-    saved: Saved,
-) -> None:
-    for trials in saved[1]:
-        row = trials["not finite"]
-        assert row["left"] == ["step00000001", "step00000003"], "keep = 1, and the finite one"
-        assert row["finite"] == [True, False]

@@ -40,7 +40,7 @@ def saved(tmp_path: Path) -> Path:
     files = request.config_files() | {"state.json": state.to_json(), "rng_rank0.pt": ""}
     for name, text in files.items():
         (draft / name).write_text(text)
-    write_part(draft, 0, files, finite=True)
+    write_part(draft, 0, files)
     commit(run / "checkpoints", 3, 1, {})
     (run / "env.json").write_text(json.dumps({"profile": "demo"}))
     return run

@@ -32,7 +32,7 @@ STATE = {
 }
 MANIFEST_TREE = {
     **{"torch": "2.8", "deepspeed": "0.19", "saved_under": STATE["saved_under"]},
-    **{"step": 3, "ranks": 1, "time": 1.5e9, "finite": True},
+    **{"step": 3, "ranks": 1, "time": 1.5e9},
 }
 WEIGHTS = "mp_rank_00_model_states.pt"
 
