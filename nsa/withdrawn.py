@@ -69,6 +69,7 @@ FLAGS: dict[str, str] = {
     "nsa data check --seq-len": "remove it; a run logs the samples and epochs that it reads",
     "nsa data check --samples-per-step": "remove it; a run logs the epochs that it reads",
     "nsa data check --steps": "remove it; a run logs the epochs that it reads",
+    "nsa eval --stride": "remove it; give several lengths with --seq-len",
     "nsa watch --backoff": "remove it; a restart waits 10 s",
     "nsa check --quiet": "remove it; the summary is on stderr",
     "nsa check --json": "remove it; stdout is JSON",

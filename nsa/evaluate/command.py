@@ -41,8 +41,6 @@ def add_parser(verbs: Any) -> None:
     add("--split", choices=SPLITS, help=about)
     about = "context lengths in tokens, one or more (default: as in training)"
     add("--seq-len", type=int, nargs="+", metavar="T", help=about)
-    about = "move the window by S tokens; each has T - S or more before it (default: T)"
-    add("--stride", type=int, metavar="S", help=about)
     about = "tokens to evaluate at most (default: as in training's validation)"
     add("--tokens", type=int, metavar="N", help=about)
     about = "a setting of the dataset, for example data.text_field=content; repeatable"
@@ -83,7 +81,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
     from nsa.evaluate.results import make_folder, write
     from nsa.report.compare import labelled
 
-    positive_flags(args, "seq_len", "stride", "tokens")
+    positive_flags(args, "seq_len", "tokens")
     device = parse_device(args.device)
     # Every error of the settings is raised before the first, slow evaluation.
     runs = {name: find_run(path) for name, path in labelled([args.path, *args.compare]).items()}
@@ -95,8 +93,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
     dataset = open_dataset(replace(settings, seq_len=lengths[-1]))
     cache = cache_folder(config.data, first.folder)
     cache = cache if cache.is_dir() else temporary
-    default_split = _default_split(dataset, runs)
-    split = args.split or default_split
+    split = args.split or _default_split(dataset, runs)
     tokens = args.tokens or config.train.eval_samples * config.data.seq_len
     data: dict[str, EvalData] = {}  # by fingerprint of the tokenizer
     for tokenizer in tokenizers.values():
@@ -109,7 +106,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
         run = load_run(stored, device=device)
         for length in lengths:
             run_data = data[tokenizers[name].fingerprint]
-            results.append(_evaluate(name, run, run_data, args.stride or length, length))
+            results.append(_evaluate(name, run, run_data, length))
     source = {"source": settings.source, "split": split, "packing": settings.packing}
     rows = [result.row(results) for result in results]
     return rows, write(rows, source, out)
@@ -143,40 +140,17 @@ def _lengths(args: argparse.Namespace, trained_len: int) -> list[int]:
                 f"--seq-len {length} does not divide {lengths[-1]}: all lengths evaluate the same "
                 "tokens; make the longest a multiple of the others"
             )
-        if args.stride is not None and length % args.stride:
-            raise ValueError(f"--stride {args.stride} does not divide --seq-len {length}")
     if args.tokens is not None and args.tokens < lengths[-1]:
         raise ValueError(f"--tokens {args.tokens}: fewer than the {lengths[-1]} of one sequence")
     return lengths
 
 
 def _default_split(dataset: Dataset, runs: Mapping[str, StoredRun]) -> str:
-    """Return "held_out" for a dataset that one of the runs was trained on, else "all".
-
-    Log the runs whose training read some of the text that is held out here.
-    """
-    from nsa.data.dataset import open_dataset
-
-    def by_position(opened: Dataset) -> set[bool]:
-        return {source.division.by_position for source in opened.sources}
-
-    data = dataset.config
-    prepared = any(source.is_prepared for source in dataset.sources)  # its splits are fixed
-    trained_on = {
-        name: run.config.data
-        for name, run in runs.items()
-        if sources_overlap(data, run.config.data)
-    }
-    for name, trained in trained_on.items() if not prepared else ():
-        same = replace(data, seq_len=trained.seq_len) == trained
-        own = dataset if same else open_dataset(trained)
-        if data.held_out > trained.held_out or by_position(dataset) != by_position(own):
-            _log(
-                f"{name}: its training read some of the text evaluated here, as it held out other "
-                f"documents (data.held_out = {data.held_out}, in training {trained.held_out}; few "
-                "documents are split by position, many by hash)"
-            )
-    return "held_out" if prepared or trained_on else "all"
+    """Return "held_out" for a dataset that is prepared or that a run was trained on, else "all"."""
+    held_out = any(source.is_prepared for source in dataset.sources) or any(
+        sources_overlap(dataset.config, run.config.data) for run in runs.values()
+    )
+    return "held_out" if held_out else "all"
 
 
 def sources_overlap(data: DataConfig, other: DataConfig) -> bool:
@@ -234,7 +208,7 @@ def _open_data(
     return opened
 
 
-def _evaluate(name: str, run: StoredRun, data: EvalData, stride: int, seq_len: int) -> Result:
+def _evaluate(name: str, run: StoredRun, data: EvalData, seq_len: int) -> Result:
     from tqdm import tqdm
 
     from nsa.evaluate.perplexity import eval_batches, evaluate
@@ -244,8 +218,8 @@ def _evaluate(name: str, run: StoredRun, data: EvalData, stride: int, seq_len: i
     rows = max(1, run.config.train.rows * trained // seq_len)  # tokens as in training
     if seq_len > trained:
         _log(f"{name}: context of {seq_len:,} tokens, in training {trained:,}")
-    batches = eval_batches(data, seq_len, stride, rows)
-    total = -(-data.tokens // stride // rows)
+    batches = eval_batches(data, seq_len, rows)
+    total = -(-data.tokens // seq_len // rows)
     progress = tqdm(batches, name, total, disable=None, leave=False)
     return Result(
         run=name,
@@ -253,7 +227,6 @@ def _evaluate(name: str, run: StoredRun, data: EvalData, stride: int, seq_len: i
         step=run.step,
         trained_len=trained,
         seq_len=seq_len,
-        stride=stride,
         data=data,
         losses=evaluate(run.model, progress, data.count, seq_len),
     )

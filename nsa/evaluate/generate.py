@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from nsa.data.tokenizer import Tokenizer
-    from nsa.model import LanguageModel
-
-LONG_PROMPT = 8_192  # tokens of all prompts; the prefill of fewer takes seconds
 
 
 def add_parser(verbs: Any) -> None:
@@ -54,7 +51,6 @@ def _generate(args: argparse.Namespace) -> int:
         run = load_run(args.path, device=parse_device(args.device))
         tokenizer = require_tokenizer(str(args.path), run)
         ids = [torch.from_numpy(_prompt_ids(args, tokenizer, text)) for _, text in prompts]
-        show_prefill_progress(run.model, sum(map(len, ids)))
         steps = generate(
             run.model,
             ids,
@@ -116,24 +112,6 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
         if not text:
             raise ValueError(f"the prompt {title} is empty; give at least one character")
     return prompts
-
-
-def show_prefill_progress(model: LanguageModel, tokens: int) -> None:
-    """Show a progress bar over the layers of a long prefill; on a CPU each takes seconds."""
-    if tokens < LONG_PROMPT:
-        return
-    from tqdm import tqdm
-
-    bar = tqdm(total=len(model.blocks), desc=f"reading {tokens:,} tokens", unit="layer")
-
-    def advance(*_: object) -> None:
-        bar.update()
-        if bar.n == bar.total:
-            bar.close()
-            for hook in hooks:
-                hook.remove()
-
-    hooks = [block.register_forward_hook(advance) for block in model.blocks]
 
 
 def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:

@@ -2,11 +2,8 @@
 
     a sample:                 |----------------- the longest --seq-len -----------------|
     at half of that length:   |============================|============================|
-    with --stride as well:    |============================|
-                                         ...context...     |========|
-                                                  ...context...     |========|
 
-All lengths and strides evaluate each token of the samples exactly once.
+All lengths evaluate each token of the samples exactly once.
 """
 
 from __future__ import annotations
@@ -24,18 +21,16 @@ from torch import Tensor
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, Samples, to_batch
-from nsa.data.cache import TokenCache
+from nsa.data.cache import VALIDATION_SEED, TokenCache
 from nsa.data.dataset import Dataset
 from nsa.data.source import DataError
 from nsa.data.tokenizer import TokenArray, Tokenizer
-from nsa.data.validation_data import VALIDATION_SEED
 from nsa.model import LanguageModel
 from nsa.model.loss import bucket_edges, token_losses
 
 ALL = "all"  # the undivided documents; prepared shards are already divided
 # A batch, and the sample and position of each of its labels, flattened.
 EvalBatch = tuple[Batch, Tensor, Tensor]
-Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to evaluate
 
 
 @dataclass(frozen=True)
@@ -81,26 +76,21 @@ def open_eval_data(
         return EvalData(samples, *samples.available(count))
 
 
-def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterator[EvalBatch]:
-    """Yield windows of `seq_len` tokens, `rows` at a time, with `stride` new labels each."""
-    windows = _windows(data, seq_len, stride)
+def eval_batches(data: EvalData, seq_len: int, rows: int) -> Iterator[EvalBatch]:
+    """Yield windows of `seq_len` tokens of the samples, `rows` at a time."""
+    windows = _windows(data, seq_len)
     while group := list(islice(windows, rows)):
-        samples, tokens, evaluated = zip(*group, strict=True)
+        samples, tokens = zip(*group, strict=True)
         batch = to_batch(np.stack(tokens), data.samples.stores[0].eos_id, data.samples.packing)
-        for row, kept in zip(batch.labels.view(-1, seq_len), evaluated, strict=True):
-            row[: kept.start] = IGNORE_INDEX
-            row[kept.stop :] = IGNORE_INDEX
         yield batch, torch.tensor(samples).repeat_interleave(seq_len), batch.positions()
 
 
-def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[Window]:
-    """Cut samples into windows; the context of the first ones is the text before the sample."""
+def _windows(data: EvalData, seq_len: int) -> Iterator[tuple[int, TokenArray]]:
+    """Cut samples into windows; yield the sample's number and the tokens, [T + 1]."""
     for sample in range(data.count):
         store, start = data.samples.locate(sample)
-        for first_new in range(start, start + data.samples.seq_len, stride):
-            begin = max(0, first_new + stride - seq_len)
-            context = first_new - begin
-            yield sample, store.read(begin, begin + seq_len + 1), slice(context, context + stride)
+        for begin in range(start, start + data.samples.seq_len, seq_len):
+            yield sample, store.read(begin, begin + seq_len + 1)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
-"""Results of `nsa eval`: a table, eval.json, positions.csv and a plot."""
+"""Results of `nsa eval`: a table, eval.json and a plot."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from nsa.monitor.artifacts import finite_number
 from nsa.report.plots import Panel, draw
 from nsa.text import align
 
-JSON, CSV, PLOT = "eval.json", "positions.csv", "positions.png"
+JSON, PLOT = "eval.json", "positions.png"
 HEADER = (
     *("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte"),
     "loss minus that of",
@@ -26,7 +24,6 @@ FIGURES = (  # the columns between run and difference: key in eval.json, format
     *(("step", ","), ("seq_len", ","), ("tokens", ","), ("loss", ".4f")),
     *(("standard_error", ".4f"), ("perplexity", ",.3f"), ("bits_per_byte", ".4f")),
 )
-CSV_HEADER = ("run", "seq_len", "first", "last", "tokens", "loss", "standard_error")
 Row = dict[str, Any]  # of eval.json
 
 
@@ -39,7 +36,6 @@ class Result:
     step: int | None
     trained_len: int  # data.seq_len in training
     seq_len: int
-    stride: int
     data: EvalData  # in the run's tokens
     losses: Losses
 
@@ -56,7 +52,6 @@ class Result:
             "step": self.step,
             "trained_seq_len": self.trained_len,
             "seq_len": self.seq_len,
-            "stride": self.stride,
             "tokens": self.losses.tokens,
             "samples": len(self.losses.sums),
             **_to_json(mean),
@@ -132,18 +127,11 @@ def make_folder(out: Path) -> None:
 
 
 def write(rows: Sequence[Row], source: dict[str, Any], out: Path) -> list[Path]:
-    """Write JSON, CSV and plot into the folder `out`; `source` describes the data."""
+    """Write JSON and plot into the folder `out`; `source` describes the data."""
     content = {"text": source, "results": rows}
     atomic_write_text(out / JSON, json.dumps(content, indent=2) + "\n")
-    text = io.StringIO()
-    table = csv.DictWriter(text, CSV_HEADER, lineterminator="\n")
-    table.writeheader()
-    for row in rows:
-        run = {"run": row["run"], "seq_len": row["seq_len"]}
-        table.writerows(run | bucket for bucket in row["positions"])
-    atomic_write_text(out / CSV, text.getvalue())
     draw([_panel(rows)], out / PLOT, width=8.0)
-    return [out / name for name in (JSON, CSV, PLOT)]
+    return [out / name for name in (JSON, PLOT)]
 
 
 def _panel(rows: Sequence[Row]) -> Panel:

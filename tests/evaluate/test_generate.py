@@ -74,18 +74,6 @@ def test_several_prompts_are_one_batch_and_printed_one_after_the_other(
     assert capsys.readouterr().out == expected
 
 
-def test_a_long_prompt_shows_the_layers_that_have_read_it(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a CPU it takes minutes; a short one prints nothing but the text."""
-    for length, shown in ((10, False), (8_200, True)):
-        prompt = ["--prompt", "ab" * (length // 2), "--max-new-tokens", "2"]
-        assert main(["generate", str(run), *prompt]) == 0
-        errors = capsys.readouterr().err
-        assert ("reading 8,200 tokens: 100%" in errors) == shown, errors
-        assert errors.count("reading") == 0 or shown
-
-
 def test_one_text_is_printed_as_it_is_generated() -> None:
     terminal = io.BytesIO()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -23,7 +22,6 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Samples
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
-from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
 from nsa.evaluate.command import SPLITS, sources_overlap
@@ -36,7 +34,7 @@ from nsa.evaluate.perplexity import (
     open_eval_data,
 )
 from nsa.model import loss
-from tests.data.texts import split, texts, write_lines
+from tests.data.texts import MemoryStore, split, texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 from tests.evaluate.models import write_model
 from tests.model.models import build, tiny
@@ -44,7 +42,6 @@ from tests.report.pictures import BLUE, ORANGE, pixels
 
 ARGUMENTS = ("--profile=demo", "--steps=2", *TINY)
 LINES = texts(300, 200)
-BY_POSITION = "0.01"  # a data.held_out that holds out the end of each of so few documents
 END = 60
 
 
@@ -83,7 +80,7 @@ def test_results_equal_the_trainers_own_figures(
 def test_runs_and_lengths_are_compared_on_the_same_tokens(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--seq-len", "48", "192", "--stride", "48", "--tokens", "768")
+    flags = ("--seq-len", "48", "192", "--tokens", "768")
     both = [str(folder / "nsa"), "--compare", str(folder / "dense")]
     results = evaluate(folder, *both, *flags)
     assert [(result["run"], result["seq_len"]) for result in results] == [
@@ -105,9 +102,6 @@ def test_runs_and_lengths_are_compared_on_the_same_tokens(
     table = output[output.index("loss by position") :].splitlines()
     assert re.match(r"1 to \d+ ", table[1])
     assert any(re.match(r"\d+ to 192 ", line) for line in table)
-    rows = list(csv.DictReader((folder / "results/positions.csv").open()))
-    assert len(rows) == sum(len(each["positions"]) for each in results)
-    assert float(rows[0]["loss"]) == results[0]["positions"][0]["loss"]
     assert pixels(folder / "results/positions.png", BLUE) > 20
     assert pixels(folder / "results/positions.png", ORANGE) > 20
 
@@ -133,25 +127,14 @@ def test_all_documents_of_unseen_data_are_evaluated(
     assert f"{other}, split all" in capsys.readouterr().out
 
 
-def test_held_out_documents_that_were_trained_on_are_reported(
+def test_the_default_split_of_a_dataset_that_a_run_read_is_what_is_held_out(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The second run's, and spelled otherwise."""
     monkeypatch.chdir(folder)
-    for fraction, reported in (
-        ("0.05", False),
-        ("0.04", False),
-        ("0.06", True),
-        (BY_POSITION, True),
-    ):
-        both = (str(folder / "nsa"), "--compare", str(folder / "dense"))
-        own = ("--source", "./lines.jsonl", "--set", f"data.held_out={fraction}", "--tokens", "96")
-        evaluate(folder, *both, *own)
-        output = capsys.readouterr().out
-        assert "./lines.jsonl, split held_out" in output  # the second run's, and spelled otherwise
-        warning = "dense: its training read some of the text evaluated here"
-        assert (warning in output) == reported
-        assert (f"(data.held_out = {fraction}, in training 0.05;" in output) == reported
-        assert "nsa: its training" not in output
+    both = (str(folder / "nsa"), "--compare", str(folder / "dense"))
+    evaluate(folder, *both, "--source", "./lines.jsonl", "--tokens", "96")
+    assert "./lines.jsonl, split held_out" in capsys.readouterr().out
 
 
 def test_sources_are_compared_by_resolved_path_and_by_folder(
@@ -203,8 +186,7 @@ def test_each_run_reads_the_data_with_its_own_tokenizer(folder: Path) -> None:
     assert second["bytes_per_token"] == pytest.approx(text_bytes / tokens, 0.05)
     bits = second["loss"] / math.log(2) / second["bytes_per_token"]
     assert second["bits_per_byte"] == pytest.approx(bits)
-    rows = csv.DictReader((folder / "results/positions.csv").open())
-    assert {row["run"] for row in rows} == {"nsa", "other, in words"}
+    assert (first["run"], second["run"]) == ("nsa", "other, in words")
 
 
 def test_results_are_written_though_stdout_is_closed(
@@ -228,8 +210,7 @@ def test_results_are_written_though_stdout_is_closed(
         (["--source", "other.jsonl", "--seq-len", "8192"], "fewer than the 8193 of one sample"),
         (["--source", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
         (["--seq-len", "64", "96"], "--seq-len 64 does not divide 96"),
-        (["--stride", "36"], "--stride 36 does not divide --seq-len 96"),
-        (["--stride", "0"], "--stride 0: must be 1 or more"),
+        (["--seq-len", "0"], "--seq-len 0: must be 1 or more"),
         (["--tokens", "95"], "--tokens 95: fewer than the 96 of one sequence"),
         (["--set", "model.layers=1"], "--set model.layers=1: only data.*"),
         (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run uses its tokenizer"),
@@ -253,20 +234,18 @@ def test_wrong_flags_and_data_are_one_line_and_exit_code_2(
 def eval_data(seq_len: int, samples: int, packing: str = "concat") -> EvalData:
     """Samples of 61 ids; about every tenth token ends a document."""
     tokens = np.random.default_rng(0).integers(0, 61, 4000)
-    store = TokenStore([np.where(tokens < 6, END, tokens)], END, 1.0)
+    store = MemoryStore(np.where(tokens < 6, END, tokens), END)
     return EvalData(Samples([store], seq_len=seq_len, seed=0, packing=packing), samples, None)
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
-def test_lengths_and_strides_change_the_context_but_not_the_evaluated_tokens(
-    packing: str,
-) -> None:
+def test_lengths_change_the_context_but_not_the_evaluated_tokens(packing: str) -> None:
     data = eval_data(64, 50, packing)
     evaluated = []
-    for seq_len, stride in ((64, 64), (16, 16), (64, 8), (16, 4), (8, 1)):
+    for seq_len in (64, 16, 8):
         seen: Counter[tuple[int, int]] = Counter()
         context = []
-        for batch, sample, position in eval_batches(data, seq_len, stride, rows=7):
+        for batch, sample, position in eval_batches(data, seq_len, rows=7):
             labels = batch.labels.flatten()
             kept = labels != IGNORE_INDEX
             seen.update(zip(sample[kept].tolist(), labels[kept].tolist(), strict=True))
@@ -275,8 +254,6 @@ def test_lengths_and_strides_change_the_context_but_not_the_evaluated_tokens(
                 starts = torch.isin(torch.arange(len(labels)), batch.cu_seqlens[:-1])
                 assert torch.equal(position == 0, starts)
         assert max(context) < seq_len
-        if packing == "concat":  # only at the start of the text is there less
-            assert sum(before < seq_len - stride for before in context) < seq_len
         evaluated.append(seen)
     assert all(seen == evaluated[0] for seen in evaluated)
     ends = sum(
@@ -290,12 +267,12 @@ def test_lengths_and_strides_change_the_context_but_not_the_evaluated_tokens(
 def test_each_loss_depends_on_the_tokens_context_alone(attention: str) -> None:
     few = eval_data(12, 2)
     model = build(tiny(attention))
-    losses = perplexity.evaluate(model, eval_batches(few, 8, 4, rows=5), 2, 8)
+    losses = perplexity.evaluate(model, eval_batches(few, 6, rows=3), 2, 6)
     expected = np.zeros(2)
     for sample in range(2):
         store, start = few.samples.locate(sample)
         for at in range(start, start + 12):
-            begin = max(0, at - at % 4 + 4 - 8)
+            begin = at - at % 6
             context = torch.from_numpy(store.read(begin, at + 2).astype(np.int64))
             logits = model(context[None, :-1])[0, -1]
             expected[sample] += F.cross_entropy(logits, context[-1]).item()
@@ -312,8 +289,8 @@ def test_position_buckets_double() -> None:
 
 def test_a_buckets_loss_is_the_mean_over_its_positions() -> None:
     few, model = eval_data(160, 3), build(tiny())
-    losses = perplexity.evaluate(model, eval_batches(few, 160, 160, rows=2), 3, 160)
-    ((batch, _, _),) = eval_batches(few, 160, 160, rows=3)
+    losses = perplexity.evaluate(model, eval_batches(few, 160, rows=2), 3, 160)
+    ((batch, _, _),) = eval_batches(few, 160, rows=3)
     logits = model(batch.input_ids).flatten(0, 1)
     each = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
     by_position = each.detach().view(3, 160)
