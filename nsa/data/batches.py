@@ -8,19 +8,20 @@ step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import torch
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.order import Mixer, hash64, shuffled_index
-from nsa.data.token_store import TokenStore, coverage
+from nsa.data.shards import TokenStore
 from nsa.data.tokenizer import TokenArray
 
 MIN_BLOCK, MAX_BLOCK = 16, 512  # samples that are shuffled together in a store that grows
+MANY_EPOCHS = 4  # further epochs lower the loss little (arXiv 2305.16264)
 
 
 @dataclass(frozen=True)
@@ -45,47 +46,16 @@ class Batch:
         document = torch.searchsorted(self.cu_seqlens, token, right=True) - 1
         return token - self.cu_seqlens[document]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        """Return a copy in pinned memory, for asynchronous transfer to a GPU."""
-        return self._map(torch.Tensor.pin_memory)
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device; the host does not wait until a GPU has it."""
+        device = torch.device(device)
+        if device.type == "cuda":
+            return self._map(lambda x: x.pin_memory().to(device, non_blocking=True))
+        return self._map(lambda x: x.to(device))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         cu_seqlens = None if self.cu_seqlens is None else change(self.cu_seqlens)
         return Batch(change(self.input_ids), change(self.labels), cu_seqlens, self.label_count)
-
-
-def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches on a device; a GPU copies the next batch while it computes with this one.
-
-    Copies run on a stream of their own. The compute stream waits for them, the host does not.
-    """
-    if device.type != "cuda" or not batches:
-        yield from (batch.to(device) for batch in batches)
-        return
-    stream, compute = _copy_stream(device), torch.cuda.current_stream(device)
-
-    def copy(batch: Batch) -> Batch:
-        with torch.cuda.stream(stream):
-            return batch.pin_memory().to(device, non_blocking=True)
-
-    copied = copy(batches[0])
-    for following in (*batches[1:], None):
-        batch = copied
-        compute.wait_stream(stream)  # for this batch alone: the next copy has not started
-        if following is not None:
-            copied = copy(following)
-        for x in (batch.input_ids, batch.labels, batch.cu_seqlens):
-            if x is not None:
-                x.record_stream(compute)  # its memory belongs to the copies' stream
-        yield batch
-
-
-@lru_cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
@@ -145,8 +115,28 @@ class Samples:
         return sum(fraction * store.bytes_per_token for fraction, store in weighted)
 
     def describe(self, samples: int) -> list[str]:
-        """Return lines for the log of a run that consumes `samples` samples."""
-        return coverage(self.stores, self.fractions, self.seq_len, samples)
+        """Return lines for the log: each store, and how much of it a run of `samples` reads."""
+        lines: list[str] = []
+        for store, fraction in zip(self.stores, self.fractions, strict=True):
+            lines += store.notes
+            consumed, size = round(samples * fraction), f"{len(store):,} tokens"
+            epochs = consumed / max(1, (len(store) - 1) // self.seq_len)
+            if store.grows:  # a token has one byte or more
+                size = "size unknown" if store.size is None else f"{store.size:,} bytes"
+                epochs = consumed * self.seq_len / (store.size or math.inf)
+            read = f"{epochs:.2f} epochs" if epochs > 1 else f"{epochs:.1%} of them, once"
+            if store.grows:
+                read = "tokenised as they are read, shuffled in blocks"
+            lines.append(
+                f"{store.name}: {size} (tokenizer {store.stamp.tokenizer}); the run consumes "
+                f"{consumed:,} samples of {self.seq_len:,}: {read}"
+            )
+            if epochs > MANY_EPOCHS:
+                lines.append(
+                    f"WARNING: {store.name}: {size}, {epochs:,.0f} epochs: the model will memorize "
+                    "it; take a larger data.source, or lower --steps"
+                )
+        return lines
 
     def batch(self, positions: Sequence[int]) -> Batch:
         """Return the samples at these positions of the order as one batch."""

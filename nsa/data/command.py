@@ -86,20 +86,20 @@ def _settings_as_flags() -> Iterator[None]:
 
 @_settings_as_flags()
 def _prepare(args: argparse.Namespace) -> int:
-    from nsa.data.shards import INDEX
+    from nsa.data.shards import find_index
     from nsa.data.writer import prepare
 
     positive_flags(args, "shard_tokens")
     config = _config(args, tokenizer=args.tokenizer, held_out=args.held_out)
     out = args.out.expanduser()
-    finished = (out / INDEX).exists()
+    before = find_index(out)
     try:
         index = prepare(config, out, shard_tokens=args.shard_tokens)
     except KeyboardInterrupt:
         print(f"nsa: stopped; the same command resumes in {out}", file=sys.stderr)
         return INTERRUPTED
-    print(f"{out} was already finished" if finished else f"{out} is finished")
-    print(*index.skipped.note(index.stamp.source), *_contents(out, index), sep="\n")
+    print(f"{out} was already finished" if index == before else f"{out} is finished")
+    print(*index.skipped.note(index.stamp.source), *_contents(index), sep="\n")
     return 0 if all(index.of(split) for split in SPLITS) else 2
 
 
@@ -111,14 +111,12 @@ def _check(args: argparse.Namespace) -> int:
     verify_shards(folder, index)
     names = f"source {index.stamp.source}, tokenizer {index.stamp.tokenizer}"
     print(f"{folder}: {printable(names)}; intact")
-    print(*_contents(folder, index), sep="\n")
+    print(*_contents(index), sep="\n")
     return 0
 
 
-def _contents(folder: Path, index: Index) -> list[str]:
+def _contents(index: Index) -> list[str]:
     """Return a line per split."""
-    from nsa.data.shards import longest_document
-
     lines = []
     for split in SPLITS:
         shards = index.of(split)
@@ -132,11 +130,10 @@ def _contents(folder: Path, index: Index) -> list[str]:
         tokens = sum(shard.tokens for shard in shards)
         text_bytes = sum(shard.text_bytes for shard in shards)
         documents = sum(shard.documents for shard in shards)
-        longest = max(longest_document(folder, shard, index.stamp) for shard in shards)
         lines.append(
             f"{split}: {tokens:,} tokens of {documents:,} documents and "
             f"{text_bytes:,} bytes, {text_bytes / tokens:.2f} bytes a token, in {len(shards):,} "
-            f"shard{'s' if len(shards) > 1 else ''}; the longest document has {longest:,} tokens"
+            f"shard{'s' if len(shards) > 1 else ''}"
         )
     return lines
 

@@ -1,39 +1,190 @@
-"""Local files as a document source: JSON, CSV, Parquet and any text, alone or in folders."""
+"""Local files as a document source: JSON lines, Parquet, and any text, alone or in folders.
+
+A reader yields (document, number of records up to it) after a number of records. A record that
+cannot be read is yielded as its DataError; a file that cannot be read further raises.
+"""
 
 from __future__ import annotations
 
 import codecs
 import difflib
 import hashlib
+import io
 import json
+import math
 import os
-import re
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from nsa.data.formats import (
-    COMPRESSIONS,
-    FORMATS,
-    TextFile,
-    name_in_errors,
-    open_parquet,
+from nsa.data.source import (
+    NAMED,
+    NAMES_SHOWN,
+    Cursor,
+    DataError,
+    Document,
+    Documents,
+    Source,
+    missing_field,
+    not_text,
+    text_of,
 )
-from nsa.data.source import NAMED, NAMES_SHOWN, Cursor, DataError, Documents, Source
 
-COMPRESSIBLE = (".jsonl", ".ndjson", ".txt")
-SUFFIXES = (*COMPRESSIBLE, ".parquet", *(a + b for a in COMPRESSIBLE for b in COMPRESSIONS))
-READABLE = (
-    ".jsonl, .ndjson, .txt, .csv, .tsv, .json (also .gz or .zst), .parquet, and any other file of "
-    "UTF-8 text"
-)
-TABLES = (".csv", ".tsv", ".json")  # also compressed
-DATASETS = (".jsonl", ".ndjson", ".parquet")  # other files beside these describe them
-LARGEST_TEXT = 8 << 20  # a larger file with another suffix is taken for generated
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+JSON_LINES = (".jsonl", ".ndjson")
+# Of files that hold documents by their name.
+SUFFIXES = (".parquet", *(a + b for a in (*JSON_LINES, ".txt") for b in ("", *COMPRESSIONS)))
+TABLES = (".csv", ".tsv", ".json")  # refused alone: their records would be one document
+READABLE = ".jsonl, .ndjson, .txt (also .gz or .zst), .parquet, and any other file of UTF-8 text"
+ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
+BUFFER_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 32  # of a file that is one document, decompressed
+MAX_LINE_BYTES = 1 << 28
+LARGEST_TEXT = 8 << 20  # a larger file of a folder, with another suffix, is taken for generated
 HEAD_BYTES = 1 << 16  # of a file with another suffix: decides whether it holds text
+
+Records = Iterator[tuple[Document | DataError, int]]
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file to read, and its size when the source was opened."""
+
+    path: Path
+    name: str  # relative to the source's folder
+    bytes: int
+
+    @property
+    def compression(self) -> str | None:
+        return COMPRESSIONS.get(self.path.suffix.lower())
+
+    @property
+    def suffix(self) -> str:
+        """Return the suffix of the format, without the compression's."""
+        path = Path(self.name.lower())
+        return path.with_suffix("").suffix if self.compression else path.suffix
+
+    @property
+    def reader(self) -> Callable[[TextFile, int, str], Records]:
+        if self.suffix in JSON_LINES:
+            return _lines
+        return _rows if self.suffix == ".parquet" else _whole_file
+
+    def open(self) -> BinaryIO:
+        """Open the decompressed content; a truncated archive raises instead of ending early."""
+        if self.compression is None:
+            return self.path.open("rb", buffering=BUFFER_BYTES)
+        import pyarrow as pa  # zstandard's reader accepts a truncated file
+
+        stream = pa.CompressedInputStream(pa.OSFile(str(self.path)), self.compression)
+        return io.BufferedReader(stream, BUFFER_BYTES)
+
+
+def _lines(file: TextFile, first: int, field: str) -> Records:
+    """Read a document per line; earlier lines are not parsed."""
+    with file.open() as stream:
+        lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"line {number} has more than {MAX_LINE_BYTES:,} bytes")
+            wanted = number > first and not line.isspace()
+            if wanted and (document := _document(file, number, line, field)):
+                yield document, number
+
+
+def _document(file: TextFile, number: int, line: bytes, field: str) -> Document | DataError | None:
+    """Return a line as a document; None without text; or its error. Invalid UTF-8: U+FFFD."""
+    location = f"{file.path}:{number}"
+    try:
+        record = json.loads(line.decode("utf-8-sig", "replace"))
+        if not isinstance(record, dict):
+            return DataError(
+                f"{location}: a {type(record).__name__}, not an object with the field {field!r} "
+                "(data.text_field); fix or remove it"
+            )
+        text = text_of(record, field, location)
+    except DataError as error:
+        return error
+    except (ValueError, RecursionError) as error:
+        return DataError(f"{location}: not a line of JSON ({error}); fix or remove it")
+    if not text:
+        return None
+    # A lone surrogate such as "\ud800" is valid JSON.
+    encoded = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
+    return Document(encoded, f"{file.name}:{number}")
+
+
+def _rows(file: TextFile, first: int, field: str) -> Records:
+    """Read a document per row; skip earlier row groups.
+
+    No batch spans two groups, so a pass that resumes ends at the same row before a broken one.
+    """
+    with _open_parquet(file, field) as table:
+        row = 0
+        for group in range(table.num_row_groups):
+            rows = table.metadata.row_group(group).num_rows
+            if row + rows <= first:
+                row += rows
+                continue
+            for batch in table.iter_batches(ROWS_PER_BATCH, [group], [field]):
+                for text in _as_bytes(batch.column(0)):
+                    row += 1
+                    if row > first and (content := text.as_py()):
+                        yield Document(content, f"{file.name}:{row}"), row
+
+
+def _as_bytes(column: Any) -> Any:
+    """Return a text column as binary, without decoding: invalid UTF-8 is kept."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+
+
+@contextmanager
+def _open_parquet(file: TextFile, field: str) -> Iterator[Any]:
+    """Open a Parquet file whose `field` is a text column."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file.path, buffer_size=BUFFER_BYTES) as table:
+        schema = table.schema_arrow
+        if field not in schema.names:
+            raise DataError(f"{file.path}: {missing_field(field, schema.names)}")
+        kind = schema.field(field).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(f"{file.path}: {not_text(field, str(kind))}")
+        yield table
+
+
+def _whole_file(file: TextFile, first: int, field: str) -> Records:
+    """Read a file as one document, byte for byte."""
+    if not first:
+        with file.open() as stream:
+            text = stream.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ValueError(f"one document of over {MAX_FILE_BYTES:,} bytes: divide it")
+        if text:
+            yield Document(text, file.name), 1
+
+
+@contextmanager
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Replace errors of the file system and of Arrow by a DataError that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, NotImplementedError, RecursionError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); replace it with an intact copy, or remove it"
+        ) from error
 
 
 def open_files(
@@ -42,13 +193,14 @@ def open_files(
     """Open a file, or all text files below a folder, ordered by relative path.
 
     `pattern` selects files of a folder by name or relative path. Without it, a folder with JSON
-    lines or Parquet is a dataset, of which other files are no documents.
+    lines or Parquet is a dataset, of which other files than .txt are no documents.
     """
     if path.is_dir():
         present = sorted(_below(path, pattern))
-        files, left_out = [_text_file(file, path) for file in present if _is_text(file)], 0
-        if pattern or not any(file.suffix in DATASETS for file in files):
-            files = [t for file in present if (t := _any_text(file, path, text_field))]
+        named = [file for file in present if file.name.lower().endswith(SUFFIXES)]
+        files, left_out = [_text_file(file, path) for file in named], 0
+        if pattern or all(file.reader is _whole_file for file in files):
+            files = [_text_file(file, path) for file in present if _is_text(file, LARGEST_TEXT)]
             left_out = len(present) - len(files)
         if not files:
             names = ", ".join(sorted(file.name for file in present)[:NAMES_SHOWN])
@@ -64,52 +216,13 @@ def open_files(
             + (f"; did you mean {near[0]!r}?" if near else "")
             + f"; choose {', '.join(NAMED)}, hf:<dataset>, or a path to text files"
         )
-    file = _any_text(path, path.parent, None)
-    if file is None:
-        if _text_file(path, path.parent).suffix in TABLES:
-            raise DataError(f"data.source = '{path}': empty, or not UTF-8; write it as UTF-8")
+    file = _text_file(path, path.parent)
+    if file.suffix in TABLES or not _is_text(path):
         raise DataError(
             f"data.source = '{path}': {path.suffix or 'no suffix'!r} is not a supported format; "
-            f"supported: {READABLE}"
-        )
-    if file.plain and replace(file, plain=False).suffix == ".json":
-        raise DataError(
-            f"data.source = '{path}': not an array of objects; if each line is an object, name it "
-            ".jsonl"
+            f"write records as JSON lines or Parquet; supported: {READABLE}"
         )
     return Files(str(path), [file], text_field, on_error=on_error)
-
-
-def _any_text(path: Path, root: Path, field: str | None) -> TextFile | None:
-    """Return a file as records or as one document, None if it is empty, binary or generated.
-
-    In a folder a table or JSON array is read as records if they have `field`; alone (None), always.
-    """
-    if path.exists() and not path.is_file() and not _is_text(path):
-        return None
-    file = _text_file(path, root)
-    if _is_text(path):
-        return file
-    if file.bytes > LARGEST_TEXT and field is not None:
-        return None
-    try:
-        with name_in_errors(path), file.open() if file.suffix in TABLES else path.open("rb") as f:
-            head = f.read(HEAD_BYTES)
-    except DataError:
-        if path.suffix.lower() not in COMPRESSIONS:
-            raise
-        return file  # reading will raise it, or skip the file by data.on_error
-    try:
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(head)
-    except UnicodeDecodeError:
-        return None
-    if not text or "\0" in text:
-        return None
-    is_array = file.suffix == ".json" and text.lstrip().startswith("[")
-    start = text if is_array else text.partition("\n")[0]  # where fields are named
-    records = is_array or file.suffix in (".csv", ".tsv")
-    named = field is None or re.search(rf"\b{re.escape(field)}\b", start)
-    return file if records and named else replace(file, plain=True)
 
 
 def _below(folder: Path, pattern: str | None) -> Iterator[Path]:
@@ -125,8 +238,20 @@ def _below(folder: Path, pattern: str | None) -> Iterator[Path]:
                     yield path
 
 
-def _is_text(path: Path) -> bool:
-    return path.name.lower().endswith(SUFFIXES)
+def _is_text(path: Path, largest: float = math.inf) -> bool:
+    """Return whether a file holds documents by its name, or is text; False if it is empty."""
+    if path.name.lower().endswith(SUFFIXES):
+        return True
+    with name_in_errors(path):
+        if path.exists() and (not path.is_file() or path.stat().st_size > largest):
+            return False
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return bool(text) and "\0" not in text
 
 
 def _text_file(path: Path, root: Path) -> TextFile:
@@ -152,9 +277,8 @@ class Files(Source):
 
     def size(self) -> int | None:
         """Return the bytes of text and JSON syntax; None if a file is compressed or a pipe."""
-        for file in self.files:
-            if file.path.suffix.lower() in COMPRESSIONS or not file.path.is_file():
-                return None
+        if any(file.compression or not file.path.is_file() for file in self.files):
+            return None
         return sum(self._size_of(file) for file in self.files)
 
     def _size_of(self, file: TextFile) -> int:
@@ -164,7 +288,7 @@ class Files(Source):
         with (
             suppress(*skipped),
             name_in_errors(file.path),
-            open_parquet(file, self.text_field) as table,
+            _open_parquet(file, self.text_field) as table,
         ):
             groups = (table.metadata.row_group(i) for i in range(table.metadata.num_row_groups))
             columns = (group.column(i) for group in groups for i in range(group.num_columns))
@@ -186,8 +310,7 @@ class Files(Source):
             if not file.path.is_file():
                 return None
             documents = replace(self, files=[file]).read_all()
-            compressed = file.path.suffix.lower() in COMPRESSIONS
-            plain = file.suffix == ".txt" and not compressed
+            plain = file.reader is _whole_file and not file.compression
             for length in [file.bytes] if plain else (len(d.text) for d in documents):
                 count, size = count + 1, size + length
                 if count >= limit:
@@ -211,7 +334,7 @@ class Files(Source):
                 )
             try:
                 with name_in_errors(file.path):
-                    for document, record in FORMATS[file.suffix](file, first, self.text_field):
+                    for document, record in file.reader(file, first, self.text_field):
                         if isinstance(document, DataError) and self.on_error == "stop":
                             raise document
                         yield document, {"file": number, "record": record}

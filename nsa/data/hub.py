@@ -1,18 +1,13 @@
 """Hugging Face datasets as a document source, streamed with `datasets`.
 
-`datasets` reads and resumes. A cursor holds the state of `datasets` before a block of rows, and the
-number of rows of the block that were consumed. `datasets` and `huggingface_hub` retry for minutes,
-so the server is probed before and during their calls.
+`datasets` reads and resumes. A cursor holds its state before a block of rows, and the number of
+rows of the block that were consumed. It retries for a minute, so the server is probed before.
 """
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import wait
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,17 +19,14 @@ from nsa.data.source import (
     Documents,
     Source,
     SourceUnreachable,
-    missing_field,
-    not_text,
     text_of,
 )
-from nsa.system import in_background, with_timeout
+from nsa.system import with_timeout
 from nsa.text import type_and_message
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for files
-HUB_CLIENT_SECONDS = 25.0  # until huggingface_hub gives up on a hub that is down
-ROWS_PER_BLOCK = 64  # small, so that long documents fit into memory
+ROWS_PER_BLOCK = 64  # the state of `datasets` takes longer to copy than a row to read
 HUB = "https://huggingface.co"
 PROBE_SECONDS = 5.0  # a server that does not respond for this long counts as down
 SERVER_ERRORS = (500, 502, 503, 504)
@@ -77,44 +69,16 @@ class Hub(Source):
 
     def _open(self, revision: str | None) -> tuple[Any, str]:
         """Open the dataset; return it and its revision."""
-        if url := self._url(revision):
-            probe(self.name, url)
-        try:
-            dataset, revision = self._call_with_probes(
-                self.name, revision, lambda: self._load(revision)
-            )
-        except DataError:
-            raise
-        except Exception as error:  # of `datasets`, its file systems and its builders
-            raise self._open_error(error) from error
-        self._check_field(dataset)
-        return dataset, revision
-
-    def _call_with_probes(self, what: str, revision: str | None, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`; raise a DataError if the hub goes down meanwhile.
-
-        A hub that is only slow has unlimited time. `what` names the work in the error.
-        """
-        url = self._url(revision)
-        if url is None:
-            return work()
-        future = in_background(work)
-        while not wait([future], PROBE_SECONDS).done:
-            try:
-                probe(what, url)
-            except DataError:
-                # A thread that returns from Arrow during Python's exit would abort the process.
-                atexit.register(wait, [future], HUB_CLIENT_SECONDS)
-                raise
-        return future.result()
-
-    def _url(self, revision: str | None) -> str | None:
-        """Return the URL to probe; None offline."""
         import datasets
 
-        if datasets.config.HF_HUB_OFFLINE:
-            return None
-        return f"{hub_url()}/datasets/{self._path}/resolve/{revision or 'main'}/README.md"
+        if not datasets.config.HF_HUB_OFFLINE:
+            path = f"datasets/{self._path}/resolve/{revision or 'main'}/README.md"
+            probe(self.name, f"{hub_url()}/{path}")
+        try:
+            dataset, revision = self._load(revision)
+        except Exception as error:  # of `datasets`, its file systems and its builders
+            raise self._open_error(error) from error
+        return dataset, revision
 
     def _load(self, revision: str | None) -> tuple[Any, str]:
         import datasets
@@ -145,49 +109,34 @@ class Hub(Source):
             message += f"; {WITHOUT_HUB}"
         return DataError(message)
 
-    def _check_field(self, dataset: Any) -> None:
-        features = dataset.features
-        if features is None:  # until the first record is read
-            return
-        if self._field not in features:
-            raise DataError(f"{self.name}: {missing_field(self._field, list(features))}")
-        kind = getattr(features[self._field], "dtype", type(features[self._field]).__name__)
-        if kind not in ("string", "large_string"):
-            raise DataError(f"{self.name}: {not_text(self._field, kind)}")
-
     def read(self, cursor: Cursor | None = None) -> Documents:
+        """Start a pass, or resume one after a document.
+
+        Cursor: the state of `datasets` before a block ("dataset"), and the rows consumed, in the
+        block ("given") and in total ("rows").
+        """
         stream, revision = self._opened
         cursor = cursor or {"revision": revision, "rows": 0, "dataset": None, "given": 0}
         if cursor["revision"] != revision:
             stream, _ = self._open(cursor["revision"])
         # The object holds the state of one pass, so each pass gets a copy: one shard of one.
-        return self._documents(stream.shard(1, 0), cursor)
-
-    def _documents(self, stream: Any, start: Cursor) -> Documents:
-        """Read rows in blocks; the server can be probed between blocks.
-
-        Cursor: the state of `datasets` before the block ("dataset"), and the rows consumed, in the
-        block ("given") and in total ("rows").
-        """
-        state, consumed, total = start["dataset"], start["given"], start["rows"]
+        stream = stream.shard(1, 0)
+        state, given, total = cursor["dataset"], cursor["given"], cursor["rows"]
         if state is not None:
             stream.load_state_dict(copy.deepcopy(state))
-        records = iter(stream)
-        while True:
-            rows, error = self._call_with_probes(
-                f"{self.name}, after row {total}", start["revision"], partial(_read_block, records)
-            )
-            for number, record in enumerate(rows[consumed:], consumed + 1):
-                total += 1
+        try:
+            for record in islice(stream, given, None):
+                total, given = total + 1, given + 1
                 if text := text_of(record, self._field, self.name):
-                    cursor = {"rows": total, "dataset": state, "given": number}
+                    consumed = {"rows": total, "dataset": state, "given": given}
                     location = f"{self.name}: row {total}"
-                    yield Document(text.encode("utf-8", "replace"), location), start | cursor
-            if error is not None:
-                raise _broke_off(self.name, total, error) from error
-            if not rows:
-                return
-            state, consumed = stream.state_dict(), 0
+                    yield Document(text.encode("utf-8", "replace"), location), cursor | consumed
+                if given == ROWS_PER_BLOCK:
+                    state, given = stream.state_dict(), 0
+        except DataError:
+            raise
+        except Exception as error:  # of `datasets`, its file systems and its builders
+            raise _broke_off(self.name, total, error) from error
 
 
 def _configure_client() -> None:
@@ -205,17 +154,6 @@ def _configure_client() -> None:
     datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
     datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 1
     datasets.config.USE_PARQUET_EXPORT = False  # a second server, not needed here
-
-
-def _read_block(records: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], Exception | None]:
-    """Return the next rows, and the error after them; [] and None at the end."""
-    rows: list[dict[str, Any]] = []
-    try:
-        for record in islice(records, ROWS_PER_BLOCK):
-            rows.append(record)
-    except Exception as error:  # of `datasets`, its file systems and its builders
-        return rows, error
-    return rows, None
 
 
 def _broke_off(name: str, row: int, error: Exception) -> DataError:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 SPLITS = ("train", "val")
 BUILTIN = ("embedded", "synthetic")
@@ -39,7 +39,8 @@ class Document:
 Documents = Iterator[tuple[Document | DataError, Cursor]]
 
 
-class Skipped(NamedTuple):
+@dataclass(frozen=True)
+class Skipped:
     """Number of lines, rows and files that data.on_error = skip left out, and the first error."""
 
     number: int = 0

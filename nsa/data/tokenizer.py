@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import math
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,7 +19,6 @@ from nsa.atomic_io import draft_folder
 from nsa.data.config import DataConfig
 from nsa.data.hub import hub_url, probe
 from nsa.data.source import DataError, Skipped, Source
-from nsa.system import with_timeout
 from nsa.text import first_line
 from nsa.untrusted import matches, read_object
 
@@ -30,16 +26,12 @@ TokenArray = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
 ORIGIN = "origin.json"  # in the folder of an imported model, and of its export
 MIN_VOCAB_SIZE = 257  # every byte, and the end of text
-HUB_SECONDS = 28.0  # limit for loading a tokenizer from the hub
 
-MAX_GROWTH = 32  # of a text by a tokenizer's rules; 18 is known: Unicode's normal form of U+FDFA
-
-CHARS_PER_PIECE = 1 << 20  # a longer text is split, which bounds the encoder's memory
-CHARS_PER_CALL = 8 * CHARS_PER_PIECE  # of all texts in a call of the encoder
+# A longer text is split, which bounds the encoder's memory.
+CHARS_PER_PIECE, PIECES_PER_CALL = 1 << 18, 64
 # A position that no common tokenizer merges across: before a space between two letters or digits.
 # A line end is less safe: some tokenizers merge it with punctuation.
 BREAK = re.compile(r"\w(?= \w)")
-SPLIT_EXAMPLE = ("One line, with 12 words;\nand", " another  one")
 
 
 class Tokenizer:
@@ -100,8 +92,8 @@ class HubTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, which encodes many texts in parallel.
 
     It is pickled as JSON, so another process needs no files. A text longer than CHARS_PER_PIECE is
-    split where that changes no id. Text without such a position, for example without spaces, is
-    split after CHARS_PER_PIECE characters, and ids around the split may differ.
+    split; around the split, ids may differ if the tokenizer marks the start of a text, or if there
+    is no space between words.
     """
 
     def __init__(self, name: str, backend: str, eos: str, start: str | None = None) -> None:
@@ -125,9 +117,6 @@ class HubTokenizer(Tokenizer):
         specials = [eos] if start is None else [eos, start]
         digest = hashlib.sha256(json.dumps([*specials, parts], sort_keys=True).encode())
         self.fingerprint = digest.hexdigest()
-        ids = [i for part in SPLIT_EXAMPLE for i in self._ids(part)]
-        # False for a tokenizer that marks the start of a text.
-        self._can_split = self._ids("".join(SPLIT_EXAMPLE)) == ids
         if self.eos_id in self._ids(f"one {eos} two"):
             raise DataError(
                 f"data.tokenizer = {name!r}: text that spells {eos!r} would end the document; "
@@ -140,12 +129,18 @@ class HubTokenizer(Tokenizer):
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
         """Read invalid UTF-8 as U+FFFD; use all CPU cores unless TOKENIZERS_PARALLELISM=false."""
         ids: list[list[TokenArray]] = [[] for _ in texts]
-        for owners, pieces in _calls(texts, self._can_split):
+        pieces = [
+            (number, piece)
+            for number, text in enumerate(texts)
+            for piece in split_text(text.decode("utf-8", errors="replace"))
+        ]
+        for start in range(0, len(pieces), PIECES_PER_CALL):
+            numbers, strings = zip(*pieces[start : start + PIECES_PER_CALL], strict=True)
             with name_in_errors(f"data.tokenizer = {self.name!r}"):
-                encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
-            for owner, encoding in zip(owners, encodings, strict=True):
-                ids[owner].append(np.array(encoding.ids, dtype=self._type))
-        return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in ids]
+                encodings = self._backend.encode_batch_fast(strings, add_special_tokens=False)
+            for number, encoding in zip(numbers, encodings, strict=True):
+                ids[number].append(np.array(encoding.ids, dtype=self._type))
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in ids]
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
         array = np.asarray(ids, dtype=np.int64)
@@ -173,52 +168,6 @@ def name_in_errors(name: str) -> Iterator[None]:
 def is_library_error(error: BaseException) -> bool:
     """Return whether it is an Exception, or a panic of Rust code, which is none."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _check_growth(name: str, backend: str) -> None:
-    """Refuse a tokenizer that lengthens texts so much that they may not fit into memory."""
-    definition = json.loads(backend)
-    for part in ("normalizer", "decoder"):
-        if (growth := _growth(definition.get(part))) > MAX_GROWTH:
-            raise DataError(
-                f"data.tokenizer = {name!r}: the {part} in its tokenizer.json may make a text "
-                f"{growth:,.0f} times as long, more than {MAX_GROWTH}; choose another tokenizer"
-            )
-
-
-def _growth(rules: Any) -> float:
-    """Return how many times as long the rules of a tokenizer.json may make a text."""
-    if isinstance(rules, list):
-        return math.prod(map(_growth, rules))
-    if not isinstance(rules, dict):
-        return 1
-    growth = 1.0
-    if rules.get("type") == "Replace":
-        growth = len(rules["content"]) / max(1, len(rules["pattern"].get("String", "")))
-    elif rules.get("type") == "Prepend":
-        growth = len(rules["prepend"])
-    elif rules.get("type") == "Precompiled":  # size of a trie, the trie, texts that end with NUL
-        charsmap = base64.b64decode(rules["precompiled_charsmap"])
-        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
-        growth = max(len(text.decode(errors="replace")) for text in texts)
-    return max(1, growth) * math.prod(map(_growth, rules.values()))
-
-
-def _calls(texts: Sequence[bytes], can_split: bool) -> Iterator[tuple[list[int], list[str]]]:
-    """Yield for each call the pieces of texts to encode, and the index of each piece's text."""
-    owners: list[int] = []
-    pieces: list[str] = []
-    left = CHARS_PER_CALL
-    for owner, encoded in enumerate(texts):
-        text = encoded.decode("utf-8", errors="replace")
-        for piece in split_text(text) if can_split else (text,):
-            owners.append(owner)
-            pieces.append(piece)
-            left -= len(piece)
-            if left <= 0:
-                yield owners, pieces
-                owners, pieces, left = [], [], CHARS_PER_CALL
-    yield owners, pieces
 
 
 def split_text(text: str, longest: int = CHARS_PER_PIECE) -> Iterator[str]:
@@ -265,13 +214,6 @@ def _load(name: str) -> HubTokenizer:
 
 def load_pretrained(name: str) -> Any:
     """Return transformers' tokenizer for data.tokenizer=hf:<folder or name>."""
-    loaded = _find_pretrained(name)
-    if loaded.is_fast:
-        _check_growth(name, loaded.backend_tokenizer.to_str())
-    return loaded
-
-
-def _find_pretrained(name: str) -> Any:
     path, folder = name.removeprefix("hf:").strip(), tokenizer_folder(name)
     if not folder.is_dir() and path.startswith(("/", ".", "~")):
         raise DataError(f"data.tokenizer = {name!r}: no such folder")
@@ -282,7 +224,18 @@ def _find_pretrained(name: str) -> Any:
             raise
         if folder.is_dir():
             raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None
-        return _from_hub(name, path)
+    fix = (
+        "run `nsa data prepare` where there is a network and set data.source to the folder that "
+        "it wrote; or name a folder with the tokenizer (data.tokenizer=hf:<folder>); or copy "
+        "HF_HOME from a machine that loaded it; or work without a network: "
+        "--set data.source=embedded --set data.tokenizer=byte"
+    )
+    url = f"{hub_url()}/{path}/resolve/main/tokenizer_config.json"
+    probe(f"data.tokenizer = {name!r}", url, fix)
+    try:
+        return _from_pretrained(path, offline=False)
+    except Exception as error:  # the exception types of the client differ between versions
+        raise _refusal(name, error, fix) from None
 
 
 def tokenizer_folder(name: str) -> Path:
@@ -311,47 +264,10 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _from_pretrained(path: str, offline: bool = True) -> Any:
-    import transformers
+    from transformers import AutoTokenizer
 
-    kind: Any = transformers.PreTrainedTokenizerFast
-    if not _names_no_model(Path(path)):
-        kind = transformers.AutoTokenizer  # imports all models, which takes seconds
     # Neither runs code from the hub nor prompts for permission.
-    return kind.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
-
-
-def _names_no_model(folder: Path) -> bool:
-    """Return whether AutoTokenizer would take PreTrainedTokenizerFast, as for folders of ours."""
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    generic = "PreTrainedTokenizerFast", "TokenizersBackend"  # its names in transformers 4 and 5
-    return (
-        isinstance(settings, dict)
-        and settings.get("tokenizer_class") in generic
-        and "auto_map" not in settings
-        and not (folder / "config.json").exists()
-    )
-
-
-def _from_hub(name: str, path: str) -> Any:
-    start = time.monotonic()
-    fix = (
-        "run `nsa data prepare` where there is a network and set data.source to the folder that "
-        "it wrote; or name a folder with the tokenizer (data.tokenizer=hf:<folder>); or copy "
-        "HF_HOME from a machine that loaded it; or work without a network: "
-        "--set data.source=embedded --set data.tokenizer=byte"
-    )
-    url = f"{hub_url()}/{path}/resolve/main/tokenizer_config.json"
-    probe(f"data.tokenizer = {name!r}", url, fix)
-    left = HUB_SECONDS - (time.monotonic() - start)
-    try:
-        return with_timeout(left, lambda: _from_pretrained(path, offline=False))
-    except TimeoutError:
-        raise _refusal(name, f"no download within {HUB_SECONDS:g} seconds", fix) from None
-    except Exception as error:  # the exception types of the client differ between versions
-        raise _refusal(name, error, fix) from None
+    return AutoTokenizer.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
 
 
 def _refusal(name: str, reason: object, fix: str) -> DataError:

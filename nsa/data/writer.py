@@ -1,31 +1,33 @@
 """Tokenise a source into a folder of shards, restartable: for `nsa data prepare` and the cache.
 
     documents  ->  tokens | eos  ->  train-000-<k>.bin, val-000-<k>.bin
-                                     prepare.json: their names, and a cursor; at the end index.json
+                                     index.json: their names, and a cursor
 
-One process at a time writes, which holds a lock. Shards come before the file that lists them: after
+A process of its own writes, which holds a lock. Shards come before the index that lists them: after
 a kill at any moment, the next process continues where the last complete shard ended, and the files
 are those of an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
-import re
+import pickle
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -34,7 +36,7 @@ from nsa.atomic_io import no_symlink
 from nsa.data.config import DataConfig
 from nsa.data.dataset import OpenedSource, open_dataset
 from nsa.data.shards import (
-    PLAN,
+    INDEX,
     RERUN,
     Index,
     Stamp,
@@ -44,19 +46,20 @@ from nsa.data.shards import (
     write_index,
     write_shard,
 )
-from nsa.data.source import SPLITS, Cursor, DataError, Document, Documents, HeldOut
+from nsa.data.source import SPLITS, DataError, Document, Documents, HeldOut
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type
-from nsa.data.worker import Worker, WorkerDied
+from nsa.system import isolated_environment
+from nsa.text import printable
+from nsa.untrusted import read_text
 
 DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer if they have more bytes than the next
 BYTES_PER_CALL = 4 << 20
 FIRST_SHARD, LAST_SHARD = 1 << 16, 1 << 22  # tokens of a cache's shards, which double in size
 # The settings that determine a folder's tokens, besides source and tokenizer.
 SETTINGS = ("subset", "split", "pattern", "text_field", "held_out")
-LOCK = ".lock"  # its text: the location of the last document read
-LOCATION_SECONDS = 0.5
+LOCK = ".lock"  # its text: bytes of text read, and the location of the last document
 ORPHAN_SECONDS = 3.0
-DRAFT = re.compile(r"\..+\.(bin|json)\.\d+")  # of an interrupted write
+REFUSED = 2  # exit code of a process that wrote its DataError
 
 
 @dataclass(frozen=True)
@@ -106,164 +109,182 @@ def lock(folder: Path) -> BinaryIO | None:
 
     Return None if another process has the lock.
     """
-    path = folder / LOCK
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path, "r+b", 0, opener=_open_or_create))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                stack.pop_all()
-                return file
-        except (BlockingIOError, FileNotFoundError):  # not found: its writer just removed it
-            return None
-        except OSError as error:
-            text = f"{folder}: cannot be written or locked ({error}); name another folder"
-            raise DataError(text) from None
-    return None
-
-
-def _wait_for_lock(folder: Path) -> BinaryIO | None:
-    """Lock a folder; the process of a command that was just killed ends a moment after it."""
-    end = time.monotonic() + ORPHAN_SECONDS
-    while (locked := lock(folder)) is None and time.monotonic() < end:
-        time.sleep(0.05)
-    return locked
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "r+b", 0, opener=_open_or_create)  # noqa: SIM115 (returned)
+    except OSError as error:
+        text = f"{folder}: cannot be written or locked ({error}); name another folder"
+        raise DataError(text) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
 
 
 def _open_or_create(path: str, flags: int) -> int:
     return no_symlink(path, flags | os.O_CREAT)
 
 
-def start_writer(job: Job, locked: BinaryIO) -> Worker:
-    """Start a process that writes the shards, and yields the bytes of text that it tokenised.
+def progress_of(folder: Path) -> tuple[int, str]:
+    """Return the bytes of text that the folder's writer has read, and the last location."""
+    with suppress(OSError, ValueError):
+        size, location = read_text(folder / LOCK, "replace").partition("\n")[0].split(" ", 1)
+        return int(size), printable(location)
+    return 0, "none yet"
 
-    It takes over the lock.
+
+class WorkerDied(DataError):
+    """A writer that was killed or crashed: no setting is wrong, a restart may succeed."""
+
+
+class Writer:
+    """A process that writes the shards of a job; it ends with this process.
+
+    It is a new process, not a fork: a rank already holds a GPU, threads and connections.
     """
-    with locked:
-        number = locked.fileno()
-        return Worker(partial(_write, job, number), f"{job.folder}", number)
+
+    def __init__(self, job: Job, locked: BinaryIO) -> None:
+        """Start the process, which takes over the lock."""
+        self._folder = job.folder
+        self._error = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        with locked:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from nsa.data.writer import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=self._error,
+                env=isolated_environment(),
+                pass_fds=[locked.fileno()],
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+            assert self._process.stdin is not None
+            self._stdin = self._process.stdin
+            with suppress(BrokenPipeError):  # it died, which is_running reports
+                pickle.dump((job, locked.fileno()), self._stdin)
+                self._stdin.flush()
+
+    def is_running(self) -> bool:
+        """Return whether it still writes; raise its error."""
+        code = self._process.poll()
+        if code is None or code == 0:
+            return code is None
+        if code == REFUSED:
+            self._error.seek(0)
+            raise pickle.load(self._error)
+        cause = f"ended with exit code {code}, after the error above"
+        if code < 0:
+            cause = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        if code == -signal.SIGKILL:
+            cause += ", possibly out of memory"
+        raise WorkerDied(
+            f"{self._folder}: its worker {cause}; {RERUN}: it resumes where it stopped"
+        )
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.wait()
+        self._error.close()
+        with suppress(BrokenPipeError):
+            self._stdin.close()
 
 
-def _write(job: Job, lock_file: int) -> Iterator[int]:
-    location = ["none yet"]
-    Thread(target=_report, args=(lock_file, location), daemon=True).start()
-    index = find_index(job.folder) or job.plan
-    check_same(job.folder, index, job.plan)
+def main() -> None:
+    """Write the shards of the job on standard input until it is done, or the parent ends."""
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output of libraries must not mix with the answer
+    job, lock_file = pickle.load(sys.stdin.buffer)
+    Thread(target=_exit_with_parent, daemon=True).start()
+    code = 0
+    try:
+        _write(job, lock_file)
+    except DataError as error:
+        pickle.dump(type(error)(str(error)), answer)
+        answer.flush()
+        code = REFUSED
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # some threads of streaming libraries abort a regular exit
+
+
+def _exit_with_parent() -> None:
+    os.read(0, 1)  # returns at end of file
+    os._exit(1)
+
+
+def _write(job: Job, lock_file: int) -> None:
+    os.ftruncate(lock_file, 0)
+    index = find_index(job.folder)
+    if index is None or not index.shards:  # the settings may have changed
+        index = job.plan
     try:
         for shard in index.shards:
             open_shard(job.folder, shard, index.stamp).close()
-        remove_drafts(job.folder)
+        for pattern in (".*.bin.*", f".{INDEX}.*"):  # of interrupted writes
+            for draft in job.folder.glob(pattern):
+                draft.unlink()
         write_index(job.folder, index)
-        documents = _located(job.source.documents.read(index.cursor), location)
+        read = sum(shard.text_bytes for shard in index.shards)
+        documents = _reported(job.source.documents.read(index.cursor), read, lock_file)
         while not job.is_enough(index):
-            index = yield from _write_shards(job, index, documents)
+            index = _write_shards(job, index, documents)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(f"{job.folder}: cannot be written ({error})") from error
         raise _disk_full(job, index) from None
-    finally:
-        if not index.shards:  # the settings may change
-            for path in (job.folder / PLAN, *job.folder.glob("*.bin")):
-                path.unlink(missing_ok=True)
-        if not index.shards or index.finished:
-            (job.folder / LOCK).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            job.folder.rmdir()  # if it is empty
 
 
-def _report(lock_file: int, location: list[str]) -> None:
-    """Write the location of the last document into the lock file, for readers that wait."""
-    written = ""
-    while True:
-        if (now := location[0]) != written:
-            with contextlib.suppress(OSError):  # a full disk: the next attempt may succeed
-                os.ftruncate(lock_file, os.pwrite(lock_file, now.encode(), 0))
-                written = now
-        time.sleep(LOCATION_SECONDS)
-
-
-def _located(documents: Documents, location: list[str]) -> Documents:
+def _reported(documents: Documents, read: int, lock_file: int) -> Documents:
+    """Write the progress into the lock file, for readers that wait."""
     for document, cursor in documents:
         if isinstance(document, Document):
-            location[0] = document.location
+            read += len(document.text)
+            line = f"{read} {document.location}\n"
+            os.pwrite(lock_file, line.encode(errors="replace"), 0)
         yield document, cursor
 
 
-def check_same(folder: Path, index: Index, plan: Index) -> None:
-    """Raise a DataError if a folder was started with other settings."""
-    before, now = ({**asdict(one.stamp), **one.settings} for one in (index, plan))
-    for name, value in now.items():
-        saved = before.get(name)
-        if saved == value or name == "tokenizer":  # its fingerprint decides
-            continue
-        expected = f"not {value!r}"
-        if name == "tokenizer_fingerprint":
-            saved, tokenizer = before["tokenizer"], now["tokenizer"]
-            expected = "which has changed" if saved == tokenizer else f"not {tokenizer!r}"
-            name = "tokenizer"
-        if name == "content":
-            raise DataError(
-                f"{folder}: the files of {index.stamp.source} changed since it was started; "
-                "restore them, name another --out, or delete this folder"
-            )
-        raise DataError(
-            f"{folder} was started with {name} = {saved!r}, {expected}; name another --out, or "
-            "delete this folder"
-        )
-
-
-def remove_drafts(folder: Path, process: int | None = None) -> None:
-    """Remove what interrupted writes left, of one process or of all."""
-    ending = "" if process is None else f".{process}"
-    for path in folder.iterdir():
-        if DRAFT.fullmatch(path.name) and path.name.endswith(ending):
-            path.unlink(missing_ok=True)
-
-
-def _write_shards(job: Job, index: Index, documents: Documents) -> Generator[int, None, Index]:
+def _write_shards(job: Job, index: Index, documents: Documents) -> Index:
     """Write the next shard of each split; return the index that lists them."""
     full = job.full_shard(index)
-    call_bytes = min(BYTES_PER_CALL, full)  # a shard overshoots by less than this
     pending: dict[str, list[TokenArray]] = {split: [] for split in SPLITS}
     tokens, text_bytes = Counter[str](), Counter[str]()
-    cursor, skipped, finished = index.cursor, index.skipped, True
-    while batch := _next_documents(documents, call_bytes):
-        cursor, texts = batch[-1][1], list[bytes]()
+    cursor, skipped = index.cursor, index.skipped
+    # A shard overshoots by less than the bytes of a call.
+    while batch := next_documents(documents, min(BYTES_PER_CALL, full)):
+        cursor = batch[-1][1]
+        pieces = []
         for document, _ in batch:
             if isinstance(document, DataError):
                 skipped = skipped.plus(document)
-            else:
-                texts.append(document.text)
-        pieces = [
-            (split, part)
-            for text in texts
-            for split in SPLITS
-            if (part := job.source.division.text_for(text, split))
-        ]
+                continue
+            for split in SPLITS:
+                if part := job.source.division.text_for(document.text, split):
+                    pieces.append((split, part))
         encoded = job.tokenizer.encode_documents([part for _, part in pieces])
         for (split, part), ids in zip(pieces, encoded, strict=True):
             pending[split].append(ids)
             tokens[split] += len(ids)
             text_bytes[split] += len(part)
-        yield sum(map(len, texts))
         if max(tokens.values(), default=0) >= full:
-            finished = False
             break
     shards = list(index.shards)
     for split, written in pending.items():
         if written:
             name = f"{split}-000-{len(index.of(split)):05}.bin"
-            stamp = index.stamp
-            shards.append(write_shard(job.folder, name, split, stamp, written, text_bytes[split]))
-    index = replace(index, shards=shards, cursor=cursor, skipped=skipped, finished=finished)
+            size = text_bytes[split]
+            shards.append(write_shard(job.folder, name, split, index.stamp, written, size))
+    index = replace(index, shards=shards, cursor=cursor, skipped=skipped, finished=not batch)
     if not shards:
         raise no_documents(job.source.name, index)
     write_index(job.folder, index)
     return index
 
 
-def _next_documents(documents: Documents, size: int) -> list[tuple[Document | DataError, Cursor]]:
+def next_documents(documents: Documents, size: int) -> list[tuple[Document | DataError, Any]]:
     """Return up to DOCUMENTS_PER_CALL documents, until they have `size` bytes; [] at the end."""
     batch = []
     for document, cursor in documents:
@@ -286,16 +307,32 @@ def no_documents(name: str, index: Index, split: str | None = None) -> DataError
 
 
 def _disk_full(job: Job, index: Index) -> DataError:
-    size = np.dtype(index.stamp.dtype).itemsize
-    left = sum(max(0, tokens - index.tokens(split)) for split, tokens in job.needs.items())
-    needed = f"the run still needs {left * size:,} bytes"
-    if not job.needs:
-        needed = f"the next shard takes {job.full_shard(index) * size:,} bytes"
-    free = shutil.disk_usage(job.folder).free
+    left = [tokens - index.tokens(split) for split, tokens in job.needs.items()]
+    needed = sum(max(0, tokens) for tokens in left) or job.full_shard(index)
+    size, free = np.dtype(index.stamp.dtype).itemsize, shutil.disk_usage(job.folder).free
     return DataError(
-        f"{job.folder}: the disk is full: {needed} and {free:,} are free; free some space and "
-        f"{RERUN}: it resumes where it stopped"
+        f"{job.folder}: the disk is full: {needed * size:,} bytes or more are needed, and {free:,} "
+        f"are free; free some space and {RERUN}: it resumes where it stopped"
     )
+
+
+def check_same(folder: Path, index: Index, plan: Index) -> None:
+    """Raise a DataError if a folder was started with other settings."""
+    before, now = ({**asdict(one.stamp), **one.settings} for one in (index, plan))
+    if before["tokenizer_fingerprint"] == now["tokenizer_fingerprint"]:
+        del now["tokenizer"]  # another name of the same
+    for name, value in now.items():
+        if before.get(name) == value:
+            continue
+        if name == "content":
+            raise DataError(
+                f"{folder}: the files of {index.stamp.source} changed since it was started; "
+                "restore them, name another --out, or delete this folder"
+            )
+        raise DataError(
+            f"{folder} was started with {name} = {before.get(name)!r}, not {value!r}; name "
+            "another --out, or delete this folder"
+        )
 
 
 def prepare(
@@ -317,31 +354,31 @@ def prepare(
     (source,) = dataset.sources
     if source.is_prepared:
         raise DataError(f"data.source = {source.name!r}: is prepared already; train on it")
-    others = [path.name for path in out.iterdir()] if out.is_dir() and index is None else []
-    if others := [name for name in others if name != LOCK and not DRAFT.fullmatch(name)]:
-        raise DataError(f"--out {out}: it already holds {others[0]!r}; name a new folder")
-    if (locked := _wait_for_lock(out)) is None:
-        raise DataError(f"{out}: another process is writing into it")
+    plan = plan_of(source, tokenizer, shard_tokens)
+    if index is not None and index.shards:
+        check_same(out, index, plan)
+    if index is None and out.is_dir():
+        for path in out.iterdir():
+            if not path.name.startswith("."):
+                raise DataError(f"--out {out}: it already holds {path.name!r}; name a new folder")
+    end = time.monotonic() + ORPHAN_SECONDS  # the writer of a killed command ends a moment later
+    while (locked := lock(out)) is None:
+        if time.monotonic() > end:
+            raise DataError(f"{out}: another process is writing into it")
+        time.sleep(0.05)
     for line in dataset.notes if progress else ():
         print(line)
     bar = tqdm(
         total=source.size,
-        initial=sum(shard.text_bytes for shard in index.shards) if index else 0,
         unit="B",
         unit_scale=True,
         desc=f"{out}",
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
         disable=not progress,
     )
-    job = Job(source, tokenizer, out, plan_of(source, tokenizer, shard_tokens), needs={})
-    writer = start_writer(job, locked)
-    try:
-        with bar, closing(writer):
-            for size in writer:
-                bar.update(size)
-    except WorkerDied as error:
-        raise DataError(f"{error}; {RERUN}: it resumes where it stopped") from None
-    finally:
-        if out.exists():
-            remove_drafts(out, writer.pid)
+    with bar, closing(Writer(Job(source, tokenizer, out, plan, needs={}), locked)) as writer:
+        while writer.is_running():
+            bar.update(progress_of(out)[0] - bar.n)
+            time.sleep(0.05)
+        bar.update(progress_of(out)[0] - bar.n)
     return read_index(out)

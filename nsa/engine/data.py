@@ -8,9 +8,8 @@ from pathlib import Path
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, BatchLoader
-from nsa.data.cache import TokenCache, cache_folder
+from nsa.data.cache import TokenCache, ValidationData, cache_folder
 from nsa.data.dataset import open_dataset
-from nsa.data.validation_data import ValidationData
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import TrainState

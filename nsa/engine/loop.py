@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from nsa.checkpoint import Checkpoint, SaveFailed, Saver
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch, on_device
+from nsa.data.batches import Batch
 from nsa.doctor.node import Check
 from nsa.engine.config import RunConfig, learning_rate
 from nsa.engine.data import Data
@@ -224,7 +224,8 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
     total = torch.zeros((), device=run.device)
-    for micro_step, batch in enumerate(on_device(batches, run.device)):
+    for micro_step, batch in enumerate(batches):
+        batch = batch.to(run.device)
         run.telemetry.enter("forward", micro_step)
         more = dict[str, Any]()
         if batch.label_count is not None:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from pydantic import TypeAdapter, ValidationError
 
-from nsa.data.worker import WorkerDied
+from nsa.data.writer import WorkerDied
 from nsa.engine import disable_shared_memory_op
 from nsa.system import LOOPBACK, free_port, interface_towards
 

@@ -21,7 +21,7 @@ from nsa.checkpoint.weights import find_weights
 from nsa.constants import SHORT_RUN
 from nsa.data.builtin import embedded_note
 from nsa.data.source import absolute_source
-from nsa.data.worker import WorkerDied
+from nsa.data.writer import WorkerDied
 from nsa.dtypes import DTYPES
 from nsa.engine.config import (
     AUTO,

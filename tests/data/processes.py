@@ -19,7 +19,7 @@ def workers_of(parent: int) -> list[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue  # it has ended
-        if int(stat.rpartition(")")[2].split()[1]) == parent and b"nsa.data.worker" in command:
+        if int(stat.rpartition(")")[2].split()[1]) == parent and b"nsa.data.writer" in command:
             pids.append(int(folder.name))
     return sorted(pids)
 

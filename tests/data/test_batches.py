@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.batches import Batch, BatchLoader, Samples, on_device
-from nsa.data.token_store import TokenStore, coverage
+from nsa.data.batches import Batch, BatchLoader, Samples
+from tests.data.texts import MemoryStore
 
 EOS = 257
 
@@ -20,7 +20,7 @@ EOS = 257
 def counting(samples: int, seq_len: int = 4, seed: int = 3) -> Samples:
     """Samples of 0, 1, 2, …, of which the first token identifies each."""
     tokens = np.arange(samples * seq_len + 1)
-    return Samples([TokenStore([tokens], -1, 1.0)], seq_len=seq_len, seed=seed)
+    return Samples([MemoryStore(tokens)], seq_len=seq_len, seed=seed)
 
 
 def step_of(
@@ -45,7 +45,7 @@ def samples_of(samples: Samples, consumed: int = 0, **shape: int) -> list[int]:
 
 def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> Batch:
     """The first packed batch of `tokens`."""
-    store = TokenStore([np.array(tokens, dtype=np.uint16)], EOS, 1.0)
+    store = MemoryStore(np.array(tokens, dtype=np.uint16), EOS)
     return Samples([store], seq_len=seq_len, seed=0, packing="documents").batch(range(micro_batch))
 
 
@@ -104,9 +104,7 @@ def test_a_resumed_rank_reads_what_it_would_have_read() -> None:
 
 def test_the_order_is_that_of_earlier_versions() -> None:
     """A run resumes by a position in it, so nothing may change: seed, epoch, source, sample."""
-    stores = [
-        TokenStore([np.arange(start, start + 21)], -1, 1.0, name=str(start)) for start in (0, 100)
-    ]
+    stores = [MemoryStore(np.arange(start, start + 21), name=str(start)) for start in (0, 100)]
     samples = Samples(stores, fractions=[0.5, 0.5], seq_len=2, seed=1337)
     firsts = samples.batch(range(40)).input_ids[:, 0]
     order = [(int(first) // 100, int(first) % 100 // 2) for first in firsts]
@@ -119,7 +117,7 @@ def test_the_order_is_that_of_earlier_versions() -> None:
 
 def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch() -> None:
     stores = [
-        TokenStore([np.arange(start, start + 4 * samples + 1)], -1, 1.0, name=str(start))
+        MemoryStore(np.arange(start, start + 4 * samples + 1), name=str(start))
         for start, samples in ((0, 6_000), (1_000_000, 2_000))
     ]
     samples = Samples(stores, fractions=[0.75, 0.25], seq_len=4, seed=0)
@@ -131,7 +129,7 @@ def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch(
 
 
 def test_a_mixture_reports_where_it_first_repeats_and_its_mean_bytes_per_token() -> None:
-    stores = [TokenStore([np.arange(41)], -1, 4.0, "a"), TokenStore([np.arange(13)], -1, 2.0, "b")]
+    stores = [MemoryStore(np.arange(41), -1, 4.0, "a"), MemoryStore(np.arange(13), -1, 2.0, "b")]
     samples = Samples(stores, fractions=[0.75, 0.25], seq_len=4, seed=0)
     assert samples.bytes_per_token == 0.75 * 4 + 0.25 * 2
     order = [samples.locate(position)[0].name for position in range(20)]
@@ -154,7 +152,7 @@ def test_labels_are_the_next_tokens_and_share_no_memory_with_the_inputs(packing:
 
 def test_concat_packing_predicts_across_documents_and_has_no_cu_seqlens() -> None:
     tokens = np.array([1, 2, EOS, 3, 4], dtype=np.uint16)
-    batch = Samples([TokenStore([tokens], EOS, 1.0)], seq_len=4, seed=0).batch([0])
+    batch = Samples([MemoryStore(tokens, EOS)], seq_len=4, seed=0).batch([0])
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3]]
     assert batch.labels.tolist() == [[2, EOS, 3, 4]]
     assert batch.cu_seqlens is None
@@ -207,7 +205,7 @@ def test_positions_restart_at_each_document() -> None:
 def test_to_moves_every_tensor_of_a_batch() -> None:
     packed_batch = packed([1, 2, EOS, 3, 4], seq_len=4)
     for batch in (packed_batch, replace(packed_batch, cu_seqlens=None)):
-        moved = batch.to("meta", non_blocking=True)
+        moved = batch.to("meta")
         for name in ("input_ids", "labels", "cu_seqlens"):
             before, after = getattr(batch, name), getattr(moved, name)
             assert (before is None and after is None) or after.device.type == "meta"
@@ -217,13 +215,13 @@ def test_a_corpus_smaller_than_one_sample_is_refused_with_the_fix() -> None:
     with pytest.raises(
         ValueError, match=r"data\.seq_len = 4: tiny has 4 tokens.*lower data\.seq_len"
     ):
-        Samples([TokenStore([np.arange(4)], -1, 1.0, name="tiny")], seq_len=4, seed=0)
+        Samples([MemoryStore(np.arange(4), name="tiny")], seq_len=4, seed=0)
     assert samples_of(counting(1), micro_batch=2) == [0, 0]
 
 
 def test_the_fingerprint_depends_on_tokens_length_and_seed_only() -> None:
     def fingerprint(tokens: str = "a", seq_len: int = 4, seed: int = 0) -> str:
-        store = TokenStore([np.arange(50)], -1, 1.0, fingerprint=tokens)
+        store = MemoryStore(np.arange(50), fingerprint=tokens)
         return Samples([store], seq_len=seq_len, seed=seed).fingerprint
 
     assert fingerprint() == fingerprint()
@@ -240,7 +238,7 @@ def test_batches_arrive_on_the_device_in_order_without_a_host_sync(device: str, 
         torch.cuda.set_sync_debug_mode("error")
     try:
         sums = []
-        for batch in on_device(batches, torch.device(device)):
+        for batch in (batch.to(device) for batch in batches):
             assert batch.input_ids.device.type == batch.labels.device.type == device
             assert batch.label_count == 7
             assert batch.cu_seqlens is not None
@@ -251,16 +249,17 @@ def test_batches_arrive_on_the_device_in_order_without_a_host_sync(device: str, 
     assert [int(x) for x in sums] == [128 * i + 192 for i in range(count)]
 
 
-def test_coverage_reports_samples_epochs_and_left_over_tokens() -> None:
-    stores = [
-        TokenStore([np.arange(1_004)], -1, 1.0, name="a"),
-        TokenStore([np.arange(41)], -1, 1.0),
+def test_the_log_says_how_much_of_the_data_a_run_reads() -> None:
+    stores = [MemoryStore(np.arange(1_004), name="a"), MemoryStore(np.arange(41), name="b")]
+
+    def lines(fractions: list[float], samples: int) -> list[str]:
+        return Samples(stores, fractions=fractions, seq_len=10, seed=0).describe(samples)
+
+    read = "tokens (tokenizer none); the run consumes"
+    assert lines([0.9, 0.1], 100) == [
+        f"a: 1,004 {read} 90 samples of 10: 90.0% of them, once",
+        f"b: 41 {read} 10 samples of 10: 2.50 epochs",
     ]
-    assert coverage(stores, [0.9, 0.1], 10, samples=100) == [
-        "a: 1,004 tokens, 100 samples of 10, no padding, and 3 tokens left over; "
-        "the run consumes 90: 90.0% of them, once",
-        "tokens: 41 tokens, 4 samples of 10, no padding; the run consumes 10: 2.50 epochs",
-    ]
-    (*_, warning) = coverage(stores, [0.5, 0.5], 10, samples=80)
-    assert warning.startswith("WARNING: tokens: 41 tokens, 10 epochs: the model will memorize it")
-    assert "WARNING" not in "".join(coverage(stores, [0.8, 0.2], 10, samples=80)), "four epochs"
+    (*_, warning) = lines([0.5, 0.5], 80)
+    assert warning.startswith("WARNING: b: 41 tokens, 10 epochs: the model will memorize it")
+    assert "WARNING" not in "".join(lines([0.8, 0.2], 80)), "four epochs"

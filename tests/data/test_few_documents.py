@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from nsa.cli import main
 from nsa.data.batches import BatchLoader
-from nsa.data.cache import TokenCache
+from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.data.shards import open_shards
 from nsa.data.source import DataError, HeldOut
-from nsa.data.validation_data import ValidationData
 from nsa.data.writer import prepare
 from nsa.engine.data import open_data
 from nsa.engine.process_group import Ranks

@@ -178,6 +178,11 @@ def test_unsupported_files_are_refused_with_the_supported_formats(tmp_path: Path
     for path in (picture, write(tmp_path, "x.parquet.gz", b"")):
         with pytest.raises(DataError, match=rf"{path.name}'.*\{path.suffix}.*\.jsonl, \.ndjson"):
             open_files(path, "text")
+    for name in ("t.csv", "t.tsv", "t.json", "t.csv.gz"):
+        path = write(tmp_path, name, b"text\none\ntwo\n")
+        with pytest.raises(DataError, match=r"write records as JSON lines or Parquet"):
+            open_files(path, "text")
+        path.unlink()
     message = r"no text in this folder, which holds picture\.png.*\.jsonl"
     with pytest.raises(DataError, match=message):
         open_files(tmp_path, "text")
@@ -240,10 +245,7 @@ def test_a_truncated_archive_is_an_error_not_an_early_end(
     [
         ("x.jsonl.gz", b"no archive"),
         ("x.txt.zst", b"no archive"),
-        ("x.csv.gz", b"no archive"),
         ("x.parquet", b"something else altogether, and long enough to look at"),
-        ("x.json", b'[{"text": "x"}, '),
-        ("x.json", b'[1, "text"]'),
     ],
 )
 def test_a_file_of_another_format_is_refused_by_name(
@@ -335,34 +337,6 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
         open_files(tmp_path, "text", "*.rs")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("t.csv", b'id,text\n1,"two\nlines, one ""field"""\n2,\n3,caf\xc3\xa9\n'),
-        ("t.tsv", b'id\ttext\r\n1\t"two\nlines, one ""field"""\r\n2\t\r\n3\tcaf\xc3\xa9\r\n'),
-        (
-            "t.json",
-            b' [{"id": 1, "text": "two\\nlines, one \\"field\\""}, {"text": null},'
-            b' {"text": "caf\\u00e9"}]',
-        ),
-    ],
-)
-@pytest.mark.parametrize("folder", [False, True])
-@pytest.mark.parametrize("compression", COMPRESS)
-def test_tables_and_json_arrays_are_read_by_field(
-    name: str, content: bytes, folder: bool, compression: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path, name + compression, COMPRESS[compression](content))
-    source = open_files(tmp_path if folder else path, "text")
-    expected = ['two\nlines, one "field"', "café"]
-    assert texts(source) == expected
-    check_resumption(source)
-    with pytest.raises(
-        DataError, match=r"t\.[\w.]+:1: no field 'body', but .*set data\.text_field"
-    ):
-        texts(open_files(path, "body"))
-
-
 def test_a_device_in_a_folder_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", b"text")
     (tmp_path / "b").symlink_to("/dev/zero")  # without a suffix of text it is left out
@@ -383,8 +357,6 @@ def test_a_device_in_a_folder_is_refused_by_name(tmp_path: Path) -> None:
         ("a.txt.gz", gzip.compress, 99, "one document of over 99 bytes: divide it"),
         ("a.jsonl", bytes, 115, "line 2 has more than 115 bytes"),
         ("a.jsonl.gz", gzip.compress, 115, "line 2 has more than 115 bytes"),
-        ("a.json", bytes, 113, "an array of over 113 characters: write a line for each"),
-        ("a.csv", bytes, 99, r"field larger than field limit \(99\)"),
     ],
 )
 def test_a_document_that_would_fill_the_memory_is_refused_by_name(
@@ -399,38 +371,15 @@ def test_a_document_that_would_fill_the_memory_is_refused_by_name(
     contents = {
         "txt": text.encode(),
         "jsonl": lines("first", text),
-        "json": json.dumps([{"text": text}]).encode(),
-        "csv": b"text\n" + text.encode() + b"\n",
     }
     path = write(tmp_path, name, pack(contents[name.split(".")[1]]))
-    for setting in ("MAX_FILE_BYTES", "MAX_RECORD_BYTES"):
-        monkeypatch.setattr(f"nsa.data.formats.{setting}", longest)
+    for setting in ("MAX_FILE_BYTES", "MAX_LINE_BYTES"):
+        monkeypatch.setattr(f"nsa.data.files.{setting}", longest)
     with pytest.raises(DataError, match=rf"{name}: cannot be read \({complaint}"):
         texts(open_files(path, "text"))
-    for setting in ("MAX_FILE_BYTES", "MAX_RECORD_BYTES"):
-        monkeypatch.setattr(f"nsa.data.formats.{setting}", longest + 20)
+    for setting in ("MAX_FILE_BYTES", "MAX_LINE_BYTES"):
+        monkeypatch.setattr(f"nsa.data.files.{setting}", longest + 20)
     assert texts(open_files(path, "text"))[-1] == text
-
-
-def test_a_broken_table_or_array_is_refused_by_name(tmp_path: Path) -> None:
-    for name, content in (
-        ("a.json", b'[{"text": "x"}, '),
-        ("b.json", b'[1, "text"]'),
-        ("c.csv.gz", b"text, but no archive"),
-    ):
-        path = write(tmp_path, name, content)
-        with pytest.raises(DataError, match=rf"{name}"):
-            texts(open_files(path, "text"))
-
-
-def test_a_json_file_without_an_array_and_a_table_of_another_encoding_are_refused(
-    tmp_path: Path,
-) -> None:
-    for content in (b'{"data": [{"text": "x"}]}', b'{"text": "x"}\n{"text": "y"}\n'):
-        with pytest.raises(DataError, match=r"a\.json': not an array of objects; .*\.jsonl$"):
-            open_files(write(tmp_path, "a.json", content), "text")
-    with pytest.raises(DataError, match=r"t\.csv': empty, or not UTF-8; write it as UTF-8$"):
-        open_files(write(tmp_path, "t.csv", "text\nx\n".encode("utf-16")), "text")
 
 
 def test_a_pattern_can_be_set_without_quotes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,12 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from nsa.cli import main
+from nsa.data.batches import Samples
 from nsa.data.config import DataConfig
-from nsa.data.files import Files, open_files
-from nsa.data.formats import BUFFER_BYTES
-from nsa.data.shards import INDEX, PLAN
+from nsa.data.files import BUFFER_BYTES, Files, open_files
+from nsa.data.shards import read_index, write_index
 from nsa.data.source import DataError, Document
-from nsa.data.token_store import coverage
 from nsa.data.writer import prepare
 from nsa.engine.data import open_data
 from nsa.engine.process_group import Ranks
@@ -113,7 +113,8 @@ def test_prepare_counts_in_one_line_what_it_skips(
         assert prepare(out, "--on-error=skip", "--shard-tokens", "100000000") == 0
         output = capfd.readouterr().out
         assert output.count(f"skip left out {BROKEN} lines, rows or files; the first: ") == 1
-    (tmp_path / "at once" / INDEX).rename(tmp_path / "at once" / PLAN)  # as if stopped at the end
+    index = read_index(tmp_path / "at once")
+    write_index(tmp_path / "at once", replace(index, finished=False))  # as if stopped at the end
     assert prepare("at once", "--on-error=skip", "--shard-tokens", "100000000") == 0
     assert f"skip left out {BROKEN} lines" in capfd.readouterr().out
     tokens = [
@@ -146,7 +147,7 @@ def test_a_run_that_ends_within_its_first_pass_reports_the_count(
 def test_memory_reports_the_count_in_the_first_lines(folder: Path) -> None:
     config = DataConfig(source=str(folder / "a.jsonl"), on_error="skip")
     store = open_store(config, "train")
-    assert "left out 2 lines, rows or files" in coverage([store], [1.0], 16, 1)[0]
+    assert "left out 2 lines, rows or files" in Samples([store], seq_len=16, seed=0).describe(1)[0]
 
 
 def test_nothing_but_broken_files_is_no_dataset(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import multiprocessing
 import os
@@ -12,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ from nsa.data.tokenizer import (
     HubTokenizer,
     Tokenizer,
     build_tokenizer,
-    load_pretrained,
     split_text,
     train_tokenizer,
 )
@@ -140,7 +137,7 @@ def test_splitting_a_giant_text_does_not_change_its_ids(
         ids = tokenizer.encode_many([piece.encode() for piece in pieces])
         assert np.array_equal(expected, np.concatenate(ids))
     # encode() itself splits a text longer than CHARS_PER_PIECE.
-    monkeypatch.setattr("nsa.data.tokenizer.CHARS_PER_CALL", 500)
+    monkeypatch.setattr("nsa.data.tokenizer.PIECES_PER_CALL", 3)
     monkeypatch.setattr("nsa.data.tokenizer.split_text", lambda text: split_text(text, 200))
     both = tokenizer.encode_many([GIANT.encode(), b"it was"])
     assert np.array_equal(both[0], expected)
@@ -154,16 +151,6 @@ def test_a_giant_text_without_spaces_is_encoded_in_bounded_pieces(
     monkeypatch.setattr("nsa.data.tokenizer.split_text", lambda text: split_text(text, 1_000))
     text = "語" * 2_005
     assert trained.decode(trained.encode(text.encode())) == text.encode()
-
-
-def test_text_is_not_split_for_a_tokenizer_that_marks_the_start_of_a_text(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    definition = json.loads((folder / "tokenizer.json").read_text())
-    definition["normalizer"] = {"type": "Prepend", "prepend": "once"}
-    tokenizer = HubTokenizer("prepending", json.dumps(definition), "<|endoftext|>")
-    monkeypatch.setattr("nsa.data.tokenizer.split_text", lambda text: split_text(text, 100))
-    assert tokenizer.decode(tokenizer.encode(PROSE.encode() * 9)) == b"once" + PROSE.encode() * 9
 
 
 def word_tokenizer(words: int) -> HubTokenizer:
@@ -286,43 +273,6 @@ def edited(folder: Path, copy: Path, changes: dict[str, Any]) -> Path:
     return copy
 
 
-def replacing(pattern: str, content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
-
-
-@pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_a_tokenizer_that_multiplies_text_is_refused(
-    folder: Path, tmp_path: Path, part: str
-) -> None:
-    kind = {"normalizer": "normalizers", "decoder": "decoders"}[part]
-    chain = {"type": "Sequence", kind: [replacing("e", "ee") for _ in range(5)]}
-    allowed = edited(folder, tmp_path / "allowed", {part: chain})
-    assert build_tokenizer(DataConfig(tokenizer=f"hf:{allowed}")).vocab_size == 356
-    chain[kind] = [replacing("e", "ee"), *chain[kind]]
-    refused = edited(folder, tmp_path / "refused", {part: chain})
-    with pytest.raises(DataError, match=rf"'hf:{refused}': the {part} .* 64 times as long"):
-        build_tokenizer(DataConfig(tokenizer=f"hf:{refused}"))
-
-
-def test_replacing_a_long_text_by_a_shorter_one_is_no_growth(folder: Path, tmp_path: Path) -> None:
-    chain = [replacing("word " * 10, "w" * 50) for _ in range(9)]
-    copy = edited(
-        folder, tmp_path / "copy", {"normalizer": {"type": "Sequence", "normalizers": chain}}
-    )
-    assert build_tokenizer(DataConfig(tokenizer=f"hf:{copy}")).vocab_size == 356
-
-
-def test_a_charsmap_with_a_long_text_is_refused(folder: Path, tmp_path: Path) -> None:
-    trie = np.zeros(256, np.uint32).tobytes()
-    for length, refused in ((32, False), (33, True)):
-        texts = b"a\0" + b"x" * length + b"\0"
-        charsmap = base64.b64encode(len(trie).to_bytes(4, "little") + trie + texts).decode()
-        rules = {"type": "Precompiled", "precompiled_charsmap": charsmap}
-        copy = edited(folder, tmp_path / str(length), {"normalizer": rules})
-        with pytest.raises(DataError, match="33 times as long") if refused else nullcontext():
-            build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
-
-
 LOAD_OFFLINE = """
 import socket, sys
 def refuse(*_): raise SystemExit("it used the network")
@@ -330,27 +280,17 @@ socket.socket.connect = socket.getaddrinfo = refuse
 from nsa.data.config import DataConfig
 from nsa.data.tokenizer import build_tokenizer
 tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{sys.argv[1]}"))
-print(len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000, "torch" in sys.modules)
+print(len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000)
 """
 
 
-def test_a_fresh_process_loads_a_folder_without_network_warning_or_models(
+def test_a_fresh_process_loads_a_folder_without_network_or_warning(
     folder: Path, tmp_path: Path
 ) -> None:
-    """transformers' models and torch would take each rank and worker seconds."""
     command = [sys.executable, "-c", LOAD_OFFLINE, str(folder)]
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (run.stdout, run.stderr, run.returncode) == ("True False\n", "", 0)
-
-
-def test_a_folder_is_loaded_as_autotokenizer_loads_it(folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    ours, theirs = load_pretrained(f"hf:{folder}"), AutoTokenizer.from_pretrained(folder)
-    assert type(ours) is type(theirs)
-    assert ours.init_kwargs.keys() == theirs.init_kwargs.keys() | {"local_files_only"}
-    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert (run.stdout, run.stderr, run.returncode) == ("True\n", "", 0)
 
 
 def test_an_unreachable_hub_is_reported_by_its_address(

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.cache import TokenCache
+from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import OpenedSource, open_dataset
 from nsa.data.source import DataError
-from nsa.data.validation_data import ValidationData
 from nsa.data.writer import prepare
 from tests.data.texts import configure, split, texts, write_lines
 

@@ -17,8 +17,8 @@ from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
 from nsa.data.files import Files
+from nsa.data.shards import Stamp, TokenStore
 from nsa.data.source import Document, Source, is_validation
-from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer
 
 EOS = ByteTokenizer.eos_id
@@ -32,6 +32,32 @@ def configure(source: Any, **settings: Any) -> DataConfig:
         source=source,
         **{"held_out": HELD_OUT, "seq_len": 16, "timeout": 30} | settings,
     )
+
+
+class MemoryStore(TokenStore):
+    """A token store without files."""
+
+    def __init__(
+        self,
+        tokens: Any,
+        eos: int = -1,
+        bytes_per_token: float = 1.0,
+        name: str = "tokens",
+        fingerprint: str = "",
+    ) -> None:
+        self.name, self.bytes_per_token, self.fingerprint = name, bytes_per_token, fingerprint
+        self.stamp = Stamp(name, "none", "", int(np.max(tokens)) + 1, eos, "uint32")
+        self.tokens, self.grows, self.notes = np.asarray(tokens), False, []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def wait_for(self, tokens: int) -> int:
+        return len(self)
+
+    def read(self, start: int, stop: int) -> Any:
+        assert 0 <= start < stop <= len(self)
+        return self.tokens[start:stop]
 
 
 def names_of_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from nsa.data.worker import WorkerDied
+from nsa.data.writer import WorkerDied
 from nsa.engine.process_group import AllRanksCrash, CpuCollectives, Ranks, end_process, start_ranks
 from nsa.engine.resume import agree_on_run
 from tests.checkpoint.planted_code import Code

@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
-from nsa.data.cache import TokenCache
+from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.source import DataError
 from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
-from nsa.data.validation_data import ValidationData
 from nsa.data.writer import prepare
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import load_run, read_config, run_tokenizer

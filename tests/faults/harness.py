@@ -175,6 +175,6 @@ def find(ancestor: int, name: str) -> int:
             words, rank = process.cmdline(), process.environ().get("RANK")
         except psutil.Error:
             continue
-        if name == (LAUNCHER if LAUNCHER in words else rank) and "nsa.data.worker" not in words:
+        if name == (LAUNCHER if LAUNCHER in words else rank) and "nsa.data.writer" not in words:
             return process.pid
     raise LookupError(f"no process of {name}")

@@ -1,0 +1,39 @@
+"""Sources of the tests of the writer, in a module that its process can import fast."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from nsa.data.dataset import OpenedSource
+from nsa.data.source import Documents, Source
+
+
+class Failing(Source):
+    """A source with an error that nobody expects; it prints, as libraries do."""
+
+    def read(self, cursor: Any = None) -> Documents:
+        print("a progress bar", flush=True)
+        os.write(1, b"from C\n")
+        raise KeyError("no such key")
+
+
+class Modules(Source):
+    """Prints what is imported before the first document."""
+
+    def read(self, cursor: Any = None) -> Documents:
+        print(*sorted(sys.modules), flush=True)
+        return iter(())
+
+
+class Opened(OpenedSource):
+    documents: Source
+
+
+class Fails(Opened):
+    documents = Failing()
+
+
+class Lists(Opened):
+    documents = Modules()
