@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nsa.atomic_io import atomic_write
 from nsa.checkpoint.commit import (
     checkpoint_name,
     commit,
@@ -51,8 +50,6 @@ from nsa.validation import at_least
 
 # Of a group of parameters, besides the rate, which the training loop sets.
 OPTIMIZER_SETTINGS = ("betas", "eps", "momentum", "weight_decay", "decay", "lr_factor")
-
-RECOVERY_SCRIPT = "zero_to_fp32.py"  # of DeepSpeed; gathers weights without an engine
 
 
 @dataclass
@@ -153,14 +150,9 @@ class Saver:
         return commit(self.folder, step, self._ranks, fields)
 
     def _finish(self, step: int, stall: float) -> None:
-        """Copy DeepSpeed's script, prune, report; errors are warnings, as the step is saved."""
-        import deepspeed
-
-        path, script = self.folder / checkpoint_name(step), self.folder / RECOVERY_SCRIPT
+        """Prune, report; errors are warnings, as the step is saved."""
+        path = self.folder / checkpoint_name(step)
         try:
-            if not script.exists():
-                source = Path(deepspeed.__file__).parent / "utils" / RECOVERY_SCRIPT
-                atomic_write(script, [source.read_bytes()])
             prune(self.folder, self.config.keep)
             self.on_saved(step, path, stall)
         except Exception as error:
@@ -179,7 +171,7 @@ def capture(engine: Any, draft: Path) -> dict[str, Any]:
     recorder.makedirs = lambda path, exist_ok=False: None
     recorder.save = lambda state_dict, path: files.update({Path(path).name: state_dict})
     engine.checkpoint_engine = recorder
-    engine._copy_recovery_script = lambda path: None  # copied after the commit
+    engine._copy_recovery_script = lambda path: None  # `nsa export` gathers the weights
     try:
         engine.save_checkpoint(str(draft.parent), tag=draft.name, save_latest=False)
     finally:

@@ -149,35 +149,34 @@ def test_repeated_kills_do_not_change_the_result(
     assert contents(out) == uninterrupted
 
 
-def test_after_a_killed_worker_the_same_command_resumes(
-    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
+@pytest.mark.parametrize(
+    ("interruption", "code", "line"),
+    [
+        ("killed writer", 2, r"out: its worker was ended by signal 9 .*memory.*; run the same"),
+        ("Ctrl-C", 130, r"nsa: stopped; the same command resumes"),
+    ],
+)
+def test_after_an_interruption_the_same_command_resumes(
+    corpus: Path,
+    uninterrupted: dict[str, bytes],
+    tmp_path: Path,
+    interruption: str,
+    code: int,
+    line: str,
 ) -> None:
     out = tmp_path / "out"
     process = start(corpus, out)
     wait_for_shards(process, out, 3)
-    workers = workers_of(process.pid)
-    os.kill(workers[0], signal.SIGKILL)
+    (writer,) = workers_of(process.pid)
+    if interruption == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    else:
+        os.kill(writer, signal.SIGKILL)
     _, output = process.communicate()
-    assert process.returncode == 2
-    assert re.search(r"out: its worker was ended by signal 9 .*memory.*; run the same", output)
-    assert all(map(ends_soon, workers))
-    assert start(corpus, out).wait() == 0
-    assert contents(out) == uninterrupted
-
-
-def test_after_ctrl_c_the_same_command_resumes(
-    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    process = start(corpus, out)
-    wait_for_shards(process, out, 3)
-    workers = workers_of(process.pid)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, output = process.communicate()
-    assert process.returncode == 130
-    assert "nsa: stopped; the same command resumes" in output
+    assert process.returncode == code
+    assert re.search(line, output)
     assert "Traceback" not in output
-    assert all(map(ends_soon, workers))
+    assert ends_soon(writer)
     assert start(corpus, out).wait() == 0
     assert contents(out) == uninterrupted
 
