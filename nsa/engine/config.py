@@ -49,7 +49,7 @@ class TrainConfig:
     start_from: str | None = None  # run or checkpoint with the initial weights; null: random
     teacher: str | None = None  # run or checkpoint whose predictions to learn too; null: none
     selector_steps: int = 0  # first steps: dense attention, only the index learns; then all
-    selector_rate: float = 1e-3  # constant learning rate of those steps
+    selector_rate: float = 3e-3  # constant learning rate of those steps
     # first steps: dense attention, then sparse; auto: half of steps, but 0 without an index and in
     # runs of fewer than 100 steps, which only try whether all works
     dense_steps: int | str = 0

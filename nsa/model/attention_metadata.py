@@ -14,7 +14,9 @@ from nsa.ops.inputs import block_starts, repeat_per_document
 from nsa.ops.rotary import rotate
 from nsa.spec import NSASpec
 
-QUERIES = 32  # of the selector loss in each sequence, at least; all queries of a shorter one
+# Queries of the selector loss in each sequence, at least; all queries of a shorter one. While only
+# the index learns, its loss is the only gradient, and more queries teach it in fewer steps.
+QUERIES, QUERIES_ALONE = 32, 256
 
 
 class Rotary(NamedTuple):
@@ -77,10 +79,12 @@ class AttentionMetadata:
         cu_seqlens: Tensor | None,
         device: torch.device,
         loss_offset: Tensor | None = None,
+        loss_queries: int = QUERIES,
     ) -> AttentionMetadata:
         """Build the metadata of a step; positions and blocks restart with each document.
 
-        `loss_offset` shifts the queries of the selector loss; None: do not compute it.
+        The selector loss has at least `loss_queries` queries, which `loss_offset` shifts; None: do
+        not compute it.
         """
         spec = config.attention.spec
         dense = config.attention.kind == "dense"
@@ -96,7 +100,9 @@ class AttentionMetadata:
         last = first + spec.block_len - 1
         block_rotary = Rotary(rotary.cos[last], rotary.sin[last])
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
-        sampled = None if loss_offset is None else sample_queries(seq_len, loss_offset)
+        sampled = None
+        if loss_offset is not None:
+            sampled = sample_queries(seq_len, loss_offset, loss_queries)
         return cls(cu_seqlens, rotary, *tables, block_rotary, sampled)
 
     def without_rope(self) -> AttentionMetadata:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from nsa.constants import IGNORE_INDEX
 from nsa.model.attention import NSAttention
-from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.attention_metadata import QUERIES, QUERIES_ALONE, AttentionMetadata
 from nsa.model.block import Block
 from nsa.model.compressor import BlockMLP
 from nsa.model.config import INIT_STD, ModelConfig
@@ -109,7 +109,8 @@ class LanguageModel(nn.Module):
         # Not with ZeRO-3, whose weights have a `ds_id`: it gathers a layer's weights, which their
         # gradients need, only if the backward pass reaches the layer.
         detached = selector_only and not hasattr(self.embed.weight, "ds_id")
-        x, selector_loss = self._hidden(input_ids, cu_seqlens, detached)
+        queries = QUERIES_ALONE if selector_only else QUERIES
+        x, selector_loss = self._hidden(input_ids, cu_seqlens, queries, detached)
         weight = self.head_weight
         if detached:
             x, weight = x.detach(), weight.detach()
@@ -141,7 +142,11 @@ class LanguageModel(nn.Module):
         return self._hidden(input_ids, cu_seqlens)[0]
 
     def _hidden(
-        self, input_ids: Tensor, cu_seqlens: Tensor | None, detached: bool = False
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        loss_queries: int = QUERIES,
+        detached: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the head's input, and in training the sum of selector losses."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
@@ -154,6 +159,7 @@ class LanguageModel(nn.Module):
             cu_seqlens,
             input_ids.device,
             loss_offset=self.loss_offset(input_ids),
+            loss_queries=loss_queries,
         )
         return self.run_blocks(self.embed(input_ids), metadata, detached=detached)
 

@@ -77,7 +77,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     add("--selector-steps", type=int, default=40, help="of the index alone (%(default)s)")
     about = "rates of those steps; the first is continued (%(default)s)"
-    add("--selector-rates", type=float, nargs="+", default=[1e-3, 3e-4], help=about)
+    add("--selector-rates", type=float, nargs="+", default=[3e-3, 1e-3], help=about)
     add("--steps", type=int, default=100, help="of all weights; 0: none (%(default)s)")
     about = "rates of those steps, one run each (%(default)s)"
     add("--rates", type=float, nargs="+", default=[6e-5, 2e-5], help=about)

@@ -96,7 +96,8 @@ def test_the_index_learns_first_and_then_all_weights(
 
 def test_a_selectors_step_has_no_backward_pass_through_the_model() -> None:
     """It recomputes nothing, costs about half of a step, and trains the index as a step does."""
-    flops, gradients, ids = {}, {}, tokens(90)
+    flops, gradients = {}, {}
+    ids = tokens(63)  # so few that the loss has all queries in either kind of step
     for mode in ("none", "reentrant"):
         model = build(tiny("index", activation_checkpointing=mode))
         for alone in (False, True):
@@ -134,6 +135,17 @@ def test_the_selectors_steps_train_what_ranks_blocks_and_report_the_models_loss(
             assert parameter.grad.any() == (".index." in name), name
     (math.nan * model(ids, labels=ids, selector_only=True)).backward()  # a rejected loss
     assert all(parameter.grad.isnan().all() for parameter in model.parameters())
+
+
+def test_a_selectors_step_learns_from_more_queries() -> None:
+    """Its loss is the only gradient, so 32 queries a sequence would make it a noisy one."""
+    model, ids = build(tiny("index")), tokens(1_024)
+    for alone, stride in ((False, 32), (True, 4)):
+        model(ids, labels=ids, selector_only=alone)
+        for layer in model.sparse_layers().values():
+            queries, _ = layer.selector_target
+            assert queries.diff().unique().tolist() == [stride]
+            assert len(queries) == 1_024 // stride
 
 
 def test_a_recipe_without_a_sparse_start_is_refused(start: Path, tmp_path: Path) -> None:
