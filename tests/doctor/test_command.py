@@ -96,7 +96,8 @@ def test_kernels_are_counted_or_their_problems_named(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 def test_tuning_needs_a_gpu_and_the_heads_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    for heads, message in (([], "PyTorch sees no GPU"), (["m7c"], "not the heads of a model")):
+    wrong = "--tune m7c: not the heads of a model"
+    for heads, message in (([], "PyTorch sees no GPU"), (["4x2x64", "m7c"], wrong)):
         assert main(["doctor", "--tune", *heads]) == 2
         assert message in capsys.readouterr().err
 

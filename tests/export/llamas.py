@@ -123,7 +123,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 DOUBLE = (
     "{% set n = namespace(x='ab') %}{% for _ in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}"
 )
-LONG = DOUBLE.replace("40", "24") + "{{ n.x }}"
+LONGEST = DOUBLE.replace("40", "23") + "{{ n.x }}"  # 2²⁴ characters
 
 
 def add_chat_tokenizer(folder: Path) -> None:

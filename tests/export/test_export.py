@@ -140,6 +140,7 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
         assert (data.get("datasets"), data.language) == (datasets, language), source
         assert (data.license, data.library_name) == ("apache-2.0", "transformers")
         assert data.get("model-index") is data.get("metrics") is None
+        assert ("| dataset | notes.txt (local) |" in written) == (source == str(text))
     assert "| dataset | secret (local) |" in written
 
 

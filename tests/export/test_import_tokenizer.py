@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.tokenizer import build_tokenizer
 from nsa.engine.load_run import load_run
+from nsa.evaluate.chat import render_chat
 from nsa.export.to_hf import export
 from nsa.model.hf import NSAForCausalLM
 from tests.data.texts import open_store, write_lines
 from tests.export.llamas import (
     CHAT,
     DOUBLE,
-    LONG,
+    LONGEST,
     LOOP,
     SMALL,
     Refused,
@@ -163,7 +165,7 @@ def test_a_chat_without_a_template_is_refused(
         (LOOP, "TimeoutError: no text after 0.5 seconds"),
         ("{{ 9 ** (9 ** 9) }}", "TimeoutError: no text after 0.5 seconds"),
         (DOUBLE, "MemoryError"),
-        (LONG, "more than 16,777,216 characters"),
+        (LONGEST + "!", "more than 16,777,216 characters"),
         ("{{ raise_exception('only two turns') }}", "TemplateError: only two turns"),
         ("{{ messages[0].content / 2 }}", "TypeError"),
         ("{% for %}", "TemplateSyntaxError"),
@@ -184,6 +186,11 @@ def test_a_chat_template_that_fails_or_never_ends_is_one_line_with_its_file(
     file.write_text(template)
     error = refusal("generate", tmp_path / "run", "--chat", "--prompt=hello")
     assert f"nsa: {file}: the chat template ends with {reason}" in error
+
+
+def test_a_chat_may_have_as_many_characters_as_the_limit() -> None:
+    tokenizer = SimpleNamespace(get_chat_template=lambda tools: LONGEST, special_tokens_map={})
+    assert len(render_chat(tokenizer, [])) == 2**24
 
 
 def test_a_tokenizer_that_panics_at_a_rendered_chat_is_one_line(

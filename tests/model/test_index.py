@@ -50,6 +50,16 @@ def test_it_is_the_dense_model_where_all_blocks_are_selected(
     assert torch.equal(model(ids, cu_seqlens=DOCUMENTS[documents]), sparse)
 
 
+def test_its_queries_and_keys_have_norms_of_their_own() -> None:
+    model = build(tiny("index", layers=1, **IMPORTED))
+    layer, x = layers_of(model)[0], torch.randn(1, LENGTH, 24, dtype=torch.float64)
+    metadata = AttentionMetadata.build(model.config, LENGTH, None, x.device)
+    queries, keys = layer.layout.parts(layer.project(x, metadata))[3].unbind(2)
+    index = layer.index
+    torch.testing.assert_close(queries, index.q_norm(index.q(x).unflatten(-1, (2, 6))))
+    torch.testing.assert_close(keys, index.k_norm(index.k(x).unflatten(-1, (2, 6))))
+
+
 @pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 @pytest.mark.parametrize("name", INDEXED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -62,7 +63,9 @@ def test_the_kernels_of_a_run_pass(dtype: torch.dtype, packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_kernels_of_a_run_with_an_index_pass(packed: bool) -> None:
-    results = check_kernels(INDEXED, torch.float32, DEVICE, packed)
+    with recording(dry=False) as launches:
+        results = check_kernels(INDEXED, torch.float32, DEVICE, packed)
+    assert "queries_kernel" in {launch.kernel.fn.__name__ for launch in launches}, "of the index"
     assert [result.problem for result in results] == [""] * len(results), table(results)
     names = [result.operation for result in results]
     expected = ALL - {"nsa_attention"} | {"select_blocks", "selected_attention"}
@@ -104,8 +107,8 @@ def only(name: str, config: ModelConfig = CONFIG, packed: bool = True) -> Kernel
 Fault = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def wrong(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: kernel(*args) * 1.05
+def times(factor: float) -> Fault:
+    return lambda kernel: lambda *args: kernel(*args) * factor
 
 
 def unsteady(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +126,8 @@ def raising(kernel: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
-        (wrong, "its error is 0.05"),
+        (times(1.05), "its error is 0.05"),
+        (times(math.nan), "its error is nan"),
         (unsteady, "two runs give different bits"),
         (raising, "RuntimeError: CUDA error: misaligned address"),
     ],
@@ -139,6 +143,8 @@ def test_a_planted_fault_is_named(
     assert problems_of([[], [result]]) == {"swiglu": problem}
     other = replace(result, operation="pool")
     assert problems_of([[], [result, other], [other]]) == {"swiglu": problem, "pool": problem}
+    passed = KernelResult("pool", "", error=1e-3, allowed=2e-2, seconds=1.5)
+    assert table([passed])[1].split() == ["pool", "1.0e-03", "2.0e-02", "1.5", "ok"]
     assert result.problem in table([result])[-1]
 
 

@@ -18,7 +18,7 @@ from nsa.ops.triton import band, configs
 from nsa.ops.triton.configs import Config, Tile, candidates, choose_config
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
-from tests.ops.triton.parity import assert_parity, inputs
+from tests.ops.triton.parity import DENSE, assert_parity, inputs, settings
 
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (45,), kv_heads=2, group=3, value_dim=4)
 FIRST, SECOND = candidates("window_forward", (16, 16), torch.float32)
@@ -69,6 +69,14 @@ def test_the_next_candidate_runs_and_stays(error: Exception, refuse: Refuse) -> 
     like = inputs(CASE).q
     assert choose_config("window_forward", (16, 16), like, 45) == SECOND
     assert choose_config("compressed_forward", (16, 16), like, 45) == FIRST
+
+
+def test_several_kernels_of_one_operation_take_their_next_candidates(refuse: Refuse) -> None:
+    forward = "band_forward_kernel", "selected_forward_kernel"
+    refuse(LIMIT, lambda kernel, warps: kernel in forward and warps == FIRST.warps)
+    with settings(**DENSE), pytest.warns(UserWarning, match="does not run on") as caught:
+        assert_parity(CASE, "mixed")
+    assert {str(x.message).partition(":")[0] for x in caught} >= {*forward}
 
 
 PTXAS = """Internal Triton PTX codegen error
