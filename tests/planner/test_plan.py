@@ -276,6 +276,23 @@ def test_memory_rows_add_up_to_the_peak() -> None:
     assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.0005 * len(sizes))
 
 
+def test_printed_figures_are_those_of_the_json() -> None:
+    """In GB, MB, ms and percent."""
+    flags = f"--deepspeed_config={ROOT}/ds_configs/zero2_overlap.json", "--link=3"
+    (row,) = json.loads(plan(*flags, "--json")[1])["plans"]
+    lines = plan(*flags)[1].splitlines()
+    printed = {line[:20].strip(): line[20:].split() for line in lines}
+    milliseconds = [f"{1e3 * row[x]:,.1f}" for x in ("compute", "communication", "exposed")]
+    assert len(set(milliseconds)) == 3
+    assert [printed[f"{x}, ms"][0] for x in ("compute", "communication", "exposed")] == milliseconds
+    assert printed["exposed, ms"][1] == f"{100 * row['exposed'] / row['seconds']:.1f}%"
+    assert printed["MB sent by a GPU"][0] == f"{row['bytes_sent'] / 1e6:,.1f}"
+    assert printed["total of tensors"][0] == f"{row['memory']['total'] / 1e9:.3f}"
+    assert printed["tokens"] == [f"{row['tokens']:,}"]
+    assert printed["tokens/s"] == [f"{row['tokens_per_second']:,.0f}"]
+    assert printed["days, 50,000 steps"] == [f"{row['days']:.2f}"]
+
+
 def test_a_run_that_does_not_fit_exits_with_1() -> None:
     words = ["--device=100", "--link=7", "--gpus=8", "--nodes=2", "--memory=40", "--mfu=0.5"]
     assert (

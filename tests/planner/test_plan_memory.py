@@ -244,6 +244,7 @@ def test_a_teacher_has_weights_and_nothing_else() -> None:
         (Zero(2, bucket=9), 1, 0, 0.5, 0.5 + 0.5, (2 + 2 + 4) / 4),
         (Zero(2, bucket=9), 2, 0.5, 0.5 + 0.5, 0.5 + 0.5, (2 + 2 + 4) / 4),
         (Zero(2, accumulate_bytes=4, bucket=9), 2, 1, 1 + 1, 1 + 1, (4 + 4 + 4) / 4),
+        (Zero(3, bucket=9), 2, 0.5, 0.5 + 0.5, 0.5 + 0.5, (2 + 2 + 4) / 4),
     ],
     ids=str,
 )
