@@ -59,8 +59,10 @@ class Trial:
         dist.barrier()
         best, notes = newest_valid(folder)
         left = sorted(path.name for path in folder.iterdir())
+        latest = (folder / "latest").read_text()
         dist.barrier()
-        return {"error": error, "left": left, "newest": best and best.name, "notes": notes}
+        newest = best and best.name
+        return {"error": error, "left": left, "newest": newest, "notes": notes, "latest": latest}
 
 
 def two_steps(trial: Trial) -> dict[str, Any]:

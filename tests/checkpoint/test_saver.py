@@ -51,5 +51,6 @@ def test_if_one_rank_cannot_write_all_raise_and_the_next_save_works(saved: Saved
         assert "rank_1_mp_rank_00_optim_states.pt: File too large; raise the limit" in row["error"]
         assert row["error"].endswith("; step00000001 is still good")
         assert row["left"] == ["latest", "step00000001"], "no draft is left"
+        assert row["latest"] == "step00000001"
         assert row["then"]["error"] is None
         assert row["then"]["newest"] == "step00000003"
