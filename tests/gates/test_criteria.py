@@ -305,12 +305,12 @@ def test_memory_is_judged_at_extended_by_its_peak_and_its_growth_on_any_rank(
     leaking = beats(1_000, rank=1)
     for line in leaking:
         line["memory_gb"] = 20 + line["step"] / 100
-    write_beats(tmp_path, beats(1_000), leaking)
+    write_beats(tmp_path, beats(1_000), leaking, beats(1_000, rank=2))
     growth = criterion(tmp_path, "growth", EXTENDED)
     assert (growth.ok, growth.value) == (False, pytest.approx(30 / 25 - 1))
     peak = criterion(tmp_path, "peak memory of", EXTENDED, max_memory_gb=30.01)
     assert (peak.ok, peak.value) == (True, pytest.approx(30))
-    assert peak.evidence.endswith("ranks 0, 1; rank 1 is the highest")
+    assert peak.evidence.endswith("ranks 0, 1, 2; rank 1 is the highest")
     assert criterion(tmp_path, "peak memory of", EXTENDED, max_memory_gb=30.0).ok is False
 
 

@@ -272,7 +272,8 @@ def test_generation_continues_from_a_returned_cache() -> None:
 
 def test_rows_of_a_cache_are_repeated_and_tokens_cannot_be_removed() -> None:
     model, ids = wrapped(), tokens(24, batch=2)
-    cache = model(ids[:, :20], use_cache=True).past_key_values
+    whole = torch.tensor([0, 20])
+    cache = model(ids[:, :20], use_cache=True, cu_seq_lens_q=whole).past_key_values
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0]))
     rest = model(ids[:, 20:].flip(0), past_key_values=cache).logits
@@ -281,6 +282,7 @@ def test_rows_of_a_cache_are_repeated_and_tokens_cannot_be_removed() -> None:
     with pytest.raises(ValueError, match="NSACache: tokens cannot be removed"):
         cache.crop(-1)
     cache.reset()
+    assert cache.get_seq_length() == 0
     assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 

@@ -175,6 +175,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CMP, {"v_cmp": X.v_cmp.half()}, r"^v_cmp is torch.float16"),
     (CMP, {"k_cmp": X.k_cmp[:, 1:]}, r"^k_cmp is .* v_cmp is "),
     (CMP, SHORT_CMP, r"^k_cmp has length 8; block_len 4 at T = 20 requires 9"),
+    *(
+        (CMP, {"cu_seqlens": cu_seqlens, "k_cmp": X.k_cmp[:, n:], "v_cmp": X.v_cmp[:, n:]}, text)
+        for cu_seqlens in [torch.tensor([0, 8, 20], dtype=torch.int32)]
+        for n, text in ((0, "^k_cmp has length 9; .* 8"), (2, "^k_cmp has length 7; .* 8"))
+    ),
     (CMP, {"k_cmp": X.k_cmp[..., :7]}, r"^k_cmp has head size 7"),
     (CMP, {"k_cmp": three_heads(X.k_cmp)}, r"^k_cmp has 3 heads"),
     (CMP, {"v_cmp": three_heads(X.v_cmp)}, r"^v_cmp has 3 heads"),

@@ -77,6 +77,13 @@ def test_nvidias_chip_of_the_same_capability_keeps_its_tiles(
     assert amd_chip(torch.device("cpu")) is None
 
 
+def test_an_a100_is_new_enough_and_a_t4_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = {(8, 0): None, (7, 5): "the GPU is older than compute capability 8.0"}
+    for capability, problem in problems.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert backend._find_device_problem.__wrapped__(GPU) == problem
+
+
 def test_each_gpu_of_a_machine_has_its_own_chip(
     on_chip: OnChip, monkeypatch: pytest.MonkeyPatch
 ) -> None:

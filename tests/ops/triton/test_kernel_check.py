@@ -148,16 +148,28 @@ def test_a_planted_fault_is_named(
     assert result.problem in table([result])[-1]
 
 
-def test_worse_blocks_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def second_block(index: Tensor) -> Tensor:
+    return torch.where(index.max(-1).values > 3, 1, index[..., 1])
+
+
+def no_block(index: Tensor) -> Tensor:
+    """Of the first token, whose own block has importance 0."""
+    return torch.cat([torch.full_like(index[:, :1, :, 0], -1), index[:, 1:, :, 0]], 1)
+
+
+@pytest.mark.parametrize(("number", "wrong"), [(1, second_block), (0, no_block)])
+def test_worse_blocks_are_a_problem(
+    number: int, wrong: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though the branches attend to the blocks that are named."""
     right = band.select_forward
 
-    def first_blocks(x: Any) -> Tensor:
+    def worse(x: Any) -> Tensor:
         index = right(x)
-        index[..., 1] = torch.where(index.max(-1).values > 3, 1, index[..., 1])
+        index[..., number] = wrong(index)
         return index
 
-    monkeypatch.setattr(band, "select_forward", first_blocks)
+    monkeypatch.setattr(band, "select_forward", worse)
     assert only("nsa_attention").problem.startswith("its error is")
 
 
