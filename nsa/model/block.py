@@ -1,8 +1,7 @@
 """Transformer block: attention and SwiGLU. It is one activation-checkpoint segment.
 
 A block gets and returns the residual stream as two tensors, x and the delta that is still to be
-added: the next RMSNorm adds it in the same kernel. docs/design/kernels.md says why Liger-Kernel's
-kernels are not used.
+added: the next RMSNorm adds it in the same kernel (docs/design/kernels.md).
 """
 
 from __future__ import annotations
