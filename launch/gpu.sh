@@ -9,10 +9,10 @@
 #   bash launch/gpu.sh --build-cache DIR
 # A stage ends at its limit, and the next one runs even if it fails or hangs; the last one of a run has
 # what is left. After each stage --out/run-A.tar.gz holds the results so far: JSON, logs, traces, the
-# recipe's runs, tuned tile sizes (cache/). Results of --stage are plain files in --out
+# recipe's runs. Results of --stage are plain files in --out
 # (docs/benchmarks/gpu, or runs/gpu-rehearsal with --rehearse).
 #   --stage NAME         run one stage; repeatable. Those of neither run:
-#                          aot, aot-tune compile what the benchmarks launch, or what `tune` times;
+#                          aot, aot-tiles compile what the benchmarks launch, or what `tiles` does;
 #                          tests, tests-bench, sanitizer (every memory access, minutes) are tests;
 #                          kernels times each function, flex is FlexAttention;
 #                          step-nsa, step-dense, each with -reentrant: a step in its own process;
@@ -25,7 +25,7 @@
 #   --wheels DIR         make these wheels importable for this call
 #   --build-cache DIR    compile the kernels, without a GPU, for an H100; compiling takes most of the
 #                        time of a run without them. Needs the target's Python, PyTorch and Triton
-#   --cache DIR          use these kernels, and the tile sizes in DIR/nsa-m7c
+#   --cache DIR          use these kernels
 #   --peers DIR          folder with other NSA implementations
 # Python is $PYTHON, else .venv if it exists, else python3.
 set -uo pipefail
@@ -45,7 +45,7 @@ stages() {
     bench A profile 130 profile
     bench A module 60 module "${attention[@]}" --kinds module --against sdpa-cudnn
     bench A decode 10 decode --lengths 64k --seconds 0.2
-    stage A tune $run_seconds "$python" -m "${tuner[@]}"
+    bench A tiles $run_seconds module "${attention[@]}" --kinds parts --tile 1
     stage B doctor 15 "$python" -m nsa.model.kernel_check
     stage B bits 20 "${pytest[@]}" tests/ops/triton/test_gpu.py \
         -k "twenty_runs and bfloat16 and not packed and not few"
@@ -58,7 +58,7 @@ stages() {
         --steps 40 --rates 6e-5 --needles 8k --depths 3 "${llama[@]}" \
         ${rehearse:+--model "$results/llama"}
     stage - aot 80 "${aot[@]}" --benchmarks --arch "$arch" --out "$results/aot.json" "${small[@]}"
-    stage - aot-tune 80 "${aot[@]}" --tune --arch "$arch" --out "$results/aot-tune.json" "${small[@]}"
+    stage - aot-tiles 80 "${aot[@]}" --tiles --arch "$arch" --out "$results/aot-tiles.json" "${small[@]}"
     stage - tests 180 "${pytest[@]}" tests/ops/triton "--deselect=$sanitizer"
     stage - tests-bench 45 "${pytest[@]}" tests/bench/test_benches.py
     stage - sanitizer 540 "${pytest[@]}" "$sanitizer"
@@ -184,12 +184,12 @@ fi
 pytest=("$python" -m pytest -m gpu -v --tb=short -p no:cacheprovider)
 sanitizer=tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing
 aot=("$python" -m tests.bench aot)
-tuner=(nsa.ops.tune 12x2x64 64x4x128) small=() llama=()
+small=() llama=()
 show_card='from argparse import Namespace; from tests.bench.harness import Report'
 show_card+='; print(Report(Namespace(out=None)).data["environment"])'
 declare -A tiny=() # the last flags of a benchmark in a rehearsal: of two, the last counts
 if [ -n "$rehearse" ]; then
-    small=(--operation window_attention --jobs 1) tuner=(pytest -q tests/ops/triton/test_tune.py)
+    small=(--operation window_attention --jobs 1)
     model='--set model.layers=1 --set model.width=64 --set data.seq_len=64'
     tiny=(
         [module]='--shapes 4x2x16 --lengths 128 --tokens 128'
@@ -330,14 +330,9 @@ fi
 trap 'rm -rf "$site" "${work-}"' EXIT
 trap '[ -z "$child" ] || kill -TERM "$child"; exit 130' INT TERM HUP
 failed=0
-use_tiles() { # tuned tile sizes are among the results
-    export XDG_CACHE_HOME=$results/cache
-    [ ! -d "$cache/nsa-m7c" ] || { mkdir -p "$results/cache" && cp -r "$cache/nsa-m7c" "$_"; }
-}
 if [ ${#named[@]} -gt 0 ]; then
     summary=()
     stages
-    [ -n "$dry" ] || use_tiles
     for name in "${named[@]}"; do
         [ -n "${limits[$name]-}" ] || die "--stage $name: choose from ${!limits[*]}"
         run_stage "$name" "${limits[$name]}"
@@ -346,10 +341,7 @@ if [ ${#named[@]} -gt 0 ]; then
 fi
 for run in "${runs[@]}"; do
     summary=() stages_of=() end=$((SECONDS + run_seconds))
-    if [ -z "$dry" ]; then
-        work=$(mktemp -d) && results=$work || exit
-        use_tiles
-    fi
+    [ -n "$dry" ] || { work=$(mktemp -d) && results=$work; } || exit
     stages
     for name in ${stages_of[$run]}; do
         left=$((end > SECONDS ? end - SECONDS : 1))

@@ -96,11 +96,6 @@ def _parser() -> Parser:
     add("--ranks", type=int, help="ranks on this machine (default: one per GPU, or 2 without any)")
     about = "compare M7C's kernels with PyTorch on this GPU, in bf16; packed documents too"
     add("--kernels", action="store_true", help=about)
-    about = (
-        "instead of checking, time the kernels' tile sizes on this GPU and keep the fastest, for "
-        "heads x KV heads x size (default: M7C's, 12x2x64); minutes"
-    )
-    add("--tune", nargs="*", metavar="HEADS", help=about)
     add("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
 
@@ -155,12 +150,6 @@ def _doctor(args: argparse.Namespace) -> int:
     from nsa.doctor.node import SKIP, Check, checkpoint_bytes, lines, node_checks, passed
 
     positive_flags(args, "parameters", "checkpoints", "ranks")
-    if args.tune is not None:
-        from nsa.ops.tune import M7C, parse_heads, tune_device
-
-        for line in tune_device([parse_heads(text) for text in args.tune or [M7C]]):
-            print(line, flush=True)
-        return 0
     checks = node_checks(
         args.run_dir.expanduser(),
         checkpoint_bytes=checkpoint_bytes(args.parameters),

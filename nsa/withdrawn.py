@@ -70,6 +70,7 @@ FLAGS: dict[str, str] = {
     "nsa data check --samples-per-step": "remove it; a run logs the epochs that it reads",
     "nsa data check --steps": "remove it; a run logs the epochs that it reads",
     "nsa eval --stride": "remove it; give several lengths with --seq-len",
+    "nsa doctor --tune": "remove it; python -m tests.bench module --tile N measures tile sizes",
     "nsa watch --backoff": "remove it; a restart waits 10 s",
     "nsa check --quiet": "remove it; the summary is on stderr",
     "nsa check --json": "remove it; stdout is JSON",
@@ -79,7 +80,7 @@ FLAGS: dict[str, str] = {
 
 # Verb of `nsa` -> what to do instead.
 VERBS: dict[str, str] = {
-    "bench": "run python -m tests.bench in a clone; for tile sizes nsa doctor --tune",
+    "bench": "run python -m tests.bench in a clone",
     "tasks": "run python -m tests.bench recall in a clone",
     "completion": "no verb replaces it",
     "info": "run nsa plan, or a recipe with --dry-run",

@@ -15,9 +15,12 @@ mostly the same ones. Each result lists its kernels with their times.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +35,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.tune import M7C, Heads, parse_heads
+from nsa.ops.triton.configs import MAX_CANDIDATES, Config, override_choices
 from nsa.system import package_version
 from tests.bench import peers
 from tests.bench.harness import (
@@ -51,13 +54,14 @@ from tests.bench.profile import summary, trace
 from tests.inputs import Inputs
 
 Builders = dict[str, Callable[[], Implementation]]
-SPEC = NSASpec()
+SPEC, M7C = NSASpec(), "12x2x64"
 FIGURES = ("forward", "forward_backward", "peak_bytes")
 # Implementations whose outputs are equal except for rounding and near-ties.
 REFERENCES = {
     "sdpa-cudnn": "sdpa-flash",
     "flex-causal": "sdpa-flash",
     "flex-flash": "sdpa-flash",
+    "flash-attn": "sdpa-flash",
     "fla": "nsa",
     "scalable-flash-nsa": "nsa",
 }
@@ -66,16 +70,34 @@ AGAINST: dict[str, Callable[[Inputs], Implementation]] = {
     "sdpa-flash": partial(peers.sdpa, "sdpa-flash"),
     "sdpa-cudnn": partial(peers.sdpa, "sdpa-cudnn"),
     "flex-causal": peers.flex,
+    "flash-attn": peers.flash_attn,
     "flex-flash": partial(peers.flex, BACKEND="FLASH"),  # FlashAttention-4, if installed
 }
 
 
+class Heads(NamedTuple):
+    """Query heads, key/value heads, key size, value size."""
+
+    heads: int
+    kv_heads: int
+    key: int
+    value: int
+
+
 def shapes(text: str) -> dict[str, Heads]:
     """Parse "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
-    try:
-        return {name: parse_heads(M7C if name == "m7c" else name) for name in text.split(",")}
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--tune ")) from error
+    return {name: parse_heads(M7C if name == "m7c" else name) for name in text.split(",")}
+
+
+def parse_heads(text: str) -> Heads:
+    """Parse heads x KV heads x key size [x value size]."""
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", text):
+        heads, kv_heads, key, *value = map(int, text.split("x"))
+        if heads % kv_heads == 0:
+            return Heads(heads, kv_heads, key, *(value or [key]))
+    raise argparse.ArgumentTypeError(
+        f"{text}: not the heads of a model; write heads x KV heads x size, for example {M7C}"
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +110,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     about = "dense attention of the kind module; FlexAttention compiles for a minute (%(default)s)"
     default = "sdpa-flash,sdpa-cudnn,flex-causal"
     add("--against", type=words_of(*AGAINST), default=default, help=about)
+    about = "which of each kernel's candidates of tile sizes to take; 0: the first that runs (0)"
+    add("--tile", type=int, choices=range(MAX_CANDIDATES), default=0, help=about)
 
 
 def run(report: Report) -> None:
@@ -107,7 +131,9 @@ def _case(kind: str, name: str, heads: Heads, seq_len: int, report: Report) -> N
     spec = peers.FLA_SPEC if kind == "same-pattern" else SPEC
     inputs = random_inputs(heads, batch, seq_len, spec, report)
     builders, outputs = KINDS[kind](inputs, report), dict[str, Tensor]()
-    results = report.each(builders, FIGURES, partial(measure, report, outputs))
+    tile = report.flags.tile
+    with override_choices(partial(candidate, tile)) if tile else nullcontext():
+        results = report.each(builders, FIGURES, partial(measure, report, outputs))
     base = "nsa_attention" if kind == "parts" else "nsa"
     ratios = {
         other: {what: ratio(x[what], results[base][what]) for what in FIGURES}
@@ -117,6 +143,11 @@ def _case(kind: str, name: str, heads: Heads, seq_len: int, report: Report) -> N
     row = {"kind": kind, "shape": name, "heads": heads, "length": seq_len}
     report.add(row | {"batch": batch, "implementations": results, "ratios": ratios})
     print_results(f"{kind} {name} T={seq_len} batch {batch}", FIGURES, results, ratios)
+
+
+def candidate(number: int, _: str, options: list[Config]) -> Config:
+    """Return a kernel's candidate of this number, or its last one."""
+    return options[min(number, len(options) - 1)]
 
 
 def measure(

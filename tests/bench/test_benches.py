@@ -17,7 +17,6 @@ import torch
 
 from nsa.model import ModelConfig
 from nsa.ops import NSASpec
-from nsa.ops.tune import parse_heads
 from tests.bench import module, peers, profile, train
 from tests.bench.__main__ import main
 from tests.bench.harness import Report, margin, time_step
@@ -72,7 +71,7 @@ def test_ratios_of_attention_are_quotients_of_times_in_the_same_case(
 def test_fla_computes_the_same_as_nsa_with_its_pattern() -> None:
     pytest.importorskip("fla", reason="fla-core is not installed")
     report = Report(Namespace(out=None))
-    inputs = module.random_inputs(parse_heads("32x2x64"), 1, 2048, peers.FLA_SPEC, report)
+    inputs = module.random_inputs(module.parse_heads("32x2x64"), 1, 2048, peers.FLA_SPEC, report)
     built = module.KINDS["same-pattern"](inputs, report)
     ours, theirs = (built[name]().forward() for name in ("nsa", "fla"))
     assert module.difference(theirs, ours) < 0.02  # bf16, and near-ties selected differently
@@ -81,7 +80,7 @@ def test_fla_computes_the_same_as_nsa_with_its_pattern() -> None:
 def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
     spec = NSASpec(select_top=4, local_blocks=1)
     report = Report(Namespace(device="cpu", out=None))
-    inputs = module.random_inputs(parse_heads("2x1x16"), 1, 1024, spec, report)
+    inputs = module.random_inputs(module.parse_heads("2x1x16"), 1, 1024, spec, report)
     for x, low, high in ((inputs, 0, 0.75), (module.local(inputs, spec), 0.85, 1)):
         index = module.select(x, spec, "blockwise")[1]
         selected = index[:, 1:] >= 0

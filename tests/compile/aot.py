@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for kind, about in (
         ("full", "every dtype, size and candidate config"),
         ("benchmarks", "what the GPU benchmarks launch: fills Triton's cache for them"),
-        ("tune", "every candidate that `tune` times: fills Triton's cache for it"),
+        ("tiles", "every candidate that `module --tile` times: fills Triton's cache for it"),
     ):
         which.add_argument(
             f"--{kind}", dest="kind", action="store_const", const=kind, default="first", help=about
@@ -50,7 +50,7 @@ def run(report: Report) -> dict[str, Any]:
 
     from tests.compile import check
 
-    candidates = MAX_CANDIDATES if flags.kind in ("full", "tune") else 1
+    candidates = MAX_CANDIDATES if flags.kind in ("full", "tiles") else 1
     launches = [
         (case, launch, chip)
         for case in cases(flags.kind, flags.operation)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from nsa.ops.triton import pool_limit
 from nsa.ops.triton.configs import MAX_CANDIDATES, choosing_for, override_choices
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
+from tests.bench.module import candidate
 from tests.bench.train import KINDS
 from tests.operations import record_operations
 
@@ -257,8 +259,8 @@ BENCHMARKS = [
     for length in (SHORT, 8192)
     for spec in (PAPER, DISJOINT, INDEXED)
 ]
-TUNED = ("compressed_attention", "select_blocks", "selected_attention", "window_attention",
-         "nsa_attention", "decode_attention")  # fmt: skip
+PARTS = ("compressed_attention", "select_blocks", "selected_attention", "window_attention",
+         "nsa_attention")  # fmt: skip
 
 
 def cases(kind: str, operations: Iterable[str]) -> list[Case]:
@@ -269,14 +271,14 @@ def cases(kind: str, operations: Iterable[str]) -> list[Case]:
         wanted += [(shape, "bf16", spec) for shape, spec in SPECIAL]
     elif kind == "benchmarks":
         wanted = [(shape, "bf16", spec) for shape, spec in BENCHMARKS]
-    elif kind == "tune":
+    elif kind == "tiles":
         wanted = [(shape, "bf16", spec) for shape, spec in BENCHMARKS if spec == PAPER]
-        operations = [name for name in operations if name in TUNED]
+        operations = [name for name in operations if name in PARTS]
     return [
         Case(operation, *shape, dtype, packed, spec)
         for operation in operations
         for shape, dtype, spec in wanted
-        for packed in ((False,) if kind in ("benchmarks", "tune") else (False, True))
+        for packed in ((False,) if kind in ("benchmarks", "tiles") else (False, True))
     ]
 
 
@@ -286,10 +288,7 @@ def record_launches(
     """Return every launch of a call on a chip, for each of the first `candidates` configs."""
     launches: list[Launch] = []
     for number in range(candidates):
-
-        def choice(_: str, options: list[Any], number: int = number) -> Any:
-            return options[min(number, len(options) - 1)]
-
+        choice = partial(candidate, number)
         with choosing_for(chip), override_choices(choice), recording() as recorded:
             OPERATIONS[case.operation](case)
         launches += recorded

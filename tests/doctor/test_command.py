@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from nsa.cli import main
 from nsa.doctor.node import (
@@ -92,14 +91,6 @@ def test_kernels_are_counted_or_their_problems_named(
     assert any(shown.startswith(line) for shown in output), output
     if results:
         assert output[-len(results) - 1 :] == kernel_check.table(results)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
-def test_tuning_needs_a_gpu_and_the_heads_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = "--tune m7c: not the heads of a model"
-    for heads, message in (([], "PyTorch sees no GPU"), (["4x2x64", "m7c"], wrong)):
-        assert main(["doctor", "--tune", *heads]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_a_disk_too_small_for_the_checkpoints_exits_with_2(

@@ -20,11 +20,11 @@ from tests.launch.clone import write_script, write_wheel
 from tests.ranks import ROOT
 
 RUNS = {
-    "A": ["card", "train", "profile", "module", "decode", "tune"],
+    "A": ["card", "train", "profile", "module", "decode", "tiles"],
     "B": ["doctor", "bits", "peers", "recipe-zero1", "ncu", "real"],
 }
 NAMED = [
-    *("aot", "aot-tune", "tests", "tests-bench", "sanitizer", "kernels", "flex"),
+    *("aot", "aot-tiles", "tests", "tests-bench", "sanitizer", "kernels", "flex"),
     *("step-nsa", "step-nsa-reentrant", "step-dense", "step-dense-reentrant", "recipe-zero2"),
 ]
 
@@ -160,19 +160,15 @@ done
 
 
 def test_a_run_leaves_one_archive_of_its_results(tmp_path: Path) -> None:
-    cache = tmp_path / "cache/nsa-m7c"
-    cache.mkdir(parents=True)
-    (cache / "tiles.json").touch()
     out = tmp_path / "out"
-    done = gpu_sh("--rehearse", "--run", "B", "--out", out, "--cache", cache.parent,
-                  PYTHON=stand_in(tmp_path, RESULTS))  # fmt: skip
+    done = gpu_sh("--rehearse", "--run", "B", "--out", out, PYTHON=stand_in(tmp_path, RESULTS))
     assert done.returncode == 0, done.stderr
     assert [path.name for path in out.iterdir()] == ["run-B.tar.gz"]
     with tarfile.open(out / "run-B.tar.gz") as archive:
         archive.extractall(tmp_path / "results", filter="data")
     results = tmp_path / "results"
     names = {str(path.relative_to(results)) for path in results.rglob("*")}
-    assert {"peers.json", "real.json", "cache/nsa-m7c/tiles.json"} <= names
+    assert {"peers.json", "real.json"} <= names
     assert "runs/zero1/tensorboard/x" in names
     assert not any("checkpoints" in name for name in names)
     text = "1 steps ran twice; their losses differ by at most 1\n"

@@ -12,14 +12,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from nsa.ops.triton.configs import forget_tuned
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import DEVICE
 
@@ -35,15 +33,6 @@ def poisoned_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Measured choices of tiles that are the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forget_tuned()
-    yield
-    forget_tuned()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -50,7 +50,6 @@ from nsa.ops.triton.common import (
     zero_pair,
 )
 from nsa.ops.triton.configs import Config, choose_config, one_tile
-from nsa.ops.triton.flash_window import flash_forward, is_faster
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected import selected_forward, selected_gradients
@@ -553,7 +552,7 @@ def _config(kernel: str, win: Branch, cmp: Branch, gated: bool = False) -> Confi
     x, both = _either(win, cmp), win is not None and cmp is not None
     name = "gated" if gated or both else "compressed" if win is None else "window"
     sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
-    return choose_config(f"{name}_{kernel}", sizes, x.q, x.q.shape[1])
+    return choose_config(f"{name}_{kernel}", sizes, x.q)
 
 
 def _keys_values(x: Branch) -> tuple[Tensor | None, Tensor | None]:
@@ -590,12 +589,7 @@ def _parts(x: AttentionInputs, splits: int) -> tuple[Tensor, Tensor]:
 
 def band_forward(x: AttentionInputs) -> tuple[Tensor, ...]:
     """(o, lse)."""
-    if x.branch == "compressed":
-        return tuple(launch_forward(None, x))
-    if is_faster(x.q, x.v):
-        q, k, v = (y.contiguous() for y in (x.q, x.k, x.v))
-        return flash_forward(q, k, v, x.cu_seqlens, x.spec.window, x.scale)
-    return tuple(launch_forward(x, None))
+    return tuple(launch_forward(*((x, None) if x.branch == "window" else (None, x))))
 
 
 def band_backward(
@@ -635,10 +629,7 @@ def _one_tile(x: GatedInputs) -> tuple[int, int] | None:
 def gated_forward(x: GatedInputs) -> tuple[Tensor, ...]:
     """(o, block_index, then o and lse of the compressed, selected and window branch)."""
     win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
-    if is_faster(x.q, x.v_win):
-        o_win, lse_win, o_cmp, lse_cmp = *band_forward(win), *band_forward(cmp)
-    else:
-        o_win, lse_win, o_cmp, lse_cmp = launch_forward(win, cmp)
+    o_win, lse_win, o_cmp, lse_cmp = launch_forward(win, cmp)
     index = select_forward(x.selection(lse_cmp))
     o = torch.empty_like(o_cmp)
     selected = x.branch("selected", x.k_sel, x.v_sel, index)

@@ -1,25 +1,18 @@
-"""Tile sizes: at most four candidates for each kernel, and the choice that a launch takes.
+"""Tile sizes: at most four candidates for each kernel, of which a launch takes the first that runs.
 
-Nothing is tuned during a run. A launch takes the first candidate, or the one that
-`nsa doctor --tune` measured to be the fastest on this GPU and stored on disk. Between two
-implementations of an operation (band.py) it chooses in the same way, by name.
+`python -m tests.bench module --tile N` measures the others; nothing is tuned during a run.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from nsa.atomic_io import atomic_write_text
 
 
 class Config(NamedTuple):
@@ -47,10 +40,8 @@ class Tile(Config):
 
 
 Key = tuple[str, tuple[int, int], torch.dtype, str]  # operation, padded head sizes, dtype, chip
-Option = TypeVar("Option", Config, str)
-Choice = Callable[[str, list[Any]], Any]
+Choice = Callable[[str, list[Config]], Config]
 MAX_CANDIDATES = 4
-SHORT = 4096  # tokens; shorter and longer sequences are tuned separately
 # Rows and keys, by the dtype's bytes, of a backward tile that holds all compressed keys: in bf16
 # those of up to 2,063 tokens.
 ONE_TILE = {2: (32, 128), 4: (16, 32)}
@@ -60,7 +51,7 @@ _too_large: dict[Key, set[Config]] = {}  # candidates that could not launch in t
 _chip: str | None = None
 
 
-def choose_config(operation: str, sizes: tuple[int, int], like: Tensor, seq_len: int) -> Config:
+def choose_config(operation: str, sizes: tuple[int, int], like: Tensor) -> Config:
     """The tile sizes of an operation at these key and value sizes (each a power of two).
 
     `like` has the dtype and is on the device. `operation` is a branch and a kernel: `window_keys`.
@@ -68,17 +59,12 @@ def choose_config(operation: str, sizes: tuple[int, int], like: Tensor, seq_len:
     chip = _chip or chip_of(like.device)
     if _override is not None:
         return _override(operation, candidates(operation, sizes, like.dtype, chip))
-    return _cached_config(operation, sizes, like.dtype, seq_len <= SHORT, chip)
+    return _first_that_runs((operation, sizes, like.dtype, chip))
 
 
 @lru_cache(maxsize=1024)
-def _cached_config(
-    operation: str, sizes: tuple[int, int], dtype: torch.dtype, short: bool, chip: str
-) -> Config:
-    key = operation, sizes, dtype, chip
-    options = [c for c in candidates(*key) if c not in _too_large.get(key, ())]
-    tuned = tuning_key(operation, sizes, dtype, 1 if short else SHORT + 1)
-    tile = Tile(*_tuned_or_first(tuned, options))
+def _first_that_runs(key: Key) -> Config:
+    tile = Tile(*next(c for c in candidates(*key) if c not in _too_large.get(key, ())))
     tile.key = key
     return tile
 
@@ -86,8 +72,8 @@ def _cached_config(
 def exclude(tile: Config, kernel: str, reason: str) -> bool:
     """Take the operation's next candidate from now on, because this one cannot launch here.
 
-    Return False if it is not a candidate of an operation, as in tuning. Raise a ValueError if it is
-    the last, which stays, so that a later call says the same.
+    Return False if no operation chose it, as under `override_choices`. Raise a ValueError if it is
+    the last candidate, which stays, so that a later call says the same.
     """
     key = tile.key if isinstance(tile, Tile) else None
     if key is None:
@@ -100,25 +86,11 @@ def exclude(tile: Config, kernel: str, reason: str) -> bool:
             "model.attention.backend=blockwise"
         )
     excluded.add(Config(*tile))
-    _cached_config.cache_clear()
+    _first_that_runs.cache_clear()
     warnings.warn(
         f"{kernel}: tile {tile} does not run on this GPU ({reason}); taking {left[0]}", stacklevel=2
     )
     return True
-
-
-def choose(
-    operation: str, options: list[Option], sizes: tuple[int, int], dtype: torch.dtype, seq_len: int
-) -> Option:
-    """The option that was measured to be the fastest, or the first."""
-    if _override is not None:
-        return _override(operation, options)
-    return _tuned_or_first(tuning_key(operation, sizes, dtype, seq_len), options)
-
-
-def _tuned_or_first(key: str, options: list[Option]) -> Option:
-    tuned = _tuned().get(key)
-    return next((option for option in options if _as_json(option) == tuned), options[0])
 
 
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
@@ -299,61 +271,12 @@ def choosing_for(chip: str) -> Iterator[None]:
         _chip = before
 
 
-def tuning_key(operation: str, sizes: tuple[int, int], dtype: torch.dtype, seq_len: int) -> str:
-    """The key that a measured choice is stored under."""
-    length = "short" if seq_len <= SHORT else "long"
-    return f"{operation} {sizes[0]}x{sizes[1]} {str(dtype).removeprefix('torch.')} {length}"
-
-
 @contextmanager
 def override_choices(choice: Choice) -> Iterator[None]:
-    """Let `choice(operation, options)` choose inside the block, for tuning and compile checks."""
+    """Let `choice(operation, options)` choose inside the block, to measure or compile them all."""
     global _override
     before, _override = _override, choice
     try:
         yield
     finally:
         _override = before
-
-
-def tuned_path() -> Path:
-    """The file of measured choices for this GPU and this Triton."""
-    import triton
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "nsa-m7c" / f"{device} triton {triton.__version__}.json".replace("/", "-")
-
-
-def save_tuned(choices: Mapping[str, Config | str]) -> Path:
-    """Add measured choices to the file; returns its path."""
-    path = tuned_path()
-    stored = _read(path) | {key: _as_json(option) for key, option in choices.items()}
-    atomic_write_text(path, json.dumps(stored, indent=1, sort_keys=True) + "\n")
-    forget_tuned()
-    return path
-
-
-def forget_tuned() -> None:
-    """Read the file again at the next launch."""
-    _tuned.cache_clear()
-    _cached_config.cache_clear()
-
-
-def _as_json(option: Config | str) -> list[int | None] | str:
-    return option if isinstance(option, str) else list(option)
-
-
-@lru_cache(maxsize=1)
-def _tuned() -> dict[str, list[int | None] | str]:
-    return _read(tuned_path())
-
-
-def _read(path: Path) -> dict[str, list[int | None] | str]:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        warnings.warn(f"{path} is ignored: {error}; tune again or delete it", stacklevel=2)
-        return {}

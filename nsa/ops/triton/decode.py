@@ -34,7 +34,7 @@ from nsa.ops.triton.common import (
     store_rows,
     visible,
 )
-from nsa.ops.triton.configs import SHORT, Config, choose_config
+from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 from nsa.ops.triton.select import LEAST, TAKEN, first_overlap, overlap
 from nsa.spec import NSASpec
@@ -327,7 +327,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     groups, top = k.shape[2], spec.select_top if "sel" in branches else 0
     window = spec.window if "win" in branches else 0
     constants = constants_of(x.q[:, None], k, v, spec, TOP=top, WINDOW=window, BLOCKS=BLOCKS)
-    config = choose_config("gathered_decode", constants.padded, x.q, SHORT)
+    config = choose_config("gathered_decode", constants.padded, x.q)
     constants = constants._replace(ROWS=config.rows, KEYS=config.keys)
     total_blocks = 0 if x.k_sel is None else spec.select_blocks_len(x.k_sel.shape[1])
     selecting = total_blocks > top > 0

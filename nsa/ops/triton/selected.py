@@ -51,7 +51,7 @@ from nsa.ops.triton.common import (
     store_rows,
     zero_pair,
 )
-from nsa.ops.triton.configs import SHORT, Config, choose_config
+from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.spec import NSASpec
 
@@ -517,6 +517,10 @@ def add_parts_kernel(
 # A program adds up at most CHUNK queries of a block's list; in small batches fewer, down to
 # MIN_CHUNK, so that no long program ends last. But parts are written to memory and read again.
 CHUNK, MIN_CHUNK = 2048, 512
+# Most queries select the first blocks, so in sequences of at most SHORT tokens the first blocks of
+# all heads start first. In longer ones heads follow each other instead: the queries of all heads
+# would not fit in L2.
+SHORT = 4096
 # A sequence of at most DENSE_BLOCKS · `select_top` blocks takes large tiles: neighbouring queries
 # together select most of its blocks. An estimate, derived in docs/design/kernels.md.
 DENSE_BLOCKS = 4
@@ -582,7 +586,7 @@ def _query_tiles(name: str, x: AttentionInputs) -> tuple[Constants, tuple[int, .
     constants = constants_of(x.q, x.k, x.v)
     dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
     operation = f"{'selected' if dense else 'gathered'}_{name}"
-    config = choose_config(operation, constants.padded, x.q, seq_len)
+    config = choose_config(operation, constants.padded, x.q)
     group = constants.GROUP
     queries = min(max(config.rows, next_power_of_2(group)) // group, MAX_QUERIES)
     rows, keys = max(16, next_power_of_2(queries * group)), _block_keys(config, spec)
@@ -596,13 +600,11 @@ def _key_gradients(
     do: Tensor, x: AttentionInputs, lse2: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
     (batch, seq_len, groups, _), spec = x.k.shape, x.spec
-    config = choose_config("selected_keys", constants_of(x.q, x.k, x.v).padded, x.k, seq_len)
+    config = choose_config("selected_keys", constants_of(x.q, x.k, x.v).padded, x.k)
     keys = _block_keys(config, spec)
     assert x.block_index is not None
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
-    # Most queries select the first blocks, so the first blocks of all heads start first. Beyond
-    # SHORT tokens heads follow each other instead: the queries of all heads would not fit in L2.
     short = seq_len <= SHORT
     chunk = min(CHUNK, max(MIN_CHUNK, next_power_of_2(batch * seq_len) // (8 if short else 32)))
     # No list is longer than the sequence, so short ones leave no parts.

@@ -405,7 +405,7 @@ def selector_loss_backward(
 def _tile(x: SelectorInputs, q: Tensor) -> tuple[Constants, Config]:
     """The constants of mass_kernel for these queries, and a config."""
     constants = constants_of(q, x.k_cmp, spec=x.spec, TOP=0)
-    config = choose_config("selector", constants.padded, q, x.k_sel.shape[1])
+    config = choose_config("selector", constants.padded, q)
     steps = min(config.keys, max(16, next_power_of_2(x.spec.select_len)))
     # Few blocks, so that programs are many; in float32 products with 16 columns spill registers.
     blocks = 16 if q.dtype.itemsize <= 2 else 32

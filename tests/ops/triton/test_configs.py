@@ -1,38 +1,29 @@
-"""Tile sizes: the candidates, the choice between them, and the file of measured choices."""
+"""Tile sizes: the candidates, and the choice between them."""
 
 from __future__ import annotations
 
-import json
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 
-from nsa.ops.triton import configs
 from nsa.ops.triton.configs import (
     CHIPS,
-    SHORT,
     Config,
     candidates,
     choose_config,
     choosing_for,
-    forget_tuned,
     override_choices,
-    save_tuned,
-    tuning_key,
 )
 from tests.ops.triton.parity import KERNELS
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES, BF16 = (64, 64), torch.bfloat16
 LIKE = torch.empty(0, dtype=BF16)
 FIRST, SECOND = candidates("window_forward", SIZES, BF16)[:2]
-KEY = tuning_key("window_forward", SIZES, BF16, 2048)
 
 
 def taken() -> Config:
-    return choose_config("window_forward", SIZES, LIKE, 2048)
+    return choose_config("window_forward", SIZES, LIKE)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -47,48 +38,6 @@ def test_there_are_one_to_four_distinct_candidates(chip: str) -> None:
             assert len(set(group)) == len(group), case
         # Small values leave room for larger tiles.
         assert wide_keys == options or size == 256, case
-
-
-def test_the_next_launch_takes_a_stored_choice() -> None:
-    assert taken() == FIRST  # nothing was measured
-    path = save_tuned({KEY: SECOND})
-    assert list(configs.tuned_path().parent.iterdir()) == [path]
-    other = candidates("select", (64, 0), BF16)[-1]
-    save_tuned({tuning_key("select", (64, 0), BF16, 2048): other})
-    assert (taken(), choose_config("select", (64, 0), LIKE, 2048)) == (SECOND, other)
-    assert (
-        choose_config("window_keys", SIZES, LIKE, 2048) == candidates("window_keys", SIZES, BF16)[0]
-    )
-    assert choose_config("window_forward", (128, 64), LIKE, 2048) != SECOND
-    assert choose_config("window_forward", SIZES, LIKE.half(), 2048) == FIRST
-
-
-@pytest.mark.parametrize(
-    "entry", [[48, 48, 3, 9, None], [64, 64]], ids=["no candidate", "malformed"]
-)
-def test_a_stored_choice_that_cannot_be_taken_falls_back_to_the_first(
-    entry: list[int | None],
-) -> None:
-    path = save_tuned({KEY: SECOND})
-    other = tuning_key("an_operation_of_another_version", SIZES, BF16, 2048)
-    path.write_text(json.dumps({KEY: entry, other: [*SECOND]}))
-    forget_tuned()
-    assert taken() == FIRST
-
-
-@pytest.mark.parametrize("text", ["", '{"band'])
-def test_a_truncated_file_is_ignored_with_a_warning(text: str) -> None:
-    path = configs.tuned_path()
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    with pytest.warns(UserWarning, match="is ignored.* tune again or delete it"):
-        assert taken() == FIRST
-
-
-def test_short_and_long_sequences_have_separate_choices() -> None:
-    save_tuned({KEY: SECOND})
-    assert choose_config("window_forward", SIZES, LIKE, SHORT) == SECOND
-    assert choose_config("window_forward", SIZES, LIKE, SHORT + 1) == FIRST
 
 
 @pytest.mark.parametrize(
@@ -117,25 +66,15 @@ def test_first_tiles_of_small_cards_fit_in_64_kb(kernel: str, size: int) -> None
     assert 2 * size * (tile.rows + 2 * tile.keys) <= 64 * 1024
 
 
-def test_a_limit_on_registers_is_a_compile_option_and_is_stored() -> None:
+def test_a_limit_on_registers_is_a_compile_option() -> None:
     limited = Config(128, 64, 8, 3, 128)
     assert limited.options() == {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
     assert Config(128, 64, 8, 3).options() == {"num_warps": 8, "num_stages": 3}
     with choosing_for("sm_90"):
-        options = candidates("window_forward", SIZES, BF16, "sm_90")
-        assert limited in options
-        save_tuned({KEY: limited})
         assert taken() == limited
 
 
-def test_an_override_precedes_a_stored_choice_and_ends_with_its_block() -> None:
-    save_tuned({KEY: SECOND})
-    forced = Config(16, 16, 1, 1)
-    with override_choices(lambda operation, options: forced):
-        assert taken() == forced
-    assert taken() == SECOND
-
-
-def test_choices_are_stored_under_home_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert configs.tuned_path().parent == Path.home() / ".cache" / "nsa-m7c"
+def test_an_override_chooses_among_the_candidates_and_ends_with_its_block() -> None:
+    with override_choices(lambda operation, options: options[1]):
+        assert taken() == SECOND
+    assert taken() == FIRST

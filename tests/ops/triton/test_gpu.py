@@ -42,7 +42,7 @@ REAL = {
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-ATTENTION = [x for x in kernel_launches.TUNED if x != "decode_attention"]  # what the tests call
+ATTENTION = kernel_launches.PARTS  # what the tests call
 # float16 has bfloat16's tiles, so that a few cases are enough; each takes compiling.
 IN_EVERY_DTYPE = ("M7C", "M7C, packed", "64/4/128", "64/4/192/128", "head size 256")
 

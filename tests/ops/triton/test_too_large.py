@@ -44,10 +44,10 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
 
         monkeypatch.setattr(kind, "__getitem__", called)
 
-    configs.forget_tuned()
+    configs._first_that_runs.cache_clear()
     monkeypatch.setattr(configs, "_too_large", {})
     yield plant
-    configs.forget_tuned()
+    configs._first_that_runs.cache_clear()
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
@@ -67,8 +67,8 @@ def test_the_next_candidate_runs_and_stays(error: Exception, refuse: Refuse) -> 
     assert len([x for x in w if "does not run" in str(x.message)]) == 1
     assert calls.count(("band_forward_kernel", FIRST.warps)) == 1
     like = inputs(CASE).q
-    assert choose_config("window_forward", (16, 16), like, 45) == SECOND
-    assert choose_config("compressed_forward", (16, 16), like, 45) == FIRST
+    assert choose_config("window_forward", (16, 16), like) == SECOND
+    assert choose_config("compressed_forward", (16, 16), like) == FIRST
 
 
 def test_several_kernels_of_one_operation_take_their_next_candidates(refuse: Refuse) -> None:
@@ -132,6 +132,6 @@ def test_other_errors_are_not_taken_for_a_tile_that_is_too_large(refuse: Refuse)
 
 
 def test_a_tile_that_no_operation_chose_is_not_replaced() -> None:
-    """As in tuning, which measures the refusal."""
+    """As when all candidates are measured, refusals too."""
     assert not configs.exclude(Config(16, 16, 4, 1), "band_forward_kernel", "too large")
     assert Tile(*FIRST) == FIRST
