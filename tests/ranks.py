@@ -142,7 +142,7 @@ def spawn_ranks(
 def run_forked(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
     """Replace subprocess.run of [Python, program, *arguments], without the seconds of imports."""
     program, *arguments = command[1:]
-    forked = spawn_ranks(Path(program), *arguments, ranks=0, environment=options["env"]).started[0]
+    forked = spawn_ranks(Path(program), *arguments, ranks=0).started[0]
     try:
         code = forked.wait()
     finally:

@@ -16,10 +16,7 @@ from nsa.validation import Parser
 BENCHMARKS = {  # name: one line of help
     "aot": "compile the kernels without a GPU and check their limits",
     "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",
-    "schedule": "how evenly the attention kernels fill a GPU, counted without one",
-    "pairs": "pairs that the kernels compute over needed ones, of a trained run's selections",
     "comm": "what each DeepSpeed config sends, and what that costs a step",
-    "text": "loss on far text: NSA, its parts and dense attention, several seeds",
     "real": "a real dense model becomes sparse: loss by position, recall, needles",
     "recall": "small models on recall tasks: NSA, dense and window-only attention",
     "module": "attention: NSA against dense attention and other NSA implementations",

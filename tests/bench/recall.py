@@ -7,13 +7,11 @@ training. Accuracies count facts beyond the windows' reach: with each layer, win
 window's width back. By default half an hour or more on two cores.
 
     recall     · f f · f · · f  k k k k k k k k   facts in the first half, questions in the second
-    two hops   · p f · p · · f  k K k K k K k K   half of the facts are pointers
     needle     · · · · f · · · · · · · f · · k    a fact at a given depth; the question at the end
 
 A fact is a token that encodes a key and a value. A question is a key; its label is the value of the
-fact with that key. A pointer is a token that encodes a key k and the key K of a fact: the label of
-k is K, and the label of K, the next token, is the value. Keys, values and positions are random in
-each sequence, so only the facts reveal the answer.
+fact with that key. Keys, values and positions are random in each sequence, so only the facts reveal
+the answer.
 """
 
 from __future__ import annotations
@@ -42,11 +40,10 @@ from nsa.validation import positive_flags
 from tests.bench.harness import Report, margin, words_of
 from tests.ops.cases import threads
 
-# Token ids in this order: keys, values, fillers, facts, pointers.
+# Token ids in this order: keys, values, fillers, facts.
 KEYS = VALUES = FILLERS = 16
 FIRST_FACT = KEYS + VALUES + FILLERS
-FIRST_POINTER = FIRST_FACT + KEYS * VALUES
-VOCABULARY = {1: FIRST_POINTER, 2: FIRST_POINTER + KEYS * KEYS}  # number of ids, by hops
+VOCABULARY = FIRST_FACT + KEYS * VALUES  # number of ids
 
 LAYERS = 2
 SHORTEST = 32  # tokens; at most a quarter are facts
@@ -96,20 +93,14 @@ class TaskBatch:
     distance: Tensor  # at a question, positions back to its fact; else 0
 
 
-def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int = 1) -> TaskBatch:
-    """Return multi-query associative recall: each position of the second half is a question.
-
-    With two hops, even positions ask for pointers and odd ones for the facts they lead to.
-    """
+def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int) -> TaskBatch:
+    """Return multi-query associative recall: each position of the second half is a question."""
     half = seq_len // 2
     assert facts <= min(half, KEYS)
-    assert half % hops == facts % hops == 0
     questions = torch.arange(half, seq_len).expand(batch, -1)
-    fact_index = torch.randint(facts // hops, (batch, half // hops), generator=rng)
-    if hops == 2:
-        fact_index = torch.stack((fact_index, fact_index + facts // 2), -1).flatten(1)
+    fact_index = torch.randint(facts, (batch, half), generator=rng)
     positions = _distinct(rng, batch, half, facts)
-    return _build(rng, seq_len, positions, questions, fact_index, hops)
+    return _build(rng, seq_len, positions, questions, fact_index)
 
 
 def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: float) -> TaskBatch:
@@ -134,25 +125,16 @@ def _build(
     positions: Tensor,
     questions: Tensor,
     fact_index: Tensor,
-    hops: int = 1,
 ) -> TaskBatch:
-    """Place facts at `positions` [B, facts]; at `questions` ask for the facts `fact_index`.
-
-    With two hops, the facts of the first half point to those of the second.
-    """
+    """Place facts at `positions` [B, facts]; at `questions` ask for the facts `fact_index`."""
     batch, facts = positions.shape
     keys = _distinct(rng, batch, KEYS, facts)
     values = torch.randint(VALUES, keys.shape, generator=rng)
-    tokens, answers = FIRST_FACT + keys * VALUES + values, KEYS + values
-    if hops == 2:
-        half = facts // 2
-        tokens[:, :half] = FIRST_POINTER + keys[:, :half] * KEYS + keys[:, half:]
-        answers[:, :half] = keys[:, half:]
     ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=rng)
-    ids.scatter_(1, positions, tokens)
+    ids.scatter_(1, positions, FIRST_FACT + keys * VALUES + values)
     ids.scatter_(1, questions, keys.gather(1, fact_index))
     labels = torch.full_like(ids, IGNORE_INDEX)
-    labels.scatter_(1, questions, answers.gather(1, fact_index))
+    labels.scatter_(1, questions, KEYS + values.gather(1, fact_index))
     distance = torch.zeros_like(ids)
     distance.scatter_(1, questions, questions - positions.gather(1, fact_index))
     return TaskBatch(ids, labels, distance)
@@ -168,7 +150,6 @@ class Task:
     """What all models learn: recall in sequences of up to `seq_len` tokens."""
 
     seq_len: int = 256
-    hops: int = 1  # facts that lead to an answer
     pattern: str = "small"  # in PATTERNS and HEAD_DIMS
     compressor: str = "mean"  # φ of the models with a compressed branch
 
@@ -208,7 +189,7 @@ class Task:
 
         seq_len = draw(self.lengths)
         facts = draw(FACT_COUNTS[:3] if seq_len < 2 * SHORTEST else FACT_COUNTS)
-        return recall(rng, max(1, BATCH // seq_len), seq_len, facts, self.hops)
+        return recall(rng, max(1, BATCH // seq_len), seq_len, facts)
 
 
 def model_config(variant: str, task: Task) -> ModelConfig:
@@ -218,7 +199,7 @@ def model_config(variant: str, task: Task) -> ModelConfig:
     if attention.has_index or (attention.kind == "nsa" and "cmp" in attention.branch_names):
         attention = replace(attention, compressor=task.compressor)
     return ModelConfig(
-        vocab_size=VOCABULARY[task.hops],
+        vocab_size=VOCABULARY,
         layers=LAYERS,
         width=64,
         heads=4,
@@ -259,18 +240,11 @@ def train(variant: str, task: Task, steps: int, seed: int) -> tuple[LanguageMode
 
 
 @torch.no_grad()
-def check_answers(
-    model: Callable[[Tensor], Tensor], batch: TaskBatch, hops: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Return, for each answer of `hops` tokens, whether the model predicts all, and its distance.
-
-    Each token is predicted after the right earlier ones (teacher forcing). The distance is the
-    shortest of the tokens'.
-    """
+def check_answers(model: Callable[[Tensor], Tensor], batch: TaskBatch) -> tuple[Tensor, Tensor]:
+    """Return, for each question, whether the model predicts the answer, and its fact's distance."""
     questions = batch.labels != IGNORE_INDEX
-    predicted = model(batch.input_ids).argmax(-1)
-    correct = (predicted == batch.labels)[questions].unflatten(0, (-1, hops))
-    return correct.all(-1), batch.distance[questions].unflatten(0, (-1, hops)).amin(-1)
+    correct = model(batch.input_ids).argmax(-1) == batch.labels
+    return correct[questions], batch.distance[questions]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -281,7 +255,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     about = f"some of these, or {HALF_DENSE}, with commas (%(default)s)"
     add("--models", type=known, default=",".join(VARIANTS), help=about)
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
-    add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
     about = "sizes of blocks, windows and heads: small (blocks of 4) or M7C's (%(default)s)"
     add("--pattern", choices=PATTERNS, default="small", help=about)
     add("--compressor", choices=COMPRESSORS, default="mean", help="φ of NSA (%(default)s)")
@@ -294,7 +267,7 @@ def run(report: Report) -> None:
     """Train and evaluate every model; save after each one, print a table."""
     flags = report.flags
     positive_flags(flags, "steps", "seq_len", "jobs")
-    task = Task(flags.seq_len, flags.hops, flags.pattern, flags.compressor)
+    task = Task(flags.seq_len, flags.pattern, flags.compressor)
     report.data |= {
         **asdict(task),
         "steps": flags.steps,
@@ -319,17 +292,17 @@ def _evaluate_pair(task: Task, steps: int, pair: tuple[int, str]) -> dict[str, A
     """Train and evaluate one model: accuracy by facts, by distance, and of needles by length."""
     seed, variant = pair
     model, losses = train(variant, task, steps, seed)
-    longest, hops = task.seq_len, task.hops
+    longest = task.seq_len
     by_facts, results = [], []
     rng = torch.Generator().manual_seed(SEED)
     for facts in FACT_COUNTS:
-        batch = recall(rng, SEQUENCES, longest, facts, hops)
-        correct, distance = check_answers(model, batch, hops)
+        batch = recall(rng, SEQUENCES, longest, facts)
+        correct, distance = check_answers(model, batch)
         far = distance > task.reach
         by_facts.append({"facts": facts, "all": _mean(correct), "far": _mean(correct[far])})
         results.append((correct, distance))
     needles = []
-    for length in task.lengths if hops == 1 else []:  # a needle is one fact
+    for length in task.lengths:
         checked = [
             check_answers(model, needle(rng, SEQUENCES, length, HAYSTACK_FACTS, depth))
             for depth in DEPTHS
@@ -338,8 +311,8 @@ def _evaluate_pair(task: Task, steps: int, pair: tuple[int, str]) -> dict[str, A
         accuracy = _mean(torch.cat([correct for correct, _ in checked]))
         accuracies = {"all": accuracy, "far": _mean(torch.cat(far)) if far else None}
         needles.append({"seq_len": length, **accuracies})
-    batch = recall(rng, SEQUENCES, 2 * longest, FACT_COUNTS[-1], hops)
-    correct, distance = check_answers(model, batch, hops)
+    batch = recall(rng, SEQUENCES, 2 * longest, FACT_COUNTS[-1])
+    correct, distance = check_answers(model, batch)
     twice = _mean(correct[distance > task.reach])
     correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
     edges = [1, *(2**power for power in range(3, longest.bit_length()))]
@@ -386,16 +359,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     longest, by_model = result["seq_len"], dict[str, Rows]()
     for row in result["rows"]:
         by_model.setdefault(row["model"], []).append(row)
-    has_needles = any(row["needle"] for row in result["rows"])
     facts = [f"{facts} facts" for facts in FACT_COUNTS]
     header = ["model", *facts, f"{facts[-1]}, {2 * longest:,} tokens"]
-    header += [f"needles of {longest:,} tokens"] * has_needles + ["parameters"]
+    header += [f"needles of {longest:,} tokens", "parameters"]
     cells = []
     for name, rows in by_model.items():
         far = [[row["by_facts"][index]["far"] for row in rows] for index in range(len(FACT_COUNTS))]
         far.append([row["twice_as_long"] for row in rows])
-        if has_needles:
-            far.append([row["needle"][-1]["far"] or 0.0 for row in rows])
+        far.append([row["needle"][-1]["far"] or 0.0 for row in rows])
         cells.append([name, *map(_accuracy, far), f"{rows[0]['parameters']:,}"])
     return markdown_table(header, cells)
 
