@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.constants import BRANCHES
-from nsa.model.attention_metadata import AttentionMetadata, apply_rotary
+from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import head_norm, is_plain, norm_columns, parallel_linear
@@ -273,12 +273,10 @@ class NSAttention(Attention):
             self.compress = PoolCompressor(self.spec.block_len, *sizes, self.backend)
         if self.branches == ("win",):  # nothing to compress
             return
-        mean, pre_rope = isinstance(self.compress, MeanCompressor), not self.compress.rotate_first
-        # The compressed branch's keys and values, the first set, are then not read by token.
-        skips_first_set = "cmp" in self.branches and (mean or pre_rope)
-        self.layout = self.layout._replace(
-            first_set=int(skips_first_set), mean=mean, pre_rope=pre_rope
-        )
+        mean = attention.compressor == "mean"
+        # The compressed branch's keys and values, the first set, are not read by token.
+        first_set = int("cmp" in self.branches)
+        self.layout = self.layout._replace(first_set=first_set, mean=mean, pre_rope=not mean)
 
     def start_index(self) -> None:
         """Let the index start as the attention that it predicts."""
@@ -303,8 +301,8 @@ class NSAttention(Attention):
             assert parts.compressed is not None
             kv["cmp"] = parts.compressed
         elif "cmp" in kv:
-            k, v = parts.compressed or parts.kv_sets[0]
-            kv["cmp"] = self.compress(k, v, metadata)
+            assert parts.compressed is not None
+            kv["cmp"] = self.compress(*parts.compressed, metadata)
         return kv
 
     def ranking_loss(
@@ -331,17 +329,15 @@ class NSAttention(Attention):
             k = self.k(x)[..., :rows]
         if self.config.qk_norm:
             k = head_norm(k, self.k_norm)
-        layout = PackedLayout(0, self.kv_heads, self.key_dim, 0, 1, first_set=1, mean=True)
         if self.layout.mean:
+            layout = PackedLayout(0, self.kv_heads, self.key_dim, 0, 1, first_set=1, mean=True)
             tables = *metadata.rotary, metadata.block_tokens, metadata.token_blocks
             means = rotary_pool(k, layout, *tables, backend=self.backend).compressed
             assert means is not None
             return means[0]
-        k = k.unflatten(-1, (layout.kv_heads, self.key_dim))
+        k = k.unflatten(-1, (self.kv_heads, self.key_dim))
         if isinstance(self.compress, PoolCompressor):
             return self.compress.key(k, metadata.block_rotary, metadata, self.backend)
-        if self.compress.rotate_first:
-            k = apply_rotary(k, metadata.rotary)
         return self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)[0]
 
     def attend(

@@ -18,19 +18,14 @@ from nsa.ops.pooling import pool, pool_blocks, sum_covering
 class Compressor(nn.Module):
     """Base class of all φ: cuts keys and values into blocks. Subclasses pool a block."""
 
-    rotate_first = True  # pools keys after RoPE; False: the subclass applies RoPE to its result
-
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """Compress keys, rotated if `rotate_first`, and values [B, T, K, D] to [B, N, K, D]."""
+        """Compress keys before RoPE and values [B, T, K, D] to [B, N, K, D]."""
         assert metadata.block_rotary is not None
         blocks = cut_blocks(k, metadata), cut_blocks(v, metadata)
         return self.compress_blocks(*blocks, metadata.block_rotary)
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Pool blocks [B, N, l, K, D] to [B, N, K, D].
-
-        `block_rotary`: RoPE at the blocks' last positions, for subclasses without `rotate_first`.
-        """
+        """Pool blocks [B, N, l, K, D] to [B, N, K, D]; `block_rotary`: RoPE at their ends."""
         raise NotImplementedError
 
 
@@ -54,7 +49,7 @@ class _CutBlocks(torch.autograd.Function):
 
 
 class MeanCompressor(Compressor):
-    """The mean of the rotated keys, and of the values. It has no parameters."""
+    """The mean of the rotated keys, and of the values; without parameters, called in decoding."""
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return k.mean(2), v.mean(2)
@@ -80,8 +75,6 @@ class BlockMLP(nn.Module):
 
 class MLPCompressor(Compressor):
     """One MLP pools pre-RoPE keys, then RoPE is applied; another MLP pools values."""
-
-    rotate_first = False
 
     def __init__(self, block_len: int, key_size: int, value_size: int) -> None:
         super().__init__()
@@ -128,8 +121,6 @@ class BlockPool(nn.Module):
 
 class PoolCompressor(Compressor):
     """One BlockPool pools pre-RoPE keys, then RoPE is applied; another pools values."""
-
-    rotate_first = False
 
     def __init__(
         self, block_len: int, kv_heads: int, key_size: int, value_size: int, backend: str

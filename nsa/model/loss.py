@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from nsa.constants import IGNORE_INDEX
 from nsa.ops.per_token import cross_entropy_
@@ -121,14 +120,6 @@ def _(
     total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     shapes = (hidden.shape, weight.shape) if with_gradients else (0, 0)
     return total, hidden.new_empty(shapes[0]), weight.new_empty(shapes[1])
-
-
-@register_flop_formula(torch.ops.nsa.linear_cross_entropy)
-def _flops(
-    hidden: torch.Size, weight: torch.Size, labels: torch.Size, with_gradients: bool, **_: object
-) -> int:
-    """FLOPs for FlopCounterMode: one matrix product forward, two more for the gradients."""
-    return 2 * hidden.numel() * weight[0] * (3 if with_gradients else 1)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

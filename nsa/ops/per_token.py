@@ -5,8 +5,6 @@ One kernel each way on a GPU, PyTorch elsewhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,8 +18,8 @@ def swiglu(gate_up: Tensor, width: int | None = None, *, backend: str = "auto") 
     """Return silu(gate) · up, [.., width], of gate_up [.., gate | up | padding].
 
     `width` is the columns of gate and of up, by default half of gate_up's. Kernels compute in
-    float32 and round once. There is no second derivative. The backends "blockwise" and
-    "reference" both run PyTorch.
+    float32, round once and have no second derivative. The backends "blockwise" and "reference" both
+    run PyTorch.
     """
     columns = gate_up.shape[-1]
     if width is None and columns % 2 == 0:
@@ -34,36 +32,7 @@ def swiglu(gate_up: Tensor, width: int | None = None, *, backend: str = "auto") 
         from nsa.ops.triton.per_token import triton_swiglu
 
         return triton_swiglu(gate_up, width)
-    if torch.compiler.is_compiling():  # it plans its own backward pass
-        return _swiglu(gate_up, width)
-    return _SwiGLU.apply(gate_up, width)
-
-
-def _swiglu(gate_up: Tensor, width: int) -> Tensor:
     return F.silu(gate_up[..., :width]) * gate_up[..., width : 2 * width]
-
-
-class _SwiGLU(torch.autograd.Function):
-    """Saves only gate_up: autograd would also save silu(gate), and concatenate two gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, width: int) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.width = width
-        return _swiglu(gate_up, width)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
-        (gate_up,), width = ctx.saved_tensors, ctx.width
-        gate, up = gate_up[..., :width], gate_up[..., width : 2 * width]
-        d_gate_up = torch.empty_like(gate_up)
-        d_gate, d_up = d_gate_up[..., :width], d_gate_up[..., width : 2 * width]
-        if 2 * width < gate_up.shape[-1]:
-            d_gate_up[..., 2 * width :] = 0
-        torch.mul(d_out, up, out=d_up)  # the gradient of silu(gate)
-        torch.ops.aten.silu_backward.grad_input(d_up, gate, grad_input=d_gate)
-        torch.mul(d_out, F.silu(gate), out=d_up)
-        return d_gate_up, None
 
 
 def add_rms_norm(
@@ -71,8 +40,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (x + delta, rms_norm(x + delta) · weight), both [.., width]; delta None adds nothing.
 
-    The norm is that of the rounded sum, in float32. x and delta share one gradient; there is no
-    second derivative. The backends "blockwise" and "reference" both run PyTorch.
+    The norm is that of the rounded sum, in float32. The kernels' x and delta share one gradient,
+    without a second derivative. The backends "blockwise" and "reference" both run PyTorch.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(
@@ -88,33 +57,7 @@ def add_rms_norm(
 
         return triton_add_rms_norm(x, delta, weight, eps)
     total = x if delta is None else x + delta
-    if torch.compiler.is_compiling():  # it plans its own backward pass
-        return total, F.rms_norm(total, weight.shape, weight, eps)
-    return total, _RMSNorm.apply(total, weight, eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """On a CPU, F.rms_norm is a dozen operations, and its backward pass another dozen."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        y = x.to(dtype)
-        norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [.., 1]
-        ctx.save_for_backward(x, weight, inverse)
-        return (y * inverse).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, d_normed: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
-        unit = x * inverse
-        dy = d_normed.to(inverse.dtype)
-        d_weight = (dy * unit).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-        dy = dy * weight
-        mean = torch.linalg.vecdot(dy, unit)[..., None].div_(x.shape[-1])
-        dx = dy.addcmul_(unit, mean, value=-1).mul_(inverse)
-        return dx.to(x.dtype), d_weight, None
+    return total, F.rms_norm(total, weight.shape, weight, eps)
 
 
 # Logits per softmax of the PyTorch implementation: 4 MiB in float32, which a CPU's cache holds.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from nsa.ops import triton
 from nsa.ops.backend import dispatch
@@ -123,17 +122,3 @@ torch_pool = register(
     PoolInputs.empty_output,
     gradient=Gradient(_backward, inputs=4, outputs=1, saved=slice(0)),
 )
-
-
-@register_flop_formula(torch.ops.nsa.pool)
-def _forward_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    """The scores: one product with the weight per token."""
-    return 2 * x.numel() * weight[-1]
-
-
-@register_flop_formula(torch.ops.nsa.pool_backward)
-def _backward_flops(
-    dy: torch.Size, x: torch.Size, weight: torch.Size, *_: object, **__: object
-) -> int:
-    """Two products; computing the scores again does not count."""
-    return 4 * x.numel() * weight[-1]

@@ -82,8 +82,6 @@ def test_the_weight_of_a_micro_batch_does_not_apply_to_the_selector_loss() -> No
 class FirstToken(Compressor):
     """Keeps the first of a block's keys and values."""
 
-    rotate_first = False
-
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(k[:, :, 0], block_rotary), v[:, :, 0]
 
