@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.backend import dispatch, fallback_counts, reset_fallback_counts, runs_fused
+from nsa.ops import triton
+from nsa.ops.backend import dispatch, fallback_counts, reset_fallback_counts
 from nsa.ops.inputs import (
     AttentionInputs,
     GatedInputs,
@@ -215,14 +216,15 @@ def nsa_attention_and_blocks(x: GatedInputs, backend: str = "auto") -> tuple[Ten
             )
         if name != "_cmp":
             check_length(f"k{name}", k, q.shape[1], "q")
-    options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "backend": backend}
-    if runs_fused(backend, q, v_cmp):
+    if dispatch(backend, "nsa_attention", q, v_cmp) is triton:  # all branches as one op
         check_documents(cu_seqlens, q)
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
         from nsa.ops.triton.band import triton_gated
 
         o, block_index, *_ = triton_gated(*x[:9], spec.to_ints(), scale)
         return o, block_index
+    options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens}
+    options["backend"] = "reference" if backend == "reference" else "blockwise"
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, spec, **options)
     block_index = select_blocks(q, k_cmp, lse, spec, **options)
     o_sel = selected_attention(q, k_sel, v_sel, block_index, spec, **options)

@@ -66,28 +66,10 @@ def _count_fallback(operation: str, reason: str) -> None:
     _fallbacks[operation, "triton", reason] += 1
 
 
-def runs_fused(backend: str, q: Tensor, *others: Tensor) -> bool:
-    """Return whether Triton runs all branches and the gates as one custom op."""
-    if backend not in ("auto", "triton"):
-        return False
-    by_name = backend == "triton"
-    if triton.unsupported_reason(q, *others, by_name=by_name) is not None:
-        return False
-    if (reason := _disabled.get("nsa_attention")) is not None:
-        _count_fallback("nsa_attention", reason)
-    return reason is None
-
-
 def disable(reasons: Mapping[str, str]) -> None:
-    """Let `auto` take PyTorch for these operations in this process; `triton` refuses them.
-
-    If the fused `nsa_attention` is one of them, its branches are disabled too.
-    """
+    """Let `auto` take PyTorch for these operations in this process; `triton` refuses them."""
     _disabled.clear()
     _disabled.update(reasons)
-    if reason := reasons.get("nsa_attention"):
-        branches = "compressed_attention", "select_blocks", "selected_attention", "window_attention"
-        _disabled.update(dict.fromkeys(branches, reason))
 
 
 def fallback_counts() -> dict[tuple[str, str, str], int]:

@@ -76,9 +76,9 @@ def test_every_fallback_is_counted_by_operation_backend_and_reason(
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     call("nsa_attention")
     call("window_attention")
-    expected = {(operation, "triton", ON_CPU): 1 for operation in OPERATIONS}
-    expected["window_attention", "triton", ON_CPU] = 2
-    assert fallback_counts() == expected
+    call("window_attention")
+    counts = {"nsa_attention": 1, "window_attention": 2}
+    assert fallback_counts() == {(name, "triton", ON_CPU): n for name, n in counts.items()}
 
 
 def test_a_fallback_in_compiled_code_is_counted_once_at_compilation() -> None:

@@ -15,13 +15,14 @@ from torch import Tensor
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.model import kernel_check as checks
 from nsa.model.kernel_check import KernelResult, check_kernels, problems_of, table
-from nsa.ops import backend, triton
-from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts, runs_fused
+from nsa.ops import nsa_attention, triton
+from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts
 from nsa.ops.per_token import swiglu
 from nsa.ops.triton import band, decode, per_token, select
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
-from tests.ops.cases import default
+from tests.inputs import Inputs
+from tests.ops.cases import Calls, Case, default
 from tests.ops.triton.parity import DEVICE
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)
@@ -189,12 +190,16 @@ def test_auto_takes_pytorch_for_a_disabled_operation_and_says_why() -> None:
 
 
 def test_without_the_fused_attention_its_branches_run_in_pytorch() -> None:
-    q = torch.empty(1, 3, 8, 16, device="meta")
-    assert runs_fused("auto", q)
-    disable({"nsa_attention": "kernel check on rank 0: two runs give different bits"})
-    assert not runs_fused("auto", q)
-    for branch in ("compressed_attention", "select_blocks", "selected_attention"):
-        assert dispatch("auto", branch, q) is backend.blockwise
+    x = Inputs.of(Case(SPEC, (30,)), torch.float32)
+    on_gpu = [y.to("meta") for y in x.tensors()]  # counts as a GPU
+    operators = []
+    for reasons in ({}, {"nsa_attention": "kernel check on rank 0: two runs give different bits"}):
+        disable(reasons)
+        with Calls() as recorded:
+            nsa_attention(*on_gpu, SPEC)
+        operators.append({name for name in recorded.names if name.startswith("nsa::")})
+    blockwise = {"nsa::blockwise_attention", "nsa::blockwise_select_blocks"}
+    assert operators == [{"nsa::triton_gated"}, blockwise]
 
 
 def test_a_dense_model_has_fewer_kernels() -> None:
