@@ -62,6 +62,7 @@ VALUES: dict[tuple[str, Any], Any] = {
 # Program or verb, and flag ("nsa plan --search") -> what to do instead.
 FLAGS: dict[str, str] = {
     "nsa import --shares": "remove it; a dense model keeps its keys and values",
+    "nsa import --tokens": "set train.steps and train.warmup_steps",
     "nsa import --gap": "compare `nsa eval` of the import and of the dense model",
     "nsa data prepare --files": "use --pattern",
     "nsa data train-tokenizer --files": "use --pattern",

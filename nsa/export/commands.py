@@ -54,9 +54,6 @@ def add_import_parser(verbs: Any) -> None:
     add("--config", type=Path, help="YAML of settings, as for a recipe")
     about = "one setting, such as attention.spec.window=256; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    about = "tokens to continue training with, such as 1e9: sets train.steps "
-    about += "(default: a tenth of the steps of training from nothing)"
-    add("--tokens", type=float, metavar="N", help=about)
     parser.set_defaults(run=_import)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from nsa.data.tokenizer import ByteTokenizer, largest_id
-from nsa.engine.config import LARGEST, RunConfig, resolve_config, to_yaml
+from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import model_with
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.hf_tokenizer import copy_files
@@ -21,8 +20,6 @@ from nsa.export.to_hf import output_folder, write_weights
 from nsa.model.config import INDEXED, AttentionConfig
 from nsa.model.index import add_index, without_index
 from nsa.spec import NSASpec
-
-RANKS = 2  # of the recipes' commands; --tokens counts with them
 
 
 def import_run(args: argparse.Namespace) -> int:
@@ -81,9 +78,6 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
         base.model.attention = _converted(base.model.attention, kind)
     base.train.start_from = str(folder)
     config = resolve_config(base, args.config, args.set)
-    if args.tokens is not None:
-        _set_steps(base, config, args.tokens)
-        config = resolve_config(base, args.config, args.set)
     _check_tokenizer(args, source, config)
     other = config.model.attention.kind
     if other != kind:
@@ -129,16 +123,6 @@ def _continue_training(config: RunConfig) -> None:
         selector_steps=0,
         dense_steps=0,
     )
-
-
-def _set_steps(base: RunConfig, config: RunConfig, tokens: float) -> None:
-    """Set the steps in which `config` reads `tokens` on RANKS ranks, a twentieth of them warmup."""
-    train = config.train
-    sequences = train.rows * train.accumulation * RANKS
-    if not 1 <= tokens <= LARGEST:
-        raise ValueError(f"--tokens {tokens:g}: must be from 1 to {LARGEST:,}")
-    base.train.steps = math.ceil(tokens / (sequences * config.data.seq_len))
-    base.train.warmup_steps = base.train.steps // 20
 
 
 def _check_tokenizer(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> None:

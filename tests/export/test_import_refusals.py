@@ -110,8 +110,8 @@ def test_invalid_arguments_are_refused_with_the_fix(
     assert message in refused(llama_folder, *arguments)
 
 
-@pytest.mark.parametrize("flag", ["--shares=0,1,0", "--gap=embedded"])
-def test_flags_of_three_branches_are_withdrawn(
+@pytest.mark.parametrize("flag", ["--shares=0,1,0", "--gap=embedded", "--tokens=1e9"])
+def test_withdrawn_flags_are_refused_by_name(
     flag: str, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
