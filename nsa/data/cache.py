@@ -31,7 +31,7 @@ from nsa.data.order import hash64
 from nsa.data.shards import INDEX, Index, TokenStore, find_index, open_shards, read_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import Tokenizer, build_tokenizer
-from nsa.data.writer import Job, Writer, lock, no_documents, plan_of, progress_of
+from nsa.data.writer import Job, Writer, lock, plan_of, progress_of
 
 POLL_SECONDS = 0.05
 PREPARE = "write shards with `nsa data prepare` and name their folder in data.source"
@@ -134,8 +134,6 @@ class CachedSource:
         # A small source is complete first, and then shuffled like a prepared one.
         source = self._job.source
         index = self._wait_for(split, math.inf if source.is_small else 1)
-        if not index.of(split):
-            raise no_documents(self._name, index, split)
         wait = None if source.is_small else partial(self._wait_for, split)
         store = TokenStore(self._folder, self._name, index, split, wait)
         if source.is_small:

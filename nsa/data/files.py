@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from nsa.data.source import (
     NAMED,
@@ -30,7 +30,6 @@ from nsa.data.source import (
     Documents,
     Source,
     missing_field,
-    not_text,
     text_of,
 )
 
@@ -123,7 +122,11 @@ def _rows(file: TextFile, first: int, field: str) -> Records:
 
     No batch spans two groups, so a pass that resumes ends at the same row before a broken one.
     """
-    with _open_parquet(file, field) as table:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file.path, buffer_size=BUFFER_BYTES) as table:
+        if field not in (names := table.schema_arrow.names):
+            raise DataError(f"{file.path}: {missing_field(field, names)}")
         row = 0
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows
@@ -131,36 +134,10 @@ def _rows(file: TextFile, first: int, field: str) -> Records:
                 row += rows
                 continue
             for batch in table.iter_batches(ROWS_PER_BATCH, [group], [field]):
-                for text in _as_bytes(batch.column(0)):
+                for record in batch.to_pylist():
                     row += 1
-                    if row > first and (content := text.as_py()):
-                        yield Document(content, f"{file.name}:{row}"), row
-
-
-def _as_bytes(column: Any) -> Any:
-    """Return a text column as binary, without decoding: invalid UTF-8 is kept."""
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    return column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
-
-
-@contextmanager
-def _open_parquet(file: TextFile, field: str) -> Iterator[Any]:
-    """Open a Parquet file whose `field` is a text column."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(file.path, buffer_size=BUFFER_BYTES) as table:
-        schema = table.schema_arrow
-        if field not in schema.names:
-            raise DataError(f"{file.path}: {missing_field(field, schema.names)}")
-        kind = schema.field(field).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"{file.path}: {not_text(field, str(kind))}")
-        yield table
+                    if row > first and (text := text_of(record, field, str(file.path))):
+                        yield Document(text.encode(), f"{file.name}:{row}"), row
 
 
 def _whole_file(file: TextFile, first: int, field: str) -> Records:
@@ -284,13 +261,12 @@ class Files(Source):
     def _size_of(self, file: TextFile) -> int:
         if file.suffix != ".parquet":
             return file.bytes
+        import pyarrow.parquet as pq
+
         skipped = () if self.on_error == "stop" else (DataError,)
-        with (
-            suppress(*skipped),
-            name_in_errors(file.path),
-            _open_parquet(file, self.text_field) as table,
-        ):
-            groups = (table.metadata.row_group(i) for i in range(table.metadata.num_row_groups))
+        with suppress(*skipped), name_in_errors(file.path):
+            metadata = pq.read_metadata(file.path)
+            groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
             columns = (group.column(i) for group in groups for i in range(group.num_columns))
             return sum(
                 column.total_uncompressed_size

@@ -1,7 +1,7 @@
 """Hugging Face datasets as a document source, streamed with `datasets`.
 
 `datasets` reads and resumes. A cursor holds its state before a block of rows, and the number of
-rows of the block that were consumed. It retries for a minute, so the server is probed before.
+rows of the block that were consumed. It retries for minutes, so the server is probed before.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ class Hub(Source):
     def _load(self, revision: str | None) -> tuple[Any, str]:
         import datasets
 
-        _configure_client()
+        # Downloads are counted by a request that takes seconds without a network; the second server
+        # is not needed here.
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+        datasets.config.USE_PARQUET_EXPORT = False
         builder = datasets.load_dataset_builder(
             self._path,
             self._subset,
@@ -137,23 +140,6 @@ class Hub(Source):
             raise
         except Exception as error:  # of `datasets`, its file systems and its builders
             raise _broke_off(self.name, total, error) from error
-
-
-def _configure_client() -> None:
-    """Make `datasets` retry for half a minute, not a quarter of an hour, and count no downloads.
-
-    One try is enough: it includes six tries of huggingface_hub, over 23 seconds.
-    """
-    import datasets
-
-    # Downloads are counted by a request that takes seconds without a network.
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    datasets.config.STREAMING_READ_MAX_RETRIES = 1
-    datasets.config.STREAMING_READ_RETRY_INTERVAL = 1
-    datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 1
-    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
-    datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 1
-    datasets.config.USE_PARQUET_EXPORT = False  # a second server, not needed here
 
 
 def _broke_off(name: str, row: int, error: Exception) -> DataError:

@@ -199,6 +199,19 @@ def write_index(folder: Path, index: Index) -> None:
     atomic_write(folder / INDEX, [text.encode()])
 
 
+def no_documents(name: str, index: Index, split: str | None = None) -> DataError:
+    """Return the error for a source, or a split of it, without documents."""
+    text = f"data.source = {name!r} holds no documents"
+    if split is not None:
+        verb = "lower" if split == "train" else "raise"
+        text = (
+            f"data.source = {name!r} has no document for split {split!r}; {verb} data.held_out = "
+            f"{short_repr(index.settings.get('held_out'))} (of a prepared folder: prepare it "
+            "again), or take a larger source"
+        )
+    return DataError("; ".join([text, *index.skipped.note(name)]))
+
+
 class TokenStore:
     """One split of a folder of shards as a random-access stream of tokens, memory-mapped.
 
@@ -218,6 +231,8 @@ class TokenStore:
         split: str,
         wait: Callable[[int], Index] | None = None,
     ) -> None:
+        if not index.of(split):
+            raise no_documents(name, index, split)
         self.name, self.stamp = name, index.stamp
         self.grows = wait is not None
         self.size: int | None = None  # bytes of the source of a store that grows, if known
@@ -302,15 +317,7 @@ def _size_and_time(file: FileIO) -> tuple[int, int]:
 def open_shards(path: str, split: str) -> TokenStore:
     """Open one split of a prepared folder; check sizes, but not checksums."""
     folder = Path(path).expanduser()
-    index = read_index(folder)
-    if not index.of(split):
-        held_out = short_repr(index.settings.get("held_out"))
-        raise DataError(
-            f"data.source = {path!r} has no document for split {split!r} (prepared with "
-            f"data.held_out = {held_out}); prepare it again with another "
-            "--held-out, or take a larger source"
-        )
-    return TokenStore(folder, path, index, split)
+    return TokenStore(folder, path, read_index(folder), split)
 
 
 def verify_shards(folder: Path, index: Index) -> None:

@@ -109,17 +109,16 @@ def missing_field(field: str, present: Sequence[str]) -> str:
     return f"no field {field!r}, but {shown or 'none at all'}; set data.text_field to one of them"
 
 
-def not_text(field: str, kind: str) -> str:
-    return f"the field {field!r} holds {kind}, not text; set data.text_field to one that holds text"
-
-
 def text_of(record: dict[str, Any], field: str, location: str) -> str | None:
     """Return a record's text, None for null; raise a DataError if the field is not text."""
     if field not in record:
         raise DataError(f"{location}: {missing_field(field, list(record))}")
     text = record[field]
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{location}: {not_text(field, type(text).__name__)}")
+        raise DataError(
+            f"{location}: the field {field!r} holds {type(text).__name__}, not text; set "
+            "data.text_field to one that holds text"
+        )
     return text
 
 

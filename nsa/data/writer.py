@@ -41,6 +41,7 @@ from nsa.data.shards import (
     Index,
     Stamp,
     find_index,
+    no_documents,
     open_shard,
     read_index,
     write_index,
@@ -295,17 +296,6 @@ def next_documents(documents: Documents, size: int) -> list[tuple[Document | Dat
     return batch
 
 
-def no_documents(name: str, index: Index, split: str | None = None) -> DataError:
-    """Return the error for a source, or a split of it, without documents."""
-    if split is None:
-        text = f"data.source = {name!r} holds no documents"
-    else:
-        verb, held_out = ("lower" if split == "train" else "raise"), index.settings["held_out"]
-        text = f"data.source = {name!r} has no document for split {split!r}; {verb} data.held_out"
-        text += f" = {held_out}, or take a larger source"
-    return DataError("; ".join([text, *index.skipped.note(name)]))
-
-
 def _disk_full(job: Job, index: Index) -> DataError:
     left = [tokens - index.tokens(split) for split, tokens in job.needs.items()]
     needed = sum(max(0, tokens) for tokens in left) or job.full_shard(index)
@@ -322,17 +312,11 @@ def check_same(folder: Path, index: Index, plan: Index) -> None:
     if before["tokenizer_fingerprint"] == now["tokenizer_fingerprint"]:
         del now["tokenizer"]  # another name of the same
     for name, value in now.items():
-        if before.get(name) == value:
-            continue
-        if name == "content":
+        if before.get(name) != value:
             raise DataError(
-                f"{folder}: the files of {index.stamp.source} changed since it was started; "
-                "restore them, name another --out, or delete this folder"
+                f"{folder} was started with {name} = {before.get(name)!r}, not {value!r}; name "
+                "another --out, or delete this folder"
             )
-        raise DataError(
-            f"{folder} was started with {name} = {before.get(name)!r}, not {value!r}; name "
-            "another --out, or delete this folder"
-        )
 
 
 def prepare(

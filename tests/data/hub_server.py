@@ -19,8 +19,7 @@ PIECE = 4_096
 class HubServer(ThreadingHTTPServer):
     """A small hub: the files below `root` are a version of its dataset REPO.
 
-    `mode` is "ok", "slow", "silent", "disconnecting", "unavailable" (503), or "truncating" (half of
-    every response).
+    `mode` is "ok", "slow", "silent", or "unavailable" (503).
     """
 
     daemon_threads = True
@@ -108,9 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
         mode = self._mode()
         if mode == "silent":
             time.sleep(3_600)
-        if mode == "disconnecting":
-            self.close_connection = True
-            return
         if mode == "unavailable":
             status, content, headers = 503, b"", {}
         self.send_response(status)
@@ -118,10 +114,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
-            return
-        if mode == "truncating":
-            self.wfile.write(content[: len(content) // 2])
-            self.close_connection = True
             return
         for start in range(0, len(content), PIECE):
             if mode == "slow":

@@ -139,9 +139,9 @@ def test_invalid_utf8_is_kept_in_plain_text_and_replaced_in_json_lines(tmp_path:
     marked = write(tmp_path, "bom.jsonl", b"\xef\xbb\xbf" + lines("after a byte order mark"))
     assert texts(open_files(marked, "text")) == ["after a byte order mark"]
     raw = pa.array([b"a\xff"], pa.binary()).view(pa.string())
-    for column in (raw, raw.dictionary_encode()):
-        pq.write_table(pa.table({"text": column}), tmp_path / "r.parquet")
-        assert next(open_files(tmp_path / "r.parquet", "text").read_all()).text == b"a\xff"
+    pq.write_table(pa.table({"text": raw}), tmp_path / "r.parquet")
+    with pytest.raises(DataError, match=r"r\.parquet: cannot be read \('utf-8' codec"):
+        next(open_files(tmp_path / "r.parquet", "text").read_all())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_parquet_file_without_a_text_column_is_refused(tmp_path: Path) -> None
     path = write_parquet(tmp_path, "t.parquet", numbered(3))
     with pytest.raises(DataError, match=r"t\.parquet: no field 'body', but 'id', 'text'; set data"):
         next(open_files(path, "body").read_all())
-    with pytest.raises(DataError, match=r"t\.parquet: the field 'id' holds int64, not text; set"):
+    with pytest.raises(DataError, match=r"t\.parquet: the field 'id' holds int, not text; set"):
         next(open_files(path, "id").read_all())
 
 

@@ -175,6 +175,7 @@ def find(ancestor: int, name: str) -> int:
             words, rank = process.cmdline(), process.environ().get("RANK")
         except psutil.Error:
             continue
-        if name == (LAUNCHER if LAUNCHER in words else rank) and "nsa.data.writer" not in words:
+        writer = any("nsa.data.writer" in word for word in words)
+        if name == (LAUNCHER if LAUNCHER in words else rank) and not writer:
             return process.pid
     raise LookupError(f"no process of {name}")
