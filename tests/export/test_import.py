@@ -51,7 +51,7 @@ def test_sequences_so_short_that_nothing_is_skipped_are_warned_about(
     [
         ("llama", {}, 512),
         ("llama", {"max_position_embeddings": 4_096}, 2_048),
-        ("mistral", {"sliding_window": 4_096}, 512),  # above its positions
+        ("mistral", {"sliding_window": 512}, 512),  # all of its positions
         ("mistral", {"sliding_window": 3_000, "max_position_embeddings": 8_192}, 2_048),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 512),
     ],

@@ -32,6 +32,10 @@ from tests.export.llamas import Refused, command, imported
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor = 0.5: this model supports only 1",
         ),
+        (
+            {"model_type": "mistral", "sliding_window": 511},
+            "sliding_window = 511: this model supports only None, or 512 and more",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model supports only 'silu'"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -282,6 +282,7 @@ def test_selection_is_judged_at_extended_by_its_recall_over_random_blocks(tmp_pa
     early = judged((0.4, 0.4), (0.4, 0.4), gate=Gate("extended", 99))
     assert early.ok is None
     assert "99 steps, 100 are needed" in early.evidence
+    assert judged((0.6, 0.4), (0.6, 0.4), gate=Gate("extended", 100)).ok
 
 
 def test_recall_is_the_mean_of_the_newest_forty_logged_steps_up_to_the_gate(

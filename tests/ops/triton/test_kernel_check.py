@@ -230,6 +230,10 @@ def test_a_run_on_long_sequences_checks_the_kernels_of_long_ones() -> None:
 
 def test_decoding_is_checked_for_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     operation = checks.decoding(CONFIG, DEVICE)
+    *_, lengths, _ = operation.inputs
+    assert lengths is not None
+    assert lengths[0] > SPEC.window
+    assert lengths[1] < SPEC.block_len
     right = checks._check(operation, torch.bfloat16)
     monkeypatch.setattr(decode, "triton_decode", unsteady(decode.triton_decode))
     faulty = checks._check(operation, torch.bfloat16)
