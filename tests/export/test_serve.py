@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from nsa.cli import main
 from nsa.export.serve import RENDERED, ServedModel, build_app
 from nsa.model.hf import NSAForCausalLM
 from tests.export.llamas import CHAT, DOUBLE, LOOP, Refused, imported, llama
@@ -176,6 +177,19 @@ def test_an_import_is_served_by_an_export_of_it(tmp_path: Path) -> None:
     assert weights.equal(run.model.embed.weight)
     assert served.tokenizer("ab").input_ids == [97, 98]
     assert not [path for path in tmp_path.iterdir() if path.name not in ("llama", "run")]
+
+
+@pytest.mark.parametrize(("host", "warned"), [("localhost", False), ("0.0.0.0", True)])
+def test_a_server_that_others_reach_asks_no_password_and_says_so(
+    host: str,
+    warned: bool,
+    sparse: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_: None)
+    assert main(["serve", str(sparse), f"--host={host}", "--port=0"]) == 0
+    assert ("no password is asked" in capsys.readouterr().err) == warned
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from nsa.data.tokenizer import ByteTokenizer
@@ -143,8 +144,10 @@ def test_embeddings_give_what_their_ids_give() -> None:
     assert torch.equal(greedy(model, None, MASK, inputs_embeds=embeds), text)
     model(inputs_embeds=embeds.detach().requires_grad_()).logits.sum().backward()
     cache = model(ids[:, :22], MASK[:, :22], use_cache=True).past_key_values
-    rest = model(inputs_embeds=embeds[:, 22:], attention_mask=MASK, past_key_values=cache).logits
-    torch.testing.assert_close(rest, expected[:, 22:])
+    given: Any = {"inputs_embeds": embeds[:, 22:], "attention_mask": MASK, "labels": ids[:, 22:]}
+    rest = model(**given, past_key_values=cache)
+    torch.testing.assert_close(rest.logits, expected[:, 22:])
+    torch.testing.assert_close(rest.loss, F.cross_entropy(expected[:, 22].float(), ids[:, 23]))
     for wrong in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
         with pytest.raises(ValueError, match="input_ids and inputs_embeds: pass one of them"):
             model(**wrong)
