@@ -14,7 +14,7 @@ from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, 
 from nsa.data.config import DataConfig
 from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import DataError
-from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from nsa.data.tokenizer import Tokenizer, build_tokenizer
 from nsa.engine.config import RunConfig, read_saved_config
 from nsa.model import LanguageModel
 from nsa.model.language_model import meta_model
@@ -105,12 +105,12 @@ def read_config(folder: Path) -> RunConfig:
 def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
     """Return the tokenizer that the run in `folder` was trained with.
 
-    Precedence: the one recorded in a checkpoint, files beside the weights, `data.tokenizer`.
+    A checkpoint records it. Of other weights it is `data.tokenizer`, from the files beside them.
     """
     recorded = read_tokenizer(folder)
-    if recorded is None and (folder / "tokenizer.json").is_file():
-        return _from_files(folder)
     if recorded is None:
+        if data.tokenizer != "byte" and (folder / "tokenizer.json").is_file():
+            data = replace(data, tokenizer=f"hf:{folder}")
         return build_tokenizer(data)
     tokenizer = build_tokenizer(replace(data, tokenizer=recorded["name"]))
     if tokenizer.fingerprint != recorded["fingerprint"]:
@@ -129,10 +129,3 @@ def dataset_vocabulary(data: DataConfig) -> int | None:
     folders = [Path(name).expanduser() for name in data.sources() if is_prepared(name)]
     sizes = [read_index(folder).stamp.vocab_size for folder in folders]
     return -(-max(sizes) // 64) * 64 if sizes else None
-
-
-def _from_files(folder: Path) -> Tokenizer:
-    tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{folder}"))
-    byte = ByteTokenizer()  # `nsa export` writes it as files with the same ids
-    is_byte = (tokenizer.vocab_size, tokenizer.eos_id) == (byte.vocab_size, byte.eos_id)
-    return byte if is_byte else tokenizer

@@ -17,11 +17,10 @@ from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.source import DataError
-from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
+from nsa.data.tokenizer import build_tokenizer, train_tokenizer
 from nsa.data.writer import prepare
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import load_run, read_config, run_tokenizer
-from nsa.export.hf_tokenizer import write_tokenizer
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 
@@ -108,15 +107,13 @@ def test_config_comes_from_beside_the_weights_or_from_the_runs_folder(
 def test_the_tokenizer_is_the_recorded_one_or_that_of_files_beside_the_weights(
     run: Path, tmp_path: Path
 ) -> None:
-    """Both take precedence over `data.tokenizer`, whose default is "byte"."""
+    """A checkpoint's also if `data.tokenizer` is "byte", the default; an import may have set it."""
     bpe, checkpoint = run.parent / "bpe", run / "checkpoints/step00000004"
     trained = build_tokenizer(DataConfig(tokenizer=f"hf:{bpe}"))
     assert run_tokenizer(DataConfig(), tmp_path).name == "byte"
     for folder, data in ((checkpoint, DataConfig()), (bpe, DataConfig(tokenizer="hf:not/here"))):
         assert run_tokenizer(data, folder).fingerprint == trained.fingerprint
-    write_tokenizer(ByteTokenizer(), tmp_path / "bytes", 96)
-    beside = run_tokenizer(DataConfig(tokenizer="hf:not/here"), tmp_path / "bytes")
-    assert beside.fingerprint == ByteTokenizer.fingerprint
+    assert run_tokenizer(DataConfig(), bpe).name == "byte"
 
 
 def test_a_tokenizer_that_has_changed_since_is_refused(run: Path, tmp_path: Path) -> None:
