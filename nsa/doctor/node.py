@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from nsa.system import output_of, package_version
@@ -22,12 +21,7 @@ from nsa.text import first_line
 
 OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 MIB, GB = 2**20, 10**9
-_BAD_VERSIONS = (  # package, versions, status, problem
-    ("torch", "<2.8", FAIL, "is older than 2.8"),
-    ("deepspeed", ">=0.17.6,<=0.18.2", FAIL, "computes wrong ZeRO-2 gradients"),
-    ("deepspeed", ">=0.18.3,<=0.19.3", FAIL, "scales the loss wrongly if backward calls are mixed"),
-    ("deepspeed", "<0.17.6", WARN, "is older than 0.19.4"),  # only untested
-)
+# DeepSpeed before has wrong ZeRO-2 gradients, or scales the loss of mixed backward calls wrongly.
 _MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
 _LOG_BYTES = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
 _SHM_NEEDED = 64 * MIB  # Docker's default; NCCL takes about 4 MiB per channel and peer
@@ -113,14 +107,14 @@ def kept_checkpoints(steps: int, every: int, keep: int, done: int = 0) -> int:
 
 
 def version_check(package: str, version: str | None) -> Check:
-    """Fail on a version of torch or DeepSpeed that is missing, too old or known to be wrong."""
+    """Fail on a version of torch or DeepSpeed that is missing or too old."""
     if version is None:
         return Check(package, FAIL, "is not installed", "bash launch/setup.sh")
-    release = Version(version).base_version  # 0.18.2+abc is still that release
-    for name, versions, status, problem in _BAD_VERSIONS:
-        if name == package and release in SpecifierSet(versions):
-            fix = f"pip install '{package}>={_MINIMUM[package]}'"
-            return Check(package, status, f"{version} {problem}", fix)
+    minimum = _MINIMUM[package]
+    release = Version(version).base_version  # NVIDIA's 2.8.0a0+… is that release
+    if Version(release) < Version(minimum):
+        fix = f"pip install '{package}>={minimum}'"
+        return Check(package, FAIL, f"{version} is older than {minimum}", fix)
     return Check(package, OK, version)
 
 
