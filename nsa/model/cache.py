@@ -70,7 +70,7 @@ def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
     for reader, branch, window in reads:
         plan[f"k_{reader}"] = Buffer("k", branch, "tokens", longest[branch])
         plan[f"v_{reader}"] = Buffer("v", branch, "tokens", longest[branch])
-        if reader == "tail" and attention.compressor in ("pool", "mlp"):  # keys before RoPE
+        if reader == "tail" and attention.compressor != "mean":  # keys before RoPE
             plan["k_tail"] = Buffer("k", branch, "pre_rope", window)
     if "k_tail" in plan:
         plan["k_cmp"] = Buffer("k", "cmp", "blocks")
