@@ -1,4 +1,4 @@
-"""Local files as a document source: JSON lines, Parquet, and any text, alone or in folders.
+"""Local files as a document source: JSON lines, Parquet, tables and any text, alone or in folders.
 
 A reader yields (document, number of records up to it) after a number of records. A record that
 cannot be read is yielded as its DataError; a file that cannot be read further raises.
@@ -7,6 +7,7 @@ cannot be read is yielded as its DataError; a file that cannot be read further r
 from __future__ import annotations
 
 import codecs
+import csv
 import difflib
 import hashlib
 import io
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from nsa.data.source import (
     NAMED,
@@ -35,14 +36,18 @@ from nsa.data.source import (
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson")
+TABLES = (".csv", ".tsv", ".json")  # records in a data set, else text: a .json may be a setting
+TABLE_SUFFIXES = tuple(a + b for a in TABLES for b in ("", *COMPRESSIONS))
 # Of files that hold documents by their name.
 SUFFIXES = (".parquet", *(a + b for a in (*JSON_LINES, ".txt") for b in ("", *COMPRESSIONS)))
-TABLES = (".csv", ".tsv", ".json")  # refused alone: their records would be one document
-READABLE = ".jsonl, .ndjson, .txt (also .gz or .zst), .parquet, and any other file of UTF-8 text"
+READABLE = (
+    ".jsonl, .ndjson, .txt, .csv, .tsv, .json (also .gz or .zst), .parquet, and any other file of "
+    "UTF-8 text"
+)
 ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
 BUFFER_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 32  # of a file that is one document, decompressed
-MAX_LINE_BYTES = 1 << 28
+MAX_LINE_BYTES = 1 << 28  # also of a CSV field, and of a JSON array, which is parsed as a whole
 LARGEST_TEXT = 8 << 20  # a larger file of a folder, with another suffix, is taken for generated
 HEAD_BYTES = 1 << 16  # of a file with another suffix: decides whether it holds text
 
@@ -56,6 +61,7 @@ class TextFile:
     path: Path
     name: str  # relative to the source's folder
     bytes: int
+    plain: bool = False  # one document, whatever its name
 
     @property
     def compression(self) -> str | None:
@@ -69,8 +75,12 @@ class TextFile:
 
     @property
     def reader(self) -> Callable[[TextFile, int, str], Records]:
+        if self.plain:
+            return _whole_file
         if self.suffix in JSON_LINES:
             return _lines
+        if self.suffix in TABLES:
+            return _table
         return _rows if self.suffix == ".parquet" else _whole_file
 
     def open(self) -> BinaryIO:
@@ -95,11 +105,33 @@ def _lines(file: TextFile, first: int, field: str) -> Records:
                 yield document, number
 
 
-def _document(file: TextFile, number: int, line: bytes, field: str) -> Document | DataError | None:
-    """Return a line as a document; None without text; or its error. Invalid UTF-8: U+FFFD."""
+def _table(file: TextFile, first: int, field: str) -> Records:
+    """Read a document per row of a table, or per object of a JSON array."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with io.TextIOWrapper(file.open(), "utf-8-sig", "replace", newline="") as text:
+        records: Any = csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",")
+        if file.suffix == ".json":
+            array = text.read(MAX_LINE_BYTES + 1)
+            if len(array) > MAX_LINE_BYTES or not array.lstrip().startswith("["):
+                raise ValueError(
+                    f"not an array of at most {MAX_LINE_BYTES:,} characters; write an object per "
+                    "line and name it .jsonl"
+                )
+            records = json.loads(array)
+        for number, record in enumerate(records, 1):
+            if number > first and (document := _document(file, number, record, field)):
+                yield document, number
+
+
+def _document(file: TextFile, number: int, record: Any, field: str) -> Document | DataError | None:
+    """Return a record, or a line of JSON, as a document; None without text; or its error.
+
+    Invalid UTF-8 of a line becomes U+FFFD.
+    """
     location = f"{file.path}:{number}"
     try:
-        record = json.loads(line.decode("utf-8-sig", "replace"))
+        if isinstance(record, bytes):
+            record = json.loads(record.decode("utf-8-sig", "replace"))
         if not isinstance(record, dict):
             return DataError(
                 f"{location}: a {type(record).__name__}, not an object with the field {field!r} "
@@ -158,7 +190,7 @@ def name_in_errors(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, ValueError, NotImplementedError, RecursionError) as error:
+    except (OSError, ValueError, NotImplementedError, RecursionError, csv.Error) as error:
         raise DataError(
             f"{path}: cannot be read ({error}); replace it with an intact copy, or remove it"
         ) from error
@@ -170,14 +202,17 @@ def open_files(
     """Open a file, or all text files below a folder, ordered by relative path.
 
     `pattern` selects files of a folder by name or relative path. Without it, a folder with JSON
-    lines or Parquet is a dataset, of which other files than .txt are no documents.
+    lines or Parquet is a dataset, of which other files than .txt are no documents. A table is read
+    as records if it is `path`, if `pattern` selects it, or in a folder of tables alone.
     """
     if path.is_dir():
         present = sorted(_below(path, pattern))
-        named = [file for file in present if file.name.lower().endswith(SUFFIXES)]
+        tables = pattern is not None or all(_named(file, TABLE_SUFFIXES) for file in present)
+        named = [file for file in present if _named(file, SUFFIXES)]
         files, left_out = [_text_file(file, path) for file in named], 0
         if pattern or all(file.reader is _whole_file for file in files):
-            files = [_text_file(file, path) for file in present if _is_text(file, LARGEST_TEXT)]
+            read = [file for file in present if _is_text(file, tables, LARGEST_TEXT)]
+            files = [_text_file(file, path, tables) for file in read]
             left_out = len(present) - len(files)
         if not files:
             names = ", ".join(sorted(file.name for file in present)[:NAMES_SHOWN])
@@ -193,13 +228,17 @@ def open_files(
             + (f"; did you mean {near[0]!r}?" if near else "")
             + f"; choose {', '.join(NAMED)}, hf:<dataset>, or a path to text files"
         )
-    file = _text_file(path, path.parent)
-    if file.suffix in TABLES or not _is_text(path):
+    file = _text_file(path, path.parent, tables=True)
+    if not _is_text(path, tables=True):
         raise DataError(
             f"data.source = '{path}': {path.suffix or 'no suffix'!r} is not a supported format; "
-            f"write records as JSON lines or Parquet; supported: {READABLE}"
+            f"supported: {READABLE}"
         )
     return Files(str(path), [file], text_field, on_error=on_error)
+
+
+def _named(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().endswith(suffixes)
 
 
 def _below(folder: Path, pattern: str | None) -> Iterator[Path]:
@@ -215,9 +254,9 @@ def _below(folder: Path, pattern: str | None) -> Iterator[Path]:
                     yield path
 
 
-def _is_text(path: Path, largest: float = math.inf) -> bool:
+def _is_text(path: Path, tables: bool, largest: float = math.inf) -> bool:
     """Return whether a file holds documents by its name, or is text; False if it is empty."""
-    if path.name.lower().endswith(SUFFIXES):
+    if _named(path, SUFFIXES) or (tables and _named(path, TABLE_SUFFIXES)):
         return True
     with name_in_errors(path):
         if path.exists() and (not path.is_file() or path.stat().st_size > largest):
@@ -231,12 +270,13 @@ def _is_text(path: Path, largest: float = math.inf) -> bool:
     return bool(text) and "\0" not in text
 
 
-def _text_file(path: Path, root: Path) -> TextFile:
+def _text_file(path: Path, root: Path, tables: bool = False) -> TextFile:
     with name_in_errors(path):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
             raise ValueError("it is a device or a folder")  # /dev/zero has no end
-        return TextFile(path, path.relative_to(root).as_posix(), status.st_size)
+        file = TextFile(path, path.relative_to(root).as_posix(), status.st_size)
+        return replace(file, plain=file.suffix in TABLES and not tables)
 
 
 @dataclass(eq=False)

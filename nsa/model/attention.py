@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 # Settings of ModelConfig that a layer takes besides its sizes; norm_eps belongs to qk_norm.
 MODEL_SETTINGS = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
+FLASH_HEAD_DIM = 256  # the largest head of flash-attn's kernels
 AUTOCAST_DTYPES = {torch.float32, torch.float16, torch.bfloat16}  # autocast converts these
 _UNUSED_LOSS = (
     "the selector loss of the last forward pass was not used, so it trains nothing: add "
@@ -189,7 +191,13 @@ class Attention(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return attention [B, T, Hq, Dv] over all previous tokens of the document."""
+    """Return attention [B, T, Hq, Dv] over all previous tokens of the document.
+
+    PyTorch has one call per document, for which the host waits for `cu_seqlens`; on a GPU
+    flash-attn, if it is installed, has one for all of them.
+    """
+    if cu_seqlens is not None and flash_attn_supports(q, v):
+        return _flash_attention(q, k, v, cu_seqlens)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     outputs = [
         F.scaled_dot_product_attention(
@@ -200,6 +208,28 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None)
     ]
     o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)  # one document: no copy
     return o.transpose(1, 2)
+
+
+def flash_attn_supports(q: Tensor, v: Tensor) -> bool:
+    """Whether flash-attn is installed and has a kernel for these tensors."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM
+        and q.shape[-1] % 8 == 0
+        and find_spec("flash_attn") is not None
+    )
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return `causal_attention` of a batch of 1 by flash-attn, with equal bits in each run."""
+    from flash_attn import flash_attn_varlen_func
+
+    # The length of the sequence bounds a document's; the exact length would be a host sync.
+    cu, longest = cu_seqlens.int(), q.shape[1]
+    limits = cu, cu, longest, longest
+    o = flash_attn_varlen_func(q[0], k[0], v[0], *limits, causal=True, deterministic=True)
+    return o[None]
 
 
 class NSAttention(Attention):

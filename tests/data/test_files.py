@@ -178,11 +178,6 @@ def test_unsupported_files_are_refused_with_the_supported_formats(tmp_path: Path
     for path in (picture, write(tmp_path, "x.parquet.gz", b"")):
         with pytest.raises(DataError, match=rf"{path.name}'.*\{path.suffix}.*\.jsonl, \.ndjson"):
             open_files(path, "text")
-    for name in ("t.csv", "t.tsv", "t.json", "t.csv.gz"):
-        path = write(tmp_path, name, b"text\none\ntwo\n")
-        with pytest.raises(DataError, match=r"write records as JSON lines or Parquet"):
-            open_files(path, "text")
-        path.unlink()
     message = r"no text in this folder, which holds picture\.png.*\.jsonl"
     with pytest.raises(DataError, match=message):
         open_files(tmp_path, "text")
@@ -335,6 +330,54 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
     )
     with pytest.raises(DataError, match=r"no files \(data\.pattern = '\*\.rs'\)"):
         open_files(tmp_path, "text", "*.rs")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.csv", b'id,text\n1,"two\nlines, one ""field"""\n2,\n3,caf\xc3\xa9\n'),
+        ("t.tsv", b'id\ttext\r\n1\t"two\nlines, one ""field"""\r\n2\t\r\n3\tcaf\xc3\xa9\r\n'),
+        (
+            "t.json",
+            b' [{"id": 1, "text": "two\\nlines, one \\"field\\""}, {"text": null},'
+            b' {"text": "caf\\u00e9"}]',
+        ),
+    ],
+)
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_tables_and_json_arrays_are_read_by_field(
+    name: str, content: bytes, compression: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, name + compression, COMPRESS[compression](content))
+    expected = ['two\nlines, one "field"', "café"]
+    for source in (open_files(path, "text"), open_files(tmp_path, "text")):
+        assert texts(source) == expected
+        check_resumption(source)
+    write(tmp_path, "about.md", b"notes")
+    assert texts(open_files(tmp_path, "text", "t.*")) == expected
+    whole = [] if compression else [content.decode()]
+    assert texts(open_files(tmp_path, "text")) == ["notes", *whole]  # of a folder of other texts
+    with pytest.raises(DataError, match=r"t\.[\w.]+:1: no field 'body', but .*data\.text_field"):
+        texts(open_files(path, "body"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("a.json", b'[{"text": "x"}, ', r"a\.json: cannot be read \(Expecting value"),
+        ("b.json", b'[1, "text"]', r"b\.json:1: a int, not an object with the field 'text'"),
+        ("c.csv.gz", b"text, but no archive", r"c\.csv\.gz: cannot be read"),
+        ("d.json", b'{"text": "x"}\n', r"d\.json: .*not an array.*an object per line.*\.jsonl"),
+        ("e.json", json.dumps([{"text": "x" * 300}]).encode(), "not an array of at most 99 "),
+        ("f.csv", b"text\n" + b"x" * 100, r"field larger than field limit \(99\)"),
+    ],
+)
+def test_a_broken_table_or_one_that_would_fill_the_memory_is_refused_by_name(
+    name: str, content: bytes, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.data.files.MAX_LINE_BYTES", 99)
+    with pytest.raises(DataError, match=error):
+        texts(open_files(write(tmp_path, name, content), "text"))
 
 
 def test_a_device_in_a_folder_is_refused_by_name(tmp_path: Path) -> None:
