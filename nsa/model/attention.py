@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
+from nsa.model.compressor import Compressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import head_norm, is_plain, norm_columns, parallel_linear
 from nsa.model.index import Index, index_start
@@ -295,7 +295,7 @@ class NSAttention(Attention):
         if self.index is not None:
             self.start_index()
             return
-        self.compress: Compressor = MeanCompressor()
+        self.compress: Compressor | None = None  # φ; None: the mean
         if attention.compressor == "mlp":
             self.compress = MLPCompressor(self.spec.block_len, self.key_dim, self.value_dim)
         elif attention.compressor == "pool":
@@ -332,6 +332,7 @@ class NSAttention(Attention):
             kv["cmp"] = parts.compressed
         elif "cmp" in kv:
             assert parts.compressed is not None
+            assert self.compress is not None
             kv["cmp"] = self.compress(*parts.compressed, metadata)
         return kv
 
@@ -368,6 +369,7 @@ class NSAttention(Attention):
         k = k.unflatten(-1, (self.kv_heads, self.key_dim))
         if isinstance(self.compress, PoolCompressor):
             return self.compress.key(k, metadata.block_rotary, metadata, self.backend)
+        assert self.compress is not None
         return self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)[0]
 
     def attend(

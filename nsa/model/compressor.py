@@ -1,6 +1,6 @@
 """Compressor φ: pools the `l` keys (or values) of each compressed block into one.
 
-In the parallel forward pass nsa.ops.rotary_pool computes the mean; other φ run here.
+The mean has no parameters: nsa.ops.rotary_pool computes it, of rotated keys. Other φ run here.
 """
 
 from __future__ import annotations
@@ -46,13 +46,6 @@ class _CutBlocks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """[B, N, l, K, D] to [B, T, K, D]: a token adds up the blocks that cover it."""
         return sum_covering(gradient, *ctx.saved_tensors), None, None
-
-
-class MeanCompressor(Compressor):
-    """The mean of the rotated keys, and of the values; without parameters, called in decoding."""
-
-    def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
-        return k.mean(2), v.mean(2)
 
 
 class BlockMLP(nn.Module):

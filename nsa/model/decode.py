@@ -286,7 +286,9 @@ def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotar
         compressed: Sequence[Tensor] = (layer.index.compress_blocks(k, rotary),)
     else:
         v = cache.last("v", lengths, length)[None]
-        compressed = layer.compress.compress_blocks(k, v, rotary)
+        compressed = k.mean(2), v.mean(2)  # of rotated keys
+        if layer.compress is not None:
+            compressed = layer.compress.compress_blocks(k, v, rotary)
     content = _block_entries(cache, compressed)
     start = lengths - length
     block = torch.div(start, stride, rounding_mode="floor")
