@@ -20,6 +20,7 @@ from nsa.ops import (
     triton,
     window_attention,
 )
+from nsa.ops.backend import dispatch
 from tests.ops.cases import Case, Inputs, selection
 
 SPEC = NSASpec(4, 2, 3, 2, 0, 1, 5)
@@ -134,6 +135,13 @@ def test_inputs_that_kernels_do_not_support_raise(
         ValueError, match=f"does not support window_attention: {reason}; use 'auto'"
     ):
         window_attention(q, k, k[..., :1], 5, backend="triton")
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 256), (65_535, 1)])
+def test_the_largest_inputs_that_kernels_support_do_not_fall_back(heads: int, size: int) -> None:
+    q = torch.empty(1, 1, heads, size, device="meta")  # counts as a tensor on a GPU
+    assert dispatch("auto", "window_attention", q, q[:, :, :1]) is triton
+    assert fallback_counts() == {}
 
 
 def test_an_error_says_that_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

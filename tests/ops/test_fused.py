@@ -397,19 +397,23 @@ def test_blocks_that_are_cut_already_give_the_same() -> None:
 @pytest.mark.parametrize(
     ("documents", "size", "reason"),
     [
-        (Documents((3,), l=2, d=2), 130, "a head is larger than 128"),
+        (Documents((3,), l=2, d=2), 129, "a head is larger than 128"),
         (Documents((140,), l=129, d=129), 2, "compressed blocks are longer than 128"),
+        (Documents((140,), l=128, d=128), 128, None),
     ],
-    ids=["head", "block"],
+    ids=["head", "block", "neither"],
 )
 def test_sizes_that_a_program_cannot_hold_fall_back(
-    documents: Documents, size: int, reason: str, monkeypatch: pytest.MonkeyPatch
+    documents: Documents, size: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reset_fallback_counts()
     operation = pool(documents, 1, size, False)
     monkeypatch.setattr(triton, "unsupported_reason", lambda *_, **__: None)
     x = [y.float() for y in operation.inputs()]
     assert operation.run("auto", *x).shape == (1, len(documents.blocks()), 1, size)
+    if reason is None:
+        assert fallback_counts() == {}
+        return
     with pytest.raises(ValueError, match=f"does not support pool: {reason}; use 'auto'"):
         operation.run("triton", *x)
     assert fallback_counts() == {("pool", "triton", reason): 1}
