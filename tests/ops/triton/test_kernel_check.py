@@ -149,6 +149,21 @@ def test_a_planted_fault_is_named(
     assert result.problem in table([result])[-1]
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)
+def test_the_error_shown_is_the_worst_by_what_is_allowed(order: list[int]) -> None:
+    """Of two outputs, three times what PyTorch loses; the other loses as much as PyTorch."""
+    usual, actual = torch.tensor([1e-2, 1e-4])[order], torch.tensor([3e-2, 1e-4])[order]
+
+    @torch.no_grad()
+    def run(x: Tensor, backend: str) -> tuple[Tensor, ...]:
+        lost = actual if backend == "triton" else usual * (x.dtype == torch.float32)
+        return tuple(x * (1 + part) for part in lost)
+
+    result = checks._check(checks.Operation("two", (torch.ones(8),), run), torch.float32)
+    assert result is not None
+    assert (result.error, result.allowed) == pytest.approx((3e-2, 4e-2), rel=1e-2)
+
+
 def second_block(index: Tensor) -> Tensor:
     return torch.where(index.max(-1).values > 3, 1, index[..., 1])
 
