@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
@@ -24,7 +23,7 @@ from tests.engine.runs import (
     succeed,
     weights,
 )
-from tests.model.models import build, tiny, tokens
+from tests.model.models import build, flop_counter, tiny, tokens
 
 LONG = ["--set=data.seq_len=256"]  # so long that a query cannot select all of its blocks
 STEPS = ["--steps=6", "--set=train.selector_steps=3", "--set=checkpoint.every=1"]
@@ -102,7 +101,7 @@ def test_a_selectors_step_has_no_backward_pass_through_the_model() -> None:
         model = build(tiny("index", activation_checkpointing=mode))
         for alone in (False, True):
             model.zero_grad()
-            with FlopCounterMode(display=False) as counter:
+            with flop_counter() as counter:
                 model(ids, labels=ids, selector_only=alone).backward()
             flops[mode, alone] = counter.get_total_flops()
             gradients[mode, alone] = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import NSAttention
@@ -112,3 +113,17 @@ def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
 
 def packed(*lengths: int) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def flop_counter() -> FlopCounterMode:
+    """PyTorch's counter, which does not look into operations of ours, with those of products."""
+
+    def loss(hidden: Any, weight: Any, labels: Any, gradients: bool, **_: Any) -> int:
+        return 2 * hidden.numel() * weight[0] * (3 if gradients else 1)
+
+    ops: dict[Any, Any] = {
+        torch.ops.nsa.linear_cross_entropy: loss,
+        torch.ops.nsa.pool: lambda x, weight, *_, **__: 2 * x.numel() * weight[-1],
+        torch.ops.nsa.pool_backward: lambda _, x, weight, *__, **___: 4 * x.numel() * weight[-1],
+    }
+    return FlopCounterMode(display=False, custom_mapping=ops)

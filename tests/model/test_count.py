@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token, parameter_count
-from tests.model.models import ATTENTIONS, NAMED, build, tiny, tokens
+from tests.model.models import ATTENTIONS, NAMED, build, flop_counter, tiny, tokens
 from tests.ops import naive
 
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
@@ -21,7 +20,7 @@ def counted(config: ModelConfig, length: int) -> int:
     """FLOPs of a forward and backward pass over one document, by PyTorch's counter."""
     attention = replace(config.attention, backend="reference")
     model, ids = build(replace(config, attention=attention), torch.float32), tokens(length)
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         model(ids, labels=ids).backward()
     return counter.get_total_flops()
 
