@@ -17,7 +17,7 @@ from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.hf_tokenizer import copy_files
 from nsa.export.origin import write_origin
 from nsa.export.to_hf import output_folder, write_weights
-from nsa.model.config import INDEXED, AttentionConfig
+from nsa.model.config import IMPORTED, AttentionConfig
 from nsa.model.index import add_index, without_index
 from nsa.spec import NSASpec
 
@@ -95,13 +95,13 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
 
 
 def _converted(attention: AttentionConfig, kind: str) -> AttentionConfig:
-    """Return dense attention, or attention with an index: of 64 tokens each, or of the run's sizes.
+    """Return dense attention, or attention with an index: IMPORTED's sizes, or the run's own.
 
     docs/benchmarks/real-weights.md has the figures.
     """
     if kind == "dense":
         return replace(attention, kind=kind, selector_loss=0.0)
-    sizes = INDEXED if attention.spec == NSASpec() else attention.spec
+    sizes = IMPORTED if attention.spec == NSASpec() else attention.spec
     return AttentionConfig(
         branches="sel",
         compressor="pool",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from nsa.constants import BRANCHES
@@ -28,6 +28,8 @@ YARN_OPTIONS = (
 )  # fmt: skip
 # Attention with an index: a query's first block, its last 8 and the best 13 of the others.
 INDEXED = NSASpec(block_len=64, block_stride=64, select_len=64, select_top=22, local_blocks=8)
+# Of a dense model that becomes sparse: finer keys of the index start closer, and end closer.
+IMPORTED = replace(INDEXED, block_len=16, block_stride=16)
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa import ops
 from nsa.dtypes import DTYPES
 from nsa.model import AttentionConfig, ModelConfig, kernel_check
-from nsa.model.config import INDEXED
+from nsa.model.config import IMPORTED, INDEXED
 from nsa.ops import decode, pooling
 from nsa.ops.custom_op import IMPLEMENTATIONS
 from nsa.ops.per_token import cross_entropy_
@@ -257,7 +257,7 @@ BENCHMARKS = [
     ((*heads, length), spec)
     for heads in ((12, 2, 64, 64), (64, 4, 128, 128))
     for length in (SHORT, 8192)
-    for spec in (PAPER, DISJOINT, INDEXED)
+    for spec in (PAPER, DISJOINT, INDEXED, IMPORTED)
 ]
 PARTS = ("compressed_attention", "select_blocks", "selected_attention", "window_attention",
          "nsa_attention")  # fmt: skip

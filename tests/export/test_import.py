@@ -24,7 +24,7 @@ from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.export.from_hf import read_model
 from nsa.export.to_hf import export
 from nsa.model import AttentionConfig, parameter_count
-from nsa.model.config import INDEXED
+from nsa.model.config import IMPORTED
 from nsa.model.hf import NSAForCausalLM
 from nsa.model.hf_config import NSAConfig
 from nsa.planner.memory import memory
@@ -160,7 +160,7 @@ def test_a_model_of_its_true_shape_is_counted_and_planned(name: str, tmp_path: P
     save_file({"unread": torch.ones(1)}, tmp_path / "model.safetensors")
     model = read_model(tmp_path).config.model
     assert parameter_count(model) == parameters
-    indexed = AttentionConfig(branches="sel", compressor="pool", selector_loss=1.0, spec=INDEXED)
+    indexed = AttentionConfig(branches="sel", compressor="pool", selector_loss=1.0, spec=IMPORTED)
     sparse = replace(model, attention=indexed)
     assert parameters < parameter_count(sparse) < 1.25 * parameters
     run = replace(RunConfig(), model=sparse)
@@ -186,12 +186,13 @@ def test_an_index_changes_no_other_weight_and_no_logit_where_all_blocks_are_sele
     assert torch.equal(logits(again.model, tokens(100)), logits(dense, tokens(100)))
 
 
-def test_a_converted_model_has_22_blocks_of_64_or_the_sizes_of_its_run(
+def test_a_converted_model_has_22_blocks_and_an_index_key_per_16_tokens_or_the_sizes_of_its_run(
     llama_folder: Path, dense_run: Path, tmp_path: Path
 ) -> None:
     attention = imported(llama_folder, tmp_path / "llama").config.model.attention
+    spec = NSASpec(block_len=16, block_stride=16, select_top=22, local_blocks=8)
     assert attention == AttentionConfig(
-        branches="sel", compressor="pool", selector_loss=1.0, spec=INDEXED
+        branches="sel", compressor="pool", selector_loss=1.0, spec=spec
     )
     sizes = load_run(dense_run, device="cpu").config.model.attention.spec
     converted = imported(dense_run, tmp_path / "run", "--attention=nsa").config.model.attention
