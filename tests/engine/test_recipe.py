@@ -291,7 +291,7 @@ def test_a_run_resumed_with_changes_logs_them_and_keeps_its_rows_in_a_file_of_th
     assert "changed since step00000001: model.attention.selector_loss: 0.0 -> 1.0" in output
     settings = yaml.safe_load((stopped / "config.yaml").read_text())["train"]
     samples = 2 * settings["micro_batch"] * settings["accumulation"]  # of both steps
-    assert f"the run consumes {samples}:" in output
+    assert f"the run consumes {samples} samples of " in output
     assert "moved to selection.1.csv" in result.stderr
     assert (run / "selection.1.csv").read_text().splitlines() == earlier
     header, *lines = (run / "selection.csv").read_text().splitlines()

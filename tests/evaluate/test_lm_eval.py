@@ -113,7 +113,7 @@ def test_bits_per_byte_equal_those_of_nsa_eval_on_the_same_windows(
     assert opened.tokenizer is not None
     dataset = open_dataset(DataConfig(source=source, seq_len=SEQ_LEN))
     ours = open_eval_data(dataset, "all", 10**6, opened.tokenizer, tmp_path / "cache")
-    batches = eval_batches(ours, SEQ_LEN, SEQ_LEN, 2)
+    batches = eval_batches(ours, SEQ_LEN, 2)
     losses = perplexity.evaluate(opened.model, batches, ours.count, SEQ_LEN)
     starts = torch.tensor([ours.samples.locate(sample)[1] for sample in range(ours.count)])
     assert sorted(starts.tolist()) == [0, 32, 64, 96]

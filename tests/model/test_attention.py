@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa.model.attention import Attention, NSAttention, causal_attention, flash_attn_supports
+from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from tests.model.models import ATTENTIONS, NAMED, build, tiny
 from tests.model.test_attention_metadata import by_hand
@@ -131,26 +129,3 @@ def test_dense_is_plain_causal_attention() -> None:
     q, k = (rotated(project(linear)).numpy() for linear in (attention.q, attention.k))
     v = project(attention.v, 5).numpy()
     check(attention, actual, naive.window_attention(q, k, v, LENGTH, SCALE))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_flash_attn_attends_within_documents_as_pytorch_does(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outputs and gradients, with an empty document; the error is at most twice PyTorch's."""
-    if find_spec("flash_attn") is None:
-        pytest.skip("flash-attn is not installed")
-    cu_seqlens = torch.tensor([0, 5, 5, 70, 200], dtype=torch.int32, device="cuda")
-    exact = [torch.randn(1, 200, heads, 64, dtype=torch.float64) for heads in (4, 2, 2, 4)]
-    results = {}
-    for name, kind in (("exact", torch.float64), ("flash-attn", dtype), ("PyTorch", dtype)):
-        q, k, v = (x.to("cuda", kind).requires_grad_() for x in exact[:3])
-        assert flash_attn_supports(q, v) == (name == "flash-attn")
-        o = causal_attention(q, k, v, cu_seqlens)
-        o.backward(exact[3].to(o))
-        results[name] = [x.double() for x in (o, q.grad, k.grad, v.grad)]
-        if name == "flash-attn":
-            monkeypatch.setattr("nsa.model.attention.find_spec", lambda name: None)
-    for expected, flash, torch_ in zip(*results.values(), strict=True):
-        assert (flash - expected).abs().max() <= 2 * (torch_ - expected).abs().max()

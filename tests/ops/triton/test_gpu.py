@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from nsa.model.attention import causal_attention, flash_attn_supports
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
 from nsa.ops.triton.configs import chip_of
 from nsa.ops.triton.launch import Launch, recording
@@ -167,3 +169,26 @@ def test_compute_sanitizer_finds_nothing(tool: str, flags: list[str]) -> None:
     )
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
     assert gpu_checks.races(process.stdout)[:20] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attn_attends_within_documents_as_pytorch_does(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients, with an empty document; the error is at most twice PyTorch's."""
+    if find_spec("flash_attn") is None:
+        pytest.skip("flash-attn is not installed")
+    cu_seqlens = torch.tensor([0, 5, 5, 70, 200], dtype=torch.int32, device="cuda")
+    exact = [torch.randn(1, 200, heads, 64, dtype=torch.float64) for heads in (4, 2, 2, 4)]
+    results = {}
+    for name, kind in (("exact", torch.float64), ("flash-attn", dtype), ("PyTorch", dtype)):
+        q, k, v = (x.to("cuda", kind).requires_grad_() for x in exact[:3])
+        assert flash_attn_supports(q, v) == (name == "flash-attn")
+        o = causal_attention(q, k, v, cu_seqlens)
+        o.backward(exact[3].to(o))
+        results[name] = [x.double() for x in (o, q.grad, k.grad, v.grad)]
+        if name == "flash-attn":
+            monkeypatch.setattr("nsa.model.attention.find_spec", lambda name: None)
+    for expected, flash, torch_ in zip(*results.values(), strict=True):
+        assert (flash - expected).abs().max() <= 2 * (torch_ - expected).abs().max()
