@@ -55,9 +55,9 @@ def resource_path(name: str) -> Path:
 
 def existing_or_resource(text: str) -> Path:
     """Return the path that a flag names; without a clone, `ds_configs/…` is the installed file."""
-    path, found = Path(text), resource_path(text)
-    shipped = path.parts[:1] in (("recipes",), ("ds_configs",)) and found.exists()
-    return found if shipped and not path.exists() else path
+    path, installed = Path(text), resource_path(text)
+    shipped = path.parts[:1] in (("recipes",), ("ds_configs",)) and installed.exists()
+    return installed if shipped and not path.exists() else path
 
 
 def available_memory() -> int:

@@ -38,8 +38,9 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".json")  # records in a data set, else text: a .json may be a setting
 TABLE_SUFFIXES = tuple(a + b for a in TABLES for b in ("", *COMPRESSIONS))
+RECORD_SUFFIXES = (".parquet", *(a + b for a in JSON_LINES for b in ("", *COMPRESSIONS)))
 # Of files that hold documents by their name.
-SUFFIXES = (".parquet", *(a + b for a in (*JSON_LINES, ".txt") for b in ("", *COMPRESSIONS)))
+SUFFIXES = (*RECORD_SUFFIXES, *(".txt" + b for b in ("", *COMPRESSIONS)))
 READABLE = (
     ".jsonl, .ndjson, .txt, .csv, .tsv, .json (also .gz or .zst), .parquet, and any other file of "
     "UTF-8 text"
@@ -208,12 +209,13 @@ def open_files(
     if path.is_dir():
         present = sorted(_below(path, pattern))
         tables = pattern is not None or all(_named(file, TABLE_SUFFIXES) for file in present)
-        named = [file for file in present if _named(file, SUFFIXES)]
-        files, left_out = [_text_file(file, path) for file in named], 0
-        if pattern or all(file.reader is _whole_file for file in files):
+        left_out = 0
+        if pattern is None and any(_named(file, RECORD_SUFFIXES) for file in present):
+            read = [file for file in present if _named(file, SUFFIXES)]
+        else:
             read = [file for file in present if _is_text(file, tables, LARGEST_TEXT)]
-            files = [_text_file(file, path, tables) for file in read]
-            left_out = len(present) - len(files)
+            left_out = len(present) - len(read)
+        files = [_text_file(file, path, tables) for file in read]
         if not files:
             names = ", ".join(sorted(file.name for file in present)[:NAMES_SHOWN])
             raise DataError(

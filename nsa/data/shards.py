@@ -2,7 +2,7 @@
 
 train-000-00000.bin   tokens, little-endian uint16 or uint32; each document ends with eos
 index.json            settings that determine the tokens; counts and SHA-256 of each shard;
-                      unless it is finished, the cursor at which its source is read on
+                      unless it is finished, the cursor from which reading resumes
 """
 
 from __future__ import annotations
@@ -218,9 +218,10 @@ class TokenStore:
     A shard that is replaced by a new file stays mapped, unchanged. If the mapped file itself is
     overwritten or truncated, the next read raises; without the check SIGBUS could end the process.
 
-    `wait`, of a folder that is still written, returns its index once it has so many tokens, or all.
-    Such a store opens no more shards than are needed, so that its size does not depend on when it
-    is read, and its samples are shuffled in blocks.
+    `wait` is set while a process still writes the folder: it waits until the split has a number of
+    tokens, or all of them, and returns the index. Such a store opens no more shards than are
+    needed, so that its size does not depend on when it is read, and its samples are shuffled in
+    blocks.
     """
 
     def __init__(

@@ -193,16 +193,16 @@ class Writer:
 
 def main() -> None:
     """Write the shards of the job on standard input until it is done, or the parent ends."""
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries must not mix with the answer
+    result = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries that print must not write into the result
     job, lock_file = pickle.load(sys.stdin.buffer)
     Thread(target=_exit_with_parent, daemon=True).start()
     code = 0
     try:
         _write(job, lock_file)
     except DataError as error:
-        pickle.dump(type(error)(str(error)), answer)
-        answer.flush()
+        pickle.dump(type(error)(str(error)), result)
+        result.flush()
         code = REFUSED
     except BaseException:
         traceback.print_exc()

@@ -11,7 +11,7 @@ from nsa.data.source import Documents, Source
 
 
 class Failing(Source):
-    """A source with an error that nobody expects; it prints, as libraries do."""
+    """A source that raises an error which no code handles; it prints, as libraries do."""
 
     def read(self, cursor: Any = None) -> Documents:
         print("a progress bar", flush=True)
