@@ -37,6 +37,7 @@ CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 # Settings of ModelConfig that a layer takes besides its sizes; norm_eps belongs to qk_norm.
 MODEL_SETTINGS = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None  # a search of the disk: once, not per call
 FLASH_HEAD_DIM = 256  # the largest head of flash-attn's kernels
 AUTOCAST_DTYPES = {torch.float32, torch.float16, torch.bfloat16}  # autocast converts these
 _UNUSED_LOSS = (
@@ -213,11 +214,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None)
 def flash_attn_supports(q: Tensor, v: Tensor) -> bool:
     """Whether flash-attn is installed and has a kernel for these tensors."""
     return (
-        q.is_cuda
+        HAS_FLASH_ATTN
+        and q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM
         and q.shape[-1] % 8 == 0
-        and find_spec("flash_attn") is not None
     )
 
 

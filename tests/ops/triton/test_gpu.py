@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from nsa.model.attention import causal_attention, flash_attn_supports
+from nsa.model.attention import HAS_FLASH_ATTN, causal_attention, flash_attn_supports
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
 from nsa.ops.triton.configs import chip_of
 from nsa.ops.triton.launch import Launch, recording
@@ -177,7 +176,7 @@ def test_flash_attn_attends_within_documents_as_pytorch_does(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs and gradients, with an empty document; the error is at most twice PyTorch's."""
-    if find_spec("flash_attn") is None:
+    if not HAS_FLASH_ATTN:
         pytest.skip("flash-attn is not installed")
     cu_seqlens = torch.tensor([0, 5, 5, 70, 200], dtype=torch.int32, device="cuda")
     exact = [torch.randn(1, 200, heads, 64, dtype=torch.float64) for heads in (4, 2, 2, 4)]
@@ -189,6 +188,6 @@ def test_flash_attn_attends_within_documents_as_pytorch_does(
         o.backward(exact[3].to(o))
         results[name] = [x.double() for x in (o, q.grad, k.grad, v.grad)]
         if name == "flash-attn":
-            monkeypatch.setattr("nsa.model.attention.find_spec", lambda name: None)
+            monkeypatch.setattr("nsa.model.attention.HAS_FLASH_ATTN", False)
     for expected, flash, torch_ in zip(*results.values(), strict=True):
         assert (flash - expected).abs().max() <= 2 * (torch_ - expected).abs().max()
