@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nsa.doctor import ranks
 from nsa.doctor.node import Check
 from nsa.doctor.ranks import rank_checks
-from nsa.engine.process_group import CpuCollectives
+from nsa.engine.process_group import CpuCollectives, stop_ranks
 
 CPU = torch.device("cpu")
 all_reduce = dist.all_reduce
@@ -68,5 +68,4 @@ for fault, link, limit in (
     results[fault] = rank_checks(gather=gather, device=CPU, megabytes=1, seconds=limit)
 dist.all_reduce = all_reduce
 print(json.dumps({name: [asdict(check) for check in checks] for name, checks in results.items()}))
-dist.barrier()
-dist.destroy_process_group()
+stop_ranks()

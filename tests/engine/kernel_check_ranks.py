@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.engine.checks import fall_back
-from nsa.engine.process_group import CpuCollectives
+from nsa.engine.process_group import CpuCollectives, stop_ranks
 from nsa.model import AttentionConfig, ModelConfig, kernel_check
 from nsa.ops.backend import dispatch
 from nsa.ops.triton import per_token
@@ -37,4 +37,4 @@ print(f"{check.status}: {check.detail}")
 on_gpu = torch.empty(2, 3, 8, 4, device="meta")  # counts as a GPU
 backends = (dispatch("auto", name, on_gpu).__name__ for name in ("swiglu", "add_rms_norm"))
 print("backends:", *(name.rpartition(".")[2] for name in backends))
-dist.destroy_process_group()
+stop_ranks()
