@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Watchdog (`nsa watch`): start a run, end it if it hangs, restart it with --restart.
-#   bash launch/watch.sh --status RUN                        print where its ranks are, then exit
 #   bash launch/watch.sh [--restart N] -- deepspeed ...      start a run and supervise it
 # launch/m7c.sh does this automatically. Details and exit codes: docs/guides/debug-a-hang.md.
 set -euo pipefail

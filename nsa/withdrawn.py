@@ -73,6 +73,7 @@ FLAGS: dict[str, str] = {
     "nsa eval --stride": "remove it; give several lengths with --seq-len",
     "nsa doctor --tune": "remove it; python -m tests.bench module --tile N measures tile sizes",
     "nsa watch --backoff": "remove it; a restart waits 10 s",
+    "nsa watch --status": "read the last line of each heartbeat_rank<k>.jsonl in the run's folder",
     "nsa check --quiet": "remove it; the summary is on stderr",
     "nsa check --json": "remove it; stdout is JSON",
     "nsa plan --search": "plan each config, with --set train.micro_batch=auto",

@@ -365,12 +365,8 @@ def _loss_scale(run: Run) -> float | None:
 
 
 def _save(run: Run, required: bool = True) -> None:
-    """Save unless this step is saved already; a failure is only logged unless `required`.
-
-    If the run's folder was deleted, save there and raise on all ranks.
-    """
+    """Save unless this step is saved already; a failure is only logged unless `required`."""
     if run.saved_step != run.state.step:
-        deleted = None if run.lock is None else run.lock.find_loss()
         run.telemetry.enter("save")
         try:
             with run.throughput.paused():
@@ -381,7 +377,6 @@ def _save(run: Run, required: bool = True) -> None:
                 raise
             run.observers.on_message(f"NOT SAVED: {error}")
         run.telemetry.enter("idle")
-        run.collectives.barrier(deleted)
 
 
 def _is_due(step: int, every: int, stop_step: int) -> bool:

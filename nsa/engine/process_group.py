@@ -38,7 +38,6 @@ from nsa.data.writer import WorkerDied
 from nsa.engine import disable_shared_memory_op
 from nsa.system import LOOPBACK, free_port, interface_towards
 
-FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 # By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL
 # the first one it finds, which may be a container's.
 INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
@@ -80,7 +79,6 @@ def start_ranks(ranks: Ranks) -> torch.device:
     if "MASTER_ADDR" not in os.environ:  # no launcher: `python recipes/m7c.py`
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     defaults = {
-        **FLIGHT_RECORDER,  # records collectives for stack dumps; changes nothing else
         "RANK": str(ranks.rank),
         "LOCAL_RANK": str(ranks.local_rank),
         "WORLD_SIZE": str(ranks.world_size),

@@ -184,20 +184,6 @@ class FolderLock:
         self._file.write(f"process {os.getpid()} on {os.uname().nodename}, since {now}")
         self._file.flush()
 
-    def find_loss(self) -> ValueError | None:
-        """Return an error if the folder was deleted; raise RuntimeError if another run has it."""
-        assert self._file is not None
-        try:
-            status = os.stat(self._run_dir / LOCK)
-        except FileNotFoundError:
-            return ValueError(
-                f"{self._run_dir}: deleted while the run wrote to it, with all that it held; this "
-                "step is saved there, so continue with --resume"
-            )
-        if not os.path.samestat(status, os.fstat(self._file.fileno())):
-            raise RuntimeError(f"{self._run_dir}: another run has taken it")
-        return None
-
     def undo(self) -> None:
         """Release the folder and remove what this lock created, with all in it."""
         if self._run_dir in self._created:

@@ -2,7 +2,6 @@
 
 heartbeat_rank<k>.jsonl     a line at the start and end of each step, and one every few seconds
 stacks/rank<k>.txt          the stacks of all threads at each SIGUSR1
-stacks/rank<k>_collectives.json    torch's flight record at the last SIGUSR1
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import math
 import os
 import platform
 import signal
-import sys
 import threading
 import time
 from datetime import datetime, timezone
@@ -22,16 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.atomic_io import append_all_or_nothing, atomic_write_text, no_symlink
+from nsa.atomic_io import append_all_or_nothing, no_symlink
 from nsa.monitor.artifacts import PHASES
 from nsa.monitor.memory import initialized_cuda, memory_gb
 from nsa.monitor.observer import BackgroundWriter, warn
 
 _BACKLOG = 2**20  # bytes of lines that are kept while the disk refuses writes
-_POLL_SECONDS = 0.25  # between two checks for a new stack dump
-# torch's functions that dump the flight records of NCCL and of the other backends. The first call
-# fixes a recorder's size, so none is called before a process group exists.
-_DUMP_FUNCTIONS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 class Heartbeat:
@@ -168,8 +162,7 @@ def _gpu_busy(device: int | None) -> float | None:
 def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
     """Dump the stacks of this process at each SIGUSR1.
 
-    faulthandler writes the stacks in C, even while Python is blocked. A thread that polls the
-    file's size adds the flight record.
+    faulthandler writes them in C, even while Python is blocked.
     """
     path = run_dir / "stacks" / f"rank{rank}.txt"
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -181,32 +174,3 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
         warn(f"SIGUSR1 will write no stacks: {error!r}")
         return
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-
-    def add_flight_records() -> None:
-        known_size = os.fstat(file.fileno()).st_size
-        while True:
-            time.sleep(_POLL_SECONDS)
-            size = os.fstat(file.fileno()).st_size
-            if size == known_size:
-                continue
-            known_size = size
-            try:
-                records = _flight_records()
-                if any(record.get("entries") for record in records):
-                    text = json.dumps(records, indent=1) + "\n"
-                    atomic_write_text(path.with_name(f"rank{rank}_collectives.json"), text)
-            except Exception as error:
-                warn(f"SIGUSR1: the flight record was not written: {error!r}")
-
-    threading.Thread(target=add_flight_records, name="stacks", daemon=True).start()
-
-
-def _flight_records() -> list[dict[str, Any]]:
-    """Return the flight record of each backend; without a process group there is none."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return []
-    from torch._C import _distributed_c10d as c10d
-
-    dumps = [getattr(c10d, name) for name in _DUMP_FUNCTIONS if hasattr(c10d, name)]
-    return [json.loads(dump(includeCollectives=True)) for dump in dumps]

@@ -1,4 +1,4 @@
-"""`nsa watch`: start a run under the watchdog and restart it, or show its ranks' heartbeats."""
+"""`nsa watch`: start a run under the watchdog, and restart it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.text import align
-from nsa.watchdog.hang_detector import last_beats
 from nsa.watchdog.supervisor import SignalState, Supervisor, adopt_orphans, log
 
 NO_RESTART_CODES = (0, 2, 3)  # exit codes that a restart would only repeat
 RESTART_SECONDS = 10.0  # between an attempt's end and the next
-_HEADER = ["rank", "phase", "in phase for", "step", "last heartbeat", "loss", "memory", "process"]
 
 
 def add_parser(verbs: Any) -> None:
@@ -24,11 +21,9 @@ def add_parser(verbs: Any) -> None:
         "watch",
         help=about,
         description=about,
-        usage="nsa watch [--restart N] -- COMMAND | nsa watch --status RUN",
+        usage="nsa watch [--restart N] -- COMMAND",
     )
-    watch.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="a run's folder")
-    about = "print each rank's phase, step and last heartbeat, then exit"
-    watch.add_argument("--status", action="store_true", help=about)
+    watch.add_argument("folder", type=Path, nargs="?", help=argparse.SUPPRESS)
     about = "restart COMMAND at most N times (default %(default)d)"
     watch.add_argument("--restart", type=int, metavar="N", default=0, help=about)
     watch.set_defaults(run=_watch, command=[])
@@ -45,15 +40,10 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _watch(args: argparse.Namespace) -> int:
     if args.restart < 0:
         raise ValueError(f"--restart {args.restart}: must be 0 or more")
-    if args.status:
-        if args.folder is None or args.command:
-            raise ValueError("--status: give the folder of a run, and no command")
-        print(*_status_lines(args.folder), sep="\n")
-        return 0
     if args.folder is not None:
         raise ValueError(
             f"nsa watch {args.folder}: attaching to a run that is running is withdrawn in this "
-            "version; start it with nsa watch -- COMMAND, or add --status to see its ranks"
+            "version; start it with nsa watch -- COMMAND"
         )
     if not args.command:
         raise ValueError("nsa watch: give the command to start, after --")
@@ -105,26 +95,3 @@ def _reason_to_give_up(last_steps: Sequence[int | None], restarts: int) -> str |
     if len(last_steps) > restarts:
         return f"all {restarts} restarts are used up"
     return None
-
-
-def _status_lines(folder: Path) -> list[str]:
-    """Return a table of the ranks' last heartbeats; raise ValueError if there is no folder."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give the folder of a run")
-    rows = [_HEADER]
-    for rank, beat in last_beats(folder).items():
-        loss, memory = beat.get("loss"), beat.get("memory_gb")
-        process = f"{beat['pid']:.0f} on {beat.get('host')}"
-        rows.append(
-            [
-                str(rank),
-                beat["phase"],
-                f"{beat['since']:.0f} s",
-                f"{beat['step']:,.0f}",
-                f"{time.time() - beat['time']:.0f} s ago",
-                "-" if loss is None else f"{loss:.4f}",
-                "-" if memory is None else f"{memory:.2f} GB",
-                f"ended: {beat.get('status')}" if beat["event"] == "end" else process,
-            ]
-        )
-    return align(rows) if rows[1:] else [f"{folder}: no heartbeats"]

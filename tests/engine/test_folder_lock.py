@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -170,15 +169,3 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--run-dir .*caf\\udce9: is not UTF-8") as refused:
         choose_run_dir(folder, "m7c", resume=False)
     str(refused.value).encode()
-
-
-def test_a_deleted_folder_and_one_that_another_run_has_taken_are_told_apart(
-    tmp_path: Path,
-) -> None:
-    lock = FolderLock(tmp_path / "run")
-    assert lock.find_loss() is None
-    shutil.rmtree(tmp_path / "run")
-    assert "deleted while the run wrote to it" in str(lock.find_loss())
-    FolderLock(tmp_path / "run")
-    with pytest.raises(RuntimeError, match="another run has taken it"):
-        lock.find_loss()

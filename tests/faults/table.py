@@ -63,10 +63,6 @@ FAULTS: dict[str, tuple[str, str]] = {
         "The run waits, `nsa watch` reports it; no step or row is lost.",
     ),
     "read-only": ("a disk that turns read-only during training", "As for a full disk."),
-    "deleted": (
-        "the run's folder deleted during training",
-        f"The step is saved, exit code 2; {EXACT}",
-    ),
     "clock": ("a clock that jumps an hour back or forward, on one rank", UNAFFECTED),
     "signal": (
         "SIGTERM or SIGINT in each phase, to one rank or all",

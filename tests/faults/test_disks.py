@@ -14,7 +14,7 @@ import pytest
 
 from nsa import checkpoint
 from tests.disks import flip_a_bit, freezable_disk, frozen, mount, mounted, truncate
-from tests.engine.runs import losses, on_two_ranks
+from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import (
     EVERY,
@@ -148,31 +148,3 @@ def test_a_disk_that_hangs_costs_neither_the_run_nor_a_row(
         assert weights(run.dir) == golden.weights
         seconds = round(time.time() - failed, 1)
         outcomes.record("disk-hangs", "", codes=run.codes, seconds=seconds, lost=0, exact=True)
-
-
-def test_a_deleted_folder_is_noticed_and_the_step_is_saved(
-    tmp_path: Path, golden: Golden, outcomes: Outcomes
-) -> None:
-    run = start_faulty(tmp_path, "slow", "forward", step=1, ranks=[0, 1])
-    run.wait_for(lambda: (run.dir / "checkpoints/step00000004").exists(), "no checkpoint")
-    step = run.last_step
-    shutil.rmtree(run.dir, ignore_errors=True)
-    deleted = time.time()
-    run.end()
-    seconds = round(time.time() - deleted, 1)
-    assert run.codes[0] == 2, run.output[-3_000:]
-    errors = {line for line in run.output.splitlines() if line.startswith("m7c: ")}
-    assert errors == {
-        "m7c: run: deleted while the run wrote to it, with all that it held; this step is saved "
-        "there, so continue with --resume"
-    }
-    path, _ = checkpoint.newest_valid(run.dir / "checkpoints")
-    assert path is not None
-    saved = int(path.name[4:])
-    assert step <= saved < STEPS, "noticed at the next save"
-    resumed = on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
-    assert resumed.returncode == 3, "the last gate misses the heartbeats that were deleted"
-    assert "rank 0 has recorded " in resumed.stderr
-    assert weights(run.dir) == golden.weights
-    assert losses(run.dir).items() <= golden.losses.items()
-    outcomes.record("deleted", "", codes=run.codes, seconds=seconds, lost=0, exact=True)

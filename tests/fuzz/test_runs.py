@@ -53,7 +53,6 @@ def test_any_heartbeat_is_read_in_time(fuzz: Callable[..., None], tmp_path: Path
 
     def check(written: list[bytes]) -> None:
         (tmp_path / "heartbeat_rank0.jsonl").write_bytes(b"\n".join(written) + b"\n")
-        run("watch", "--status", tmp_path)
         look(tmp_path)
         with time_limit():
             read_rank(tmp_path, 0)
@@ -127,7 +126,7 @@ def test_a_pipe_does_not_block(name: str, tmp_path: Path) -> None:
     write_limits(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    run("watch", "--status", tmp_path)
+    look(tmp_path)
     run("compare", tmp_path, "--out", tmp_path / "a.png")
     run("report", tmp_path)
 

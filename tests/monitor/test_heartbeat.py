@@ -15,7 +15,6 @@ from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.memory import memory_gb
 from nsa.watchdog.supervisor import open_heartbeats
 from tests.disks import freezable_disk, frozen
-from tests.engine.runs import on_two_ranks, succeed
 from tests.monitor.records import PATIENCE, files_no_longer_than, wait_for
 from tests.monitor.run_folders import read_heartbeats
 
@@ -229,18 +228,3 @@ def test_a_wall_clock_jump_does_not_change_durations(
     assert end["time"] < start["time"]
     assert end["mono"] >= start["mono"]
     assert 0 <= end["since"] < PATIENCE
-
-
-def test_a_rank_that_waits_in_a_collective_dumps_it_on_a_signal(tmp_path: Path) -> None:
-    """Rank 1 joins the collective only after it has seen it."""
-    program = Path(__file__).with_name("waiting_ranks.py")
-    succeed(on_two_ranks(str(program), str(tmp_path), folder=tmp_path))
-    assert "in reduce_gradients" in (tmp_path / "stacks/rank0.txt").read_text()
-    (record,) = (
-        one
-        for one in json.loads((tmp_path / "stacks/rank0_collectives.json").read_text())
-        if one.get("entries")
-    )
-    assert record["pg_status"]["0"]["last_enqueued_collective"] == "4"
-    assert [entry["retired"] for entry in record["entries"]] == [True, True, True, False]
-    assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"
