@@ -24,10 +24,6 @@ M7C = load_profile("m7c", "production").model
 
 VERBS = "check compare data doctor eval export generate import plan report serve train watch"
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
-METRICS = (
-    "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
-    "1,64,5.5,,,0.1,1.0,10,,,1\n2,128,5.0,5.1,7.4,0.1,1.0,10,,,2\n"
-)
 
 
 @pytest.mark.parametrize(
@@ -134,39 +130,6 @@ def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
     assert output.err == summary
     assert main(["check", str(DS_CONFIG), "--set", "train.micro_batch=4"]) == 0
     assert ", 32 sequences" in capsys.readouterr().err
-
-
-def test_check_lists_every_key_to_change_and_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text('{"zero_optimization": {"stage": 1}, "ampp": {}, "gradient_clipping": 3}')
-    assert main(["check", str(file)]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    first, *lines = output.err.splitlines()
-    assert first == f"nsa: {file}: 2 keys to change:"
-    assert [line.split()[0] for line in lines] == ["gradient_clipping", "ampp"]
-
-
-def test_compare_and_report_print_the_files_they_wrote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("nsa", "dense"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.csv").write_text(METRICS)
-    runs = [str(tmp_path / "nsa"), str(tmp_path / "dense")]
-    assert main(["compare", *runs]) == 0
-    picture = tmp_path / "compare.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "nsa        2  5.000     5.100      7.400        10   -  -",
-        "dense      2  5.000     5.100      7.400        10   -  -",
-        str(picture),
-    ]
-    assert main(["report", *runs]) == 0
-    assert capsys.readouterr().out == f"{runs[0]}/report.md\n{runs[1]}/report.md\n"
-    assert (tmp_path / "dense" / "report.md").read_text().startswith("# dense: not judged yet\n")
 
 
 @pytest.mark.parametrize(

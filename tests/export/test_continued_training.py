@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import nsa.model.hf  # noqa: F401 (registers its classes with transformers)
 from nsa.cli import main
@@ -45,20 +42,3 @@ def test_a_run_that_began_densely_can_be_continued(llama_folder: Path, tmp_path:
     assert main(command(tmp_path / "run", tmp_path / "again")) == 0
     train = yaml.safe_load((tmp_path / "again/config.yaml").read_text())["train"]
     assert (train["dense_steps"], train["steps"]) == (0, 30)
-
-
-def test_transformers_trainer_trains_an_export(sparse: Path, tmp_path: Path) -> None:
-    ids = torch.randint(4, 270, (16, 96), generator=torch.Generator().manual_seed(0)).tolist()
-    dataset = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    model = AutoModelForCausalLM.from_pretrained(sparse, dtype=torch.float32)
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    settings = {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
-    settings |= {"logging_steps": 1, "use_cpu": True, "report_to": [], "save_strategy": "no"}
-    arguments = TrainingArguments(str(tmp_path), disable_tqdm=True, **settings)
-    trainer = Trainer(model, arguments, train_dataset=dataset)
-    trainer.train()
-    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0]
-    still = [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
-    assert still == []  # φ and its keys too: the model adds the selector loss

@@ -32,7 +32,6 @@ from nsa.export import remote_code as exporter
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
-from nsa.model.config import AttentionConfig
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 from tests.export.llamas import Refused
 from tests.ranks import ROOT
@@ -142,31 +141,6 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
         assert data.get("model-index") is data.get("metrics") is None
         assert ("| dataset | notes.txt (local) |" in written) == (source == str(text))
     assert "| dataset | secret (local) |" in written
-
-
-def test_the_card_says_what_serves_the_model(exported: Path) -> None:
-    """Only a run with one set of keys and values has a dense export."""
-    run = load_run(exported)
-    for branches, more in (
-        ("cmp+sel+win", ""),
-        ("sel", "; they serve what `nsa export --attention dense` writes"),
-    ):
-        run.config.model.attention = AttentionConfig(branches=branches)
-        text = " ".join(card_of(run).split())
-        assert "`nsa serve FOLDER` answers" in text
-        assert (
-            f"vLLM and llama.cpp have attention of their own and refuse this folder{more}." in text
-        )
-    assert "and vLLM, llama.cpp and `nsa serve` serve it" in card_of(run, dense=True)
-
-
-def test_the_card_names_the_required_versions(exported: Path) -> None:
-    named = re.findall(r"(transformers|torch) ≥ ([\d.]+)", (exported / "README.md").read_text())
-    needed = re.findall(
-        r'"(torch|transformers)>=([\d.]+)[,"]', (ROOT / "pyproject.toml").read_text()
-    )
-    assert named
-    assert dict(named) == dict(needed)
 
 
 def test_the_card_omits_what_the_run_did_not_record(exported: Path, tmp_path: Path) -> None:

@@ -18,20 +18,14 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from nsa.engine.config import RunConfig, to_yaml
 from nsa.engine.load_run import load_run
-from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.export.from_hf import read_model
 from nsa.export.to_hf import export
-from nsa.model import AttentionConfig, parameter_count
-from nsa.model.config import IMPORTED
+from nsa.model import AttentionConfig
 from nsa.model.hf import NSAForCausalLM
-from nsa.model.hf_config import NSAConfig
-from nsa.planner.memory import memory
 from nsa.spec import NSASpec
 from tests.engine.runs import TINY, on_one_rank, succeed
-from tests.export.llamas import FAMILIES, LLAMA_3, SHAPE, SMALL, Refused, imported, logits, tokens
-from tests.ranks import ROOT
+from tests.export.llamas import FAMILIES, SHAPE, SMALL, Refused, imported, logits, tokens
 
 
 def test_sequences_so_short_that_nothing_is_skipped_are_warned_about(
@@ -63,11 +57,6 @@ def test_sequences_are_as_long_as_the_recipes_or_as_the_models_attention_sees(
     tree = json.loads((llama_folder / "config.json").read_text()) | {"model_type": model_type}
     (tmp_path / "config.json").write_text(json.dumps(tree | changes))
     assert read_model(tmp_path).config.data.seq_len == seq_len
-
-
-@pytest.fixture(scope="module")
-def dense_logits(llama_folder: Path) -> torch.Tensor:
-    return logits(LlamaForCausalLM.from_pretrained(llama_folder).eval(), tokens(100))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,75 +104,14 @@ def test_a_family_in_bfloat16_has_the_error_of_bfloat16(family: str, tmp_path: P
     assert error < 2 * usual
 
 
-TRUE_SHAPES: dict[str, tuple[str, dict[str, Any], int]] = {  # and their parameters
-    "Qwen3-0.6B": (
-        "qwen3",
-        {
-            "vocab_size": 151_936,
-            "hidden_size": 1_024,
-            "intermediate_size": 3_072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-        },
-        596_049_920,
-    ),
-    "Llama-3.2-1B": (
-        "llama",
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 2_048,
-            "intermediate_size": 8_192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-            "rope_parameters": LLAMA_3,
-        },
-        1_235_814_400,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TRUE_SHAPES)
-def test_a_model_of_its_true_shape_is_counted_and_planned(name: str, tmp_path: Path) -> None:
-    """Without weights: transformers' and this package's are built on the meta device."""
-    model_type, shape, parameters = TRUE_SHAPES[name]
-    config = AutoConfig.for_model(model_type, **shape)
-    with torch.device("meta"):
-        original = AutoModelForCausalLM.from_config(config)
-    assert original.num_parameters() == parameters
-    config.save_pretrained(tmp_path)
-    save_file({"unread": torch.ones(1)}, tmp_path / "model.safetensors")
-    model = read_model(tmp_path).config.model
-    assert parameter_count(model) == parameters
-    indexed = AttentionConfig(branches="sel", compressor="pool", selector_loss=1.0, spec=IMPORTED)
-    sparse = replace(model, attention=indexed)
-    assert parameters < parameter_count(sparse) < 1.25 * parameters
-    run = replace(RunConfig(), model=sparse)
-    zero = zero_of(ROOT / "ds_configs/zero2_pcie.json", run, 2)
-    peak = memory(model_of(run), zero, batch_of(run), 2).peak
-    assert 16 * parameters / 2 < peak < 200e9
-
-
-def test_an_index_changes_no_other_weight_and_no_logit_where_all_blocks_are_selected(
-    llama_folder: Path, dense_logits: torch.Tensor, tmp_path: Path
+def test_a_sparse_import_can_be_imported_as_the_dense_model(
+    llama_folder: Path, tmp_path: Path
 ) -> None:
-    dense = imported(llama_folder, tmp_path / "dense", "--attention=dense").model
-    sparse = imported(llama_folder, tmp_path / "run", *SMALL).model
-    given, weights = dense.state_dict(), sparse.state_dict()
-    assert {name for name in weights if ".index." not in name} == given.keys()
-    assert all(torch.equal(weights[name], x) for name, x in given.items())
-    error = (logits(sparse, tokens(100)) - dense_logits).abs().amax((0, 2))
-    assert error[:32].max() < 1e-4 * dense_logits.abs().max()
-    assert error[-1] > 1e-3 * dense_logits.abs().max(), "it is dense"
-    k = weights["blocks.1.attention.index.k.weight"]
-    assert torch.equal(k, given["blocks.1.attention.k.weight"])
+    dense = logits(LlamaForCausalLM.from_pretrained(llama_folder).eval(), tokens(100))
+    sparse = logits(imported(llama_folder, tmp_path / "run", *SMALL).model, tokens(100))
+    assert (sparse - dense)[:, -1].abs().max() > 1e-3 * dense.abs().max(), "it is dense"
     again = imported(tmp_path / "run", tmp_path / "again", "--attention=dense")
-    assert torch.equal(logits(again.model, tokens(100)), logits(dense, tokens(100)))
+    assert (logits(again.model, tokens(100)) - dense).norm() < 1e-5 * dense.norm()
 
 
 def test_a_converted_model_has_22_blocks_and_an_index_key_per_16_tokens_or_the_sizes_of_its_run(
@@ -243,18 +171,6 @@ def test_import_and_export_round_trip_bit_for_bit(
     train = replace(before.train, start_from=str(again))
     assert after == replace(before, train=train)
     assert json.loads((first / "config.json").read_text())["attention"]["kind"] == attention
-
-
-def test_an_imported_export_keeps_the_settings_of_training_that_its_config_json_lacks(
-    tmp_path: Path,
-) -> None:
-    config = RunConfig()
-    config.model.attention = AttentionConfig(selector_loss=0.5, backend="blockwise")
-    config.model.activation_checkpointing = "reentrant"
-    NSAConfig.of(config.model).save_pretrained(tmp_path)
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    save_file({}, tmp_path / "model.safetensors")
-    assert read_model(tmp_path).config == config
 
 
 def test_an_export_saved_again_by_transformers_is_imported(dense_run: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.resume import find_initial_weights
 from nsa.export.from_hf import read_model
@@ -112,16 +111,6 @@ def test_invalid_arguments_are_refused_with_the_fix(
     arguments: list[str], message: str, llama_folder: Path, refused: Refused
 ) -> None:
     assert message in refused(llama_folder, *arguments)
-
-
-@pytest.mark.parametrize("flag", ["--shares=0,1,0", "--gap=embedded", "--tokens=1e9"])
-def test_withdrawn_flags_are_refused_by_name(
-    flag: str, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["import", str(llama_folder), "--to", str(tmp_path / "to"), flag])
-    assert ended.value.code == 2
-    assert f"{flag}: withdrawn in this version; " in capsys.readouterr().err
 
 
 def test_folders_that_cannot_be_imported_are_refused_with_the_reason(

@@ -36,7 +36,7 @@ def test_ranks_run_on_the_visible_gpus_or_on_the_cpu(
 ) -> None:
     """The clone's torch reports TOY_GPUS GPUs, and its launcher prints its arguments."""
     changes = {"TOY_GPUS": gpus} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    call = run(installed_clone, "m7c.sh", "--set", "a b", **changes)
+    call = run(installed_clone, "m7c.sh", "--restart", "3", "--set", "a b", **changes)
     assert call.returncode == 0, call.stderr
     assert message in call.stdout
     recipe = str(installed_clone / "recipes/m7c.py")
@@ -44,15 +44,8 @@ def test_ranks_run_on_the_visible_gpus_or_on_the_cpu(
     port = re.findall(r"'--master_port', '(\d+)'", launched)[0]
     expected = [*devices.split(), "--master_port", port, recipe, "--set", "a b"]
     assert launched == f"launched with {expected}"
-    assert call.stdout.splitlines()[-2] == f"called with {['watch', '--', 'deepspeed', *expected]}"
-
-
-def test_restart_goes_to_the_watchdog_and_not_to_the_recipe(installed_clone: Path) -> None:
-    call = run(installed_clone, "m7c.sh", "--restart", "3", "--steps", "5")
-    assert call.returncode == 0, call.stderr
-    called, launched = call.stdout.splitlines()[-2:]
-    assert called.startswith("called with ['watch', '--restart', '3', '--', 'deepspeed'")
-    assert launched.endswith("recipes/m7c.py', '--steps', '5']")
+    watch = ["watch", "--restart", "3", "--", "deepspeed", *expected]
+    assert call.stdout.splitlines()[-2] == f"called with {watch}"
 
 
 def test_watch_sh_passes_its_arguments_to_the_watchdog_and_returns_its_exit_code(

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import KVCache, ring_indices
-from nsa.model.compressor import Compressor
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, NAMED, SPEC, build, tiny, tokens
@@ -75,55 +74,11 @@ def test_every_position_has_the_logits_of_the_parallel_pass(name: str) -> None:
     assert cache.lengths.tolist() == cache.host_lengths == (lengths + further + 1).tolist()
 
 
-def test_prompts_are_a_list_or_the_rows_of_a_tensor() -> None:
-    model, ids = model_of(tiny()), tokens(12, batch=2)
-    assert torch.equal(prefill(model, list(ids))[0], prefill(model, ids)[0])
-
-
 @pytest.mark.parametrize("attention", ["dense", "mean"])
 def test_extend_gives_the_logits_after_each_token(attention: str) -> None:
     model, ids = model_of(tiny(attention)), tokens(30, batch=2)
     _, cache = prefill(model, ids[:, :11])
     torch.testing.assert_close(extend(model, ids[:, 11:], cache), model(ids)[:, 11:])
-
-
-@torch.no_grad()
-def test_greedy_tokens_in_bf16_are_those_of_the_parallel_pass() -> None:
-    """For a model that has memorized a text."""
-    text = tokens(80, seed=5)[0]
-    model = build(tiny(sparse(M7C), heads=6, kv_heads=1, width=64), torch.float32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    with torch.enable_grad():
-        for _ in range(50):
-            optimizer.zero_grad()
-            model(text[None, :-1], labels=text[None, 1:]).backward()
-            optimizer.step()
-    model.to(torch.bfloat16)
-    prompts = [text[:3], text[:20], text[:57]]
-    written = torch.stack(list(generate(model, prompts, max_new_tokens=20, temperature=0)), 1)
-    for prompt, new in zip(prompts, written, strict=True):
-        assert torch.equal(new, text[len(prompt) :][:20])
-        for at in range(len(new)):
-            assert model(torch.cat([prompt, new[:at]])[None])[0, -1].argmax() == new[at]
-
-
-def poison(cache: KVCache) -> None:
-    """Fill unused entries with NaN."""
-    for layer in cache.layers:
-        for key, buffer in layer.buffers.items():
-            for row, length in enumerate(cache.host_lengths):
-                blocks = key.entries == "blocks"
-                used = cache.config.attention.spec.compressed_len(length) if blocks else length
-                buffer[row, used:] = float("nan")
-
-
-@pytest.mark.parametrize("name", ["mean", "mlp", "odd"])
-def test_entries_beyond_a_sequence_are_not_read(name: str) -> None:
-    model, ids = model_of(CONFIGS[name]), tokens(40, batch=3)
-    (_, clean), (_, dirty) = (prefill(model, cut(ids, [2, 9, 21])) for _ in range(2))
-    for _ in range(19):
-        poison(dirty)
-        assert torch.equal(step(model, ids[:, 5], dirty), step(model, ids[:, 5], clean))
 
 
 def test_the_cache_of_m7c_in_bytes_per_token() -> None:
@@ -279,13 +234,6 @@ def test_generation_ends_at_the_stop_token_of_the_last_sequence() -> None:
     assert torch.equal(ended[1], free[1][: ended.shape[1]])
     alone = generated(model, [ids[0]], max_new_tokens=12, seed=3, stop=stop)
     assert alone.shape == (1, 5)
-
-
-def test_a_compressor_of_ones_own_that_cannot_pool_blocks_raises() -> None:
-    model = model_of(tiny("mlp"))
-    model.blocks[0].attention.compress = Compressor()
-    with pytest.raises(NotImplementedError):
-        prefill(model, tokens(9, batch=1))
 
 
 def test_invalid_inputs_are_refused_by_name() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nsa.model import loss
-from nsa.ops import fallback_counts, reset_fallback_counts, triton
 from nsa.ops import per_token as torch_per_token
+from nsa.ops import triton
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import per_token
 from nsa.ops.triton.launch import recording
@@ -146,13 +146,6 @@ def test_without_gradients_the_logits_stay(backend: str) -> None:
     losses = cross_entropy_(logits, labels, False, backend=backend)
     assert torch.equal(logits, before)
     assert torch.equal(losses.cpu(), computed(backend, before, labels)[0])
-
-
-def test_a_fallback_is_counted() -> None:
-    reset_fallback_counts()
-    cross_entropy_(*inputs(2, 37), False)
-    ((operation, backend, _),) = fallback_counts()
-    assert (operation, backend) == ("cross_entropy", "triton")
 
 
 def test_the_models_loss_and_gradients_with_the_kernel_are_those_of_pytorch(

@@ -133,14 +133,12 @@ def test_a_subset_of_branches_reads_only_their_buffers(branches: str, backend: s
     assert_is_the_last_position(SMALL, backend, names=branches.split("+"))
 
 
-def test_a_ring_may_be_larger_than_the_window() -> None:
-    case = Case(replace(SPEC, window=30), (4, 31, 50), kv_heads=1, value_dim=3)
-    assert_is_the_last_position(case, "triton", names=["win"], ring=64)
-
-
-def test_a_ring_may_be_smaller_than_the_window_while_no_sequence_fills_it() -> None:
-    case = Case(replace(SPEC, window=30), (1, 8, 5), kv_heads=1)
-    assert_is_the_last_position(case, "triton", names=["win"], ring=8)
+@pytest.mark.parametrize(("lengths", "ring"), [((4, 31, 50), 64), ((1, 8, 5), 8)], ids=str)
+def test_a_ring_may_be_larger_or_while_no_sequence_fills_it_smaller_than_the_window(
+    lengths: tuple[int, ...], ring: int
+) -> None:
+    case = Case(replace(SPEC, window=30), lengths, kv_heads=1, value_dim=3)
+    assert_is_the_last_position(case, "triton", names=["win"], ring=ring)
 
 
 @backends

@@ -284,17 +284,6 @@ def test_a_finished_rank_that_does_not_exit_is_ended_and_the_run_has_succeeded(r
     assert "rank 0 has written its last heartbeat but not exited for " in run.stderr
 
 
-def test_a_throughput_collapse_halts_the_run_if_configured(watch: Watch) -> None:
-    run = watch(*TRAIN, on_collapse="halt")
-    run.wait_for_phase("backward")
-    rows = [f"{number},{1000 if number < 30 else 1}\n" for number in range(1, 41)]
-    (run.folder / "metrics.csv").write_text("step,tokens_per_s\n" + "".join(rows))
-    assert run.exit_code() == 4
-    halt = run.halt()
-    assert halt["reason"].startswith("throughput has collapsed")
-    assert run.statuses() == ["preempted: SIGTERM"] * 2
-
-
 def test_a_signal_reaches_the_ranks_alone_so_that_they_save(watch: Watch) -> None:
     run = watch(*TRAIN)
     run.wait_for_phase("backward")
@@ -356,25 +345,6 @@ def test_a_signal_after_all_ranks_have_ended_ends_the_command(tmp_path: Path) ->
     process.send_signal(signal.SIGTERM)
     assert "ending the command" in process.communicate(timeout=60)[1]
     assert process.returncode == 0, "the ranks have succeeded"
-
-
-def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(
-    disk: Path, watch: Watch
-) -> None:
-    run = watch(*TRAIN, folder=disk / "run", silence=2, compute=3)
-    run.wait_for_phase("backward")
-    with frozen(disk):
-        run.wait_for_log("the disk hangs")
-        time.sleep(2)  # for longer than the limit of the phase, too
-    thawed = time.monotonic()
-    while time.monotonic() - thawed < 2.5:
-        assert run.process.poll() is None, "a healthy run was ended"
-        time.sleep(0.1)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.exit_code() == 0
-    assert "HALT" not in run.stderr
-    assert run.statuses() == ["preempted: SIGTERM"] * 2
-    assert not (run.folder / "halt.json").exists()
 
 
 def has_pending(process: psutil.Process, number: int) -> bool:

@@ -25,7 +25,6 @@ M7C = Case(
 )
 FEW_BLOCKS = replace(M7C, spec=replace(M7C.spec, select_top=3), lengths=(120, 1, 160))
 HEAD_SIZES, DTYPES = (64, 128, 256), (torch.bfloat16, torch.float32)
-cases = pytest.mark.parametrize("case", [CASE, PACKED], ids=["one document", "packed"])
 tilings = pytest.mark.parametrize("tiling", [GATHERED, DENSE], ids=["gathered", "dense"])
 branches_of_all = pytest.mark.parametrize("branch", BRANCHES)
 
@@ -108,13 +107,6 @@ def test_long_lists_of_queries_are_added_up_in_parts(
 ) -> None:
     with settings(chunk=chunk, short=short):
         assert_parity(case, "selected")
-
-
-@cases
-@pytest.mark.parametrize("queries", default(1, [7, 16]))
-def test_the_gradient_of_compressed_keys_is_added_up_in_splits(case: Case, queries: int) -> None:
-    with settings(queries_per_split=queries):
-        assert_parity(case, "compressed")
 
 
 @pytest.mark.parametrize(
