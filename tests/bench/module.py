@@ -61,16 +61,14 @@ REFERENCES = {
     "sdpa-cudnn": "sdpa-flash",
     "flex-causal": "sdpa-flash",
     "flex-flash": "sdpa-flash",
-    "flash-attn": "sdpa-flash",
     "fla": "nsa",
     "scalable-flash-nsa": "nsa",
 }
-LIBRARIES = ("fla-core", "flash-nsa", "flash-attn")
+LIBRARIES = ("fla-core", "flash-nsa")
 AGAINST: dict[str, Callable[[Inputs], Implementation]] = {
     "sdpa-flash": partial(peers.sdpa, "sdpa-flash"),
     "sdpa-cudnn": partial(peers.sdpa, "sdpa-cudnn"),
     "flex-causal": peers.flex,
-    "flash-attn": peers.flash_attn,
     "flex-flash": partial(peers.flex, BACKEND="FLASH"),  # FlashAttention-4, if installed
 }
 

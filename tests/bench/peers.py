@@ -8,7 +8,6 @@ with them. One that calls flash-attn for its window gets nsa.ops.window_attentio
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -66,12 +65,6 @@ def sdpa(kernel: str, inputs: Inputs) -> Implementation:
         return o.transpose(1, 2)
 
     return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel)
-
-
-def flash_attn(inputs: Inputs) -> Implementation:
-    """Return flash-attn's causal attention."""
-    attend = partial(import_module("flash_attn").flash_attn_func, causal=True)
-    return Implementation(attend, inputs.q, inputs.k_sel, inputs.v_sel)
 
 
 def flex(inputs: Inputs, **options: str) -> Implementation:

@@ -1,10 +1,10 @@
 """`python -m tests.bench recall`: long-range recall with NSA, dense and window-only attention.
 
 Small models of the same size, one per kind of attention, are trained in plain PyTorch with every
-seed and the same number of steps, then evaluated on the same sequences: recall by number of facts
-and by distance, needles in haystacks by length and depth, and sequences twice as long as in
-training. Accuracies count facts beyond the windows' reach: with each layer, windows reach another
-window's width back. By default half an hour or more on two cores.
+seed and the same number of steps, then evaluated on the same sequences: recall by number of facts,
+needles in haystacks of each length at every depth, and sequences twice as long as in training.
+Accuracies count facts beyond the windows' reach: with each layer, windows reach another window's
+width back. By default half an hour or more on two cores.
 
     recall     · f f · f · · f  k k k k k k k k   facts in the first half, questions in the second
     needle     · · · · f · · · · · · · f · · k    a fact at a given depth; the question at the end
@@ -17,7 +17,6 @@ the answer.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -289,46 +288,36 @@ def run(report: Report) -> None:
 
 @threads(1)
 def _evaluate_pair(task: Task, steps: int, pair: tuple[int, str]) -> dict[str, Any]:
-    """Train and evaluate one model: accuracy by facts, by distance, and of needles by length."""
+    """Train and evaluate one model: accuracy by facts, in longer sequences, and of needles."""
     seed, variant = pair
     model, losses = train(variant, task, steps, seed)
-    longest = task.seq_len
-    by_facts, results = [], []
-    rng = torch.Generator().manual_seed(SEED)
-    for facts in FACT_COUNTS:
-        batch = recall(rng, SEQUENCES, longest, facts)
-        correct, distance = check_answers(model, batch)
-        far = distance > task.reach
-        by_facts.append({"facts": facts, "all": _mean(correct), "far": _mean(correct[far])})
-        results.append((correct, distance))
-    needles = []
-    for length in task.lengths:
-        checked = [
-            check_answers(model, needle(rng, SEQUENCES, length, HAYSTACK_FACTS, depth))
-            for depth in DEPTHS
-        ]
-        far = [correct for correct, distance in checked if distance[0] > task.reach]
-        accuracy = _mean(torch.cat([correct for correct, _ in checked]))
-        accuracies = {"all": accuracy, "far": _mean(torch.cat(far)) if far else None}
-        needles.append({"seq_len": length, **accuracies})
-    batch = recall(rng, SEQUENCES, 2 * longest, FACT_COUNTS[-1])
-    correct, distance = check_answers(model, batch)
-    twice = _mean(correct[distance > task.reach])
-    correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
-    edges = [1, *(2**power for power in range(3, longest.bit_length()))]
+    longest, rng = task.seq_len, torch.Generator().manual_seed(SEED)
+
+    def far(*batches: TaskBatch) -> float | None:
+        """Return the accuracy beyond the windows' reach; None if no fact is."""
+        checked = [check_answers(model, batch) for batch in batches]
+        correct, distance = (torch.cat(parts) for parts in zip(*checked, strict=True))
+        beyond = correct[distance > task.reach]
+        return round(beyond.double().mean().item(), 4) if len(beyond) else None
+
     return {
         "model": variant,
         "seed": seed,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "loss": round(statistics.fmean(losses[-20:]), 4),
-        "by_facts": by_facts,
-        "twice_as_long": twice,  # most facts, in sequences twice as long as in training
-        "by_distance": [
-            {"from": low, "below": high, "right": _mean(correct[inside])}
-            for low, high in itertools.pairwise([*edges, longest])
-            if (inside := (distance >= low) & (distance < high)).any()
+        "by_facts": [
+            {"facts": facts, "far": far(recall(rng, SEQUENCES, longest, facts))}
+            for facts in FACT_COUNTS
         ],
-        "needle": needles,
+        "needle": [
+            {
+                "seq_len": length,
+                "far": far(*(needle(rng, SEQUENCES, length, HAYSTACK_FACTS, x) for x in DEPTHS)),
+            }
+            for length in task.lengths
+        ],
+        # Most facts, in sequences twice as long as in training.
+        "twice_as_long": far(recall(rng, SEQUENCES, 2 * longest, FACT_COUNTS[-1])),
     }
 
 
@@ -344,11 +333,7 @@ def random_selection(task: Task) -> float:
     forced = spec.init_blocks + spec.local_blocks
     free = (own + 1 - forced).clamp(min=1)  # blocks to select the others from
     fraction = ((spec.select_top - forced) / free).clamp(max=1.0)
-    return _mean(fraction.where(~always, 1.0))
-
-
-def _mean(correct: Tensor) -> float:
-    return round(correct.double().mean().item(), 4)
+    return round(fraction.where(~always, 1.0).mean().item(), 4)
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:

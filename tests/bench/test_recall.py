@@ -98,9 +98,6 @@ def test_every_model_is_evaluated_with_every_seed(
     for row in result["rows"]:
         assert [cell["facts"] for cell in row["by_facts"]] == [2, 4, 8, 16]
         assert [cell["seq_len"] for cell in row["needle"]] == [32, 64]
-        edges = [(cell["from"], cell["below"]) for cell in row["by_distance"]]
-        assert edges == [(1, 8), (8, 16), (16, 32), (32, 64)]
-        assert all(0 <= cell["right"] <= 1 for cell in row["by_distance"])
     dense, indexed = (row["parameters"] for row in result["rows"][1:3])
     assert indexed == dense + 2 * (2 * 64 * 64 + 2 * (32 * 32 + 4 * 32 + 32))
     printed = capsys.readouterr().out

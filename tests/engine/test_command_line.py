@@ -31,28 +31,6 @@ def test_weights_that_no_machine_holds_are_refused(monkeypatch: pytest.MonkeyPat
     assert gigabytes == pytest.approx(4 * one_rank, rel=0.01)
 
 
-def test_a_warmup_as_long_as_the_run_is_logged() -> None:
-    warmup = "--set=train.warmup_steps="
-    assert "train.warmup_steps = 20: not below train.steps = 20" in notes(
-        "--steps=20", f"{warmup}20"
-    )
-    assert "warmup" not in notes("--steps=20", f"{warmup}19")
-
-
-def test_a_scaled_warmup_is_logged() -> None:
-    line = "train.warmup_steps = 4, scaled with train.steps: 2,000 of 50,000"
-    assert line in notes("--steps=100")
-    assert "warmup" not in notes("--steps=50000")
-    assert small_request("--steps=100").config.train.warmup_steps == 4
-
-
-def test_the_dense_steps_are_logged() -> None:
-    flags = ["--steps=20", "--set=attention.branches=sel", "--set=attention.spec.select_top=6"]
-    text = notes(*flags, "--set=train.dense_steps=5")
-    assert "attention is dense in the first 5 of 20 steps" in text
-    assert "attention is dense" not in notes(*flags)
-
-
 @pytest.mark.parametrize(
     ("train", "attention", "dense_steps"),
     [

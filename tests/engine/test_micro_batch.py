@@ -76,13 +76,6 @@ def test_the_largest_that_fits_keeps_the_sequences_of_a_step(
     assert batch(production(memory, *flags)) == expected
 
 
-def test_the_log_says_what_was_taken_and_why(production: Production) -> None:
-    notes = production(24 * GB).notes
-    assert "micro-batch: 16 sequences, accumulation 2 (needs about 16.3 of 24.0 GB)" in notes
-    notes = production(1 * GB).notes
-    assert any(note.startswith("micro-batch: 1 ") and "does not fit" in note for note in notes)
-
-
 @pytest.mark.parametrize(
     ("recipe", "settings", "expected"),
     [

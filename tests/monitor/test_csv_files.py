@@ -133,19 +133,6 @@ def test_a_file_with_other_columns_is_moved_and_never_written_into(
         )
 
 
-def test_a_run_resumed_with_the_selector_loss_switched_starts_another_selection_file(
-    tmp_path: Path,
-) -> None:
-    for step, switched_on in ((1, False), (2, True)):
-        layers = make_layers(2, **({"selector_loss": 0.5} if switched_on else {}))
-        record = make_record(step, layers=layers)
-        path = log(selection_csv(switched_on), tmp_path, [record], start_step=step - 1)
-    for file, step, loss in ((tmp_path / "selection.1.csv", 1, None), (path, 2, 0.5)):
-        rows = read_table(file).rows
-        assert [(row["step"], row["layer"]) for row in rows] == [(step, 0), (step, 1)]
-        assert [row.get("selector_loss") for row in rows] == [loss, loss]
-
-
 def test_lines_that_are_no_rows_do_not_lose_the_file(tmp_path: Path) -> None:
     records = [make_record(step) for step in range(1, 3)]
     path = log(metrics_csv(), tmp_path, records[:1])
