@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -18,6 +19,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+import nsa.model.hf  # noqa: F401 (registers its classes with transformers)
+from nsa.cli import main
+from nsa.engine.config import TrainConfig
 from nsa.engine.load_run import load_run
 from nsa.export.from_hf import read_model
 from nsa.export.to_hf import export
@@ -25,7 +29,7 @@ from nsa.model import AttentionConfig
 from nsa.model.hf import NSAForCausalLM
 from nsa.spec import NSASpec
 from tests.engine.runs import TINY, on_one_rank, succeed
-from tests.export.llamas import FAMILIES, SHAPE, SMALL, Refused, imported, logits, tokens
+from tests.export.llamas import FAMILIES, SHAPE, SMALL, Refused, command, imported, logits, tokens
 
 
 def test_sequences_so_short_that_nothing_is_skipped_are_warned_about(
@@ -187,3 +191,35 @@ def test_an_export_saved_again_by_transformers_is_imported(dense_run: Path, tmp_
     assert run.config.model.attention == replace(start.config.model.attention, backend="auto")
     assert run.config.data.tokenizer == f"hf:{tmp_path / 'run'}"
     assert run.tokenizer.encode("héllo".encode()).tolist() == list("héllo".encode())
+
+
+SCRATCH = TrainConfig()
+
+
+def test_an_import_continues_with_a_tenth_of_the_rate_and_of_the_steps(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = imported(llama_folder, tmp_path / "run").config
+    assert config.train.learning_rate == pytest.approx(SCRATCH.learning_rate / 10)
+    assert config.train.min_learning_rate == pytest.approx(SCRATCH.min_learning_rate / 10)
+    assert (config.train.steps, config.train.warmup_steps) == (5_000, 200)
+    output = capsys.readouterr().out
+    assert "its schedule: 5,000 steps at 6e-05\n" in output
+    recipe = f"python recipes/sparsify.py --set train.start_from={tmp_path / 'run'}\n"
+    assert f"make it sparse: {recipe}" in output
+    again = imported(tmp_path / "run", tmp_path / "again").config.train
+    assert (again.steps, again.learning_rate) == (5_000, config.train.learning_rate)
+    start = f"start a recipe from it: --config {tmp_path / 'again/config.yaml'}\n"
+    assert start in capsys.readouterr().out
+
+
+def test_a_run_that_began_densely_can_be_continued(llama_folder: Path, tmp_path: Path) -> None:
+    """train.dense_steps needs new weights, so an import must not keep it."""
+    imported(llama_folder, tmp_path / "run")
+    file = tmp_path / "run/config.yaml"
+    tree = yaml.safe_load(file.read_text())
+    tree["train"] |= {"dense_steps": 100, "steps": 300, "start_from": None}
+    file.write_text(yaml.safe_dump(tree))
+    assert main(command(tmp_path / "run", tmp_path / "again")) == 0
+    train = yaml.safe_load((tmp_path / "again/config.yaml").read_text())["train"]
+    assert (train["dense_steps"], train["steps"]) == (0, 30)

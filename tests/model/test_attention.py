@@ -1,6 +1,8 @@
-"""Attention layers against the definitions, computed by hand from the layers' weights."""
+"""Attention layers and RoPE against the definitions, computed by hand from the layers' weights."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -8,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nsa.model import ModelConfig
 from nsa.model.attention import Attention, NSAttention
-from nsa.model.attention_metadata import AttentionMetadata
-from tests.model.models import ATTENTIONS, NAMED, build, tiny
-from tests.model.test_attention_metadata import by_hand
+from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
+from tests.model.models import ATTENTIONS, IMPORTED, NAMED, build, tiny
 from tests.ops import naive
 
 LENGTH, SCALE = 21, 6**-0.5
@@ -129,3 +131,28 @@ def test_dense_is_plain_causal_attention() -> None:
     q, k = (rotated(project(linear)).numpy() for linear in (attention.q, attention.k))
     v = project(attention.v, 5).numpy()
     check(attention, actual, naive.window_attention(q, k, v, LENGTH, SCALE))
+
+
+def by_hand(x: Tensor, position: int, theta: float = 10_000.0) -> Tensor:
+    """RoPE with complex numbers: pair i rotates by position · θ^(−2i/D)."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-2 * torch.arange(half, dtype=torch.float64) / x.shape[-1])
+    rotated = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * position * frequency)
+    return torch.cat([rotated.real, rotated.imag], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_pairs_rotate_by_their_position_in_any_dtype_with_one_rounding(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 40, 3, 6, dtype=torch.float64).to(dtype)
+    rotated = apply_rotary(x, Rotary.at(torch.arange(40), ModelConfig(head_dim=6)))
+    exact = torch.stack([by_hand(x[:, t].double(), t) for t in range(40)], 1)
+    assert rotated.dtype == dtype
+    assert torch.equal(rotated[:, 0], x[:, 0])
+    step = max(torch.finfo(dtype).eps, 1e-6)
+    torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=step)
+
+
+def test_yarn_scales_both_tables_by_its_attention_factor() -> None:
+    tables = Rotary.at(torch.arange(9), tiny("dense", **IMPORTED))
+    norm = (tables.cos**2 + tables.sin**2).sqrt()
+    torch.testing.assert_close(norm, torch.full_like(norm, 0.1 * math.log(4) + 1))

@@ -13,24 +13,18 @@ from tests.model.models import ONE_KEY, SPEC, tiny
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": 0}, r"^model\.layers = 0: must be a whole number, 1 or more$"),
-    ({"width": -8}, r"^model\.width = -8: "),
     ({"vocab_size": 50_304.0}, r"^model\.vocab_size = 50304\.0: must be a whole number"),
-    ({"mlp_width": "64"}, r"^model\.mlp_width = '64': must be a whole number"),
     ({"layers": True}, r"^model\.layers = True: must be a whole number"),
-    ({"kv_heads": None}, r"^model\.kv_heads = None: "),
     (
         {"heads": 12, "kv_heads": 5},
         r"^model\.heads = 12: not a multiple of model\.kv_heads = 5; change one of them$",
     ),
     ({"head_dim": 7}, r"^model\.head_dim = 7: RoPE rotates pairs; make it even$"),
-    ({"value_dim": 0}, r"^model\.value_dim = 0: must be a whole number, 1 or more$"),
     ({"value_dim": 4.5}, r"^model\.value_dim = 4\.5: "),
-    ({"value_dim": "64"}, r"^model\.value_dim = '64': "),
     (
         {"activation_checkpointing": "full"},
         r"^model\.activation_checkpointing = 'full': choose one of none, reentrant, ",
     ),
-    ({"activation_checkpointing": True}, r"^model\.activation_checkpointing = True: choose one"),
     (
         {"attention": AttentionConfig(kind="sparse")},
         r"^model\.attention\.kind = 'sparse': choose one of nsa, dense$",

@@ -46,24 +46,6 @@ def test_a_short_run_that_logs_every_step_prints_few_lines(
     assert lines[-1] == "done"
 
 
-def test_a_finished_run_prints_three_commands_to_go_on_and_a_stopped_one_none(
-    tmp_path: Path, capsys: Captured
-) -> None:
-    run_dir = tmp_path / "my run"
-    for status in ("finished", "stopped at --until 7 of 9 steps"):
-        progress = Progress(last_step=300)
-        progress.on_start(run_dir, 0)
-        progress.on_end(status)
-        end = capsys.readouterr().out.splitlines()
-        commands = [
-            "next commands:",
-            f"  nsa report '{run_dir}'",
-            f"  nsa generate '{run_dir}' --prompt 'def '",
-            f"  tensorboard --logdir '{run_dir}'",
-        ]
-        assert end == [status, *(commands if status == "finished" else [])]
-
-
 def test_the_last_step_of_a_run_that_ends_early_is_printed(
     tmp_path: Path, capsys: Captured
 ) -> None:
