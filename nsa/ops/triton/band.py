@@ -49,7 +49,7 @@ from nsa.ops.triton.common import (
     visible,
     zero_pair,
 )
-from nsa.ops.triton.configs import Config, choose_config, one_tile
+from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected import selected_forward, selected_gradients
@@ -293,37 +293,6 @@ def _keys_step(
 
 
 @triton.jit
-def _single_tile_step(
-    k_tile, v_tile, dk, dv, q, do, gates, lse, dgates, dq, first_row, end_row, scale, scale_out,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Add one tile of rows to dk and dv, and its dq to memory; the rows see no other keys.
-
-    So Σ p·dp over this tile is the rows' Σ do·o, which is also the gate's gradient: o is not read.
-    """
-    valid = first_row + tl.arange(0, C.ROWS) < end_row
-    t0 = first_row // C.GROUP
-    local, at = group_rows(first_row, C, C.ROWS % C.GROUP == 0)
-    row = tl.cast(t0, tl.int64) * (C.HEADS * C.GROUP)
-    q_tile, do_tile = load_pair(q, do, row, at, 1, C, valid)  # [ROWS, ..]
-    row_lse = binary_lse(tl.load(lse + row + at, mask=valid, other=float("-inf")))
-    gate = tl.load(gates + (row + at) * 3, mask=valid, other=0.0).to(tl.float32)
-    s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
-    seen = tl.arange(0, C.KEYS)[:, None] < visible(t0 + local, C)[None, :]
-    p = tl.exp2(tl.where(seen, s, float("-inf")) * scale - row_lse[None, :])
-    dp = dot(v_tile, tl.trans(do_tile))
-    total = tl.sum(p * dp, 0)
-    tl.store(dgates + (row + at) * 3, total.to(dgates.dtype.element_ty), mask=valid)
-    p *= gate[None, :]
-    dv = dot(p.to(do_tile.dtype), do_tile, dv)
-    ds = (p * (dp - total[None, :])).to(q_tile.dtype)
-    dk = dot(ds, q_tile, dk)
-    dq_tile = tl.trans(dot(tl.trans(k_tile), ds))  # [ROWS, KEY_P]
-    store_query_gradient(dq + row * C.KEY, at, dq_tile, scale_out, valid, C, True)
-    return dk, dv
-
-
-@triton.jit
 def _key_gradients(
     q, k, v, do, lse2, delta, dk, dv, cu, batch, head, grid_tile, split,
     seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
@@ -370,47 +339,14 @@ def _key_gradients(
         store_pair(dk, dv, key * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
 
-@triton.jit
-def _single_tile_gradients(
-    q, k, v, do, lse, dk, dv, gates, dgates, dq, batch, head, split,
-    seq_len, key_len, split_len, scale, scale_out, C: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of a tile with all compressed keys, from one split of the queries.
-
-    dq is added to, and dgates is written, also where no block is complete. `lse` is the natural-log
-    lse without gates. There are no documents: looking them up takes too many registers.
-    """
-    i = tl.arange(0, C.KEYS)
-    inside = i < key_len
-    key = batch * key_len
-    row = (batch * seq_len * C.HEADS + head) * C.GROUP
-    q += row * C.KEY
-    do += row * C.VALUE
-    lse += row
-    gates += row * 3
-    dgates += row * 3
-    dq += row * C.KEY
-    k_tile, v_tile = load_pair(k, v, key * C.HEADS + head, i, C.HEADS, C, inside)  # [KEYS, ..]
-    dk_acc, dv_acc = zero_pair(C)
-    end_row = tl.minimum(seq_len, (split + 1) * split_len) * C.GROUP
-    for first_row in range(split * split_len * C.GROUP, end_row, C.ROWS):
-        dk_acc, dv_acc = _single_tile_step(
-            k_tile, v_tile, dk_acc, dv_acc, q, do, gates, lse, dgates, dq,
-            first_row, end_row, scale, scale_out, C,
-        )  # fmt: skip
-    key += split * (tl.num_programs(0) // C.HEADS) * key_len  # [splits, B, N, ..]
-    dk_acc *= scale_out
-    store_pair(dk, dv, key * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
-
-
 @kernel
 def band_keys_kernel(
-    q, k_win, v_win, k_cmp, v_cmp, do, lse2_win, delta_win, lse2_cmp, delta_cmp, lse_cmp,
-    dk_win, dv_win, dk_cmp, dv_cmp, gates, dgates, dq, cu,
+    q, k_win, v_win, k_cmp, v_cmp, do, lse2_win, delta_win, lse2_cmp, delta_cmp,
+    dk_win, dv_win, dk_cmp, dv_cmp, cu,
     seq_len, key_len, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
     WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of compressed keys or of the window's; dq is of a single tile's.
+    """dk and dv of one tile of compressed keys or of the window's.
 
     Programs of both branches run at the same time and share q and do in L2. Those of compressed
     keys start first, for all batch rows and heads: they read the most queries.
@@ -419,16 +355,10 @@ def band_keys_kernel(
     batch, head = (tl.program_id(0) // C.HEADS).to(tl.int64), tl.program_id(0) % C.HEADS
     i = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if i < cmp_programs:
-        split = (cmp_programs - 1 - i) // cmp_tiles
-        if dq is not None:
-            _single_tile_gradients(
-                q, k_cmp, v_cmp, do, lse_cmp, dk_cmp, dv_cmp, gates, dgates, dq, batch, head, split,
-                seq_len, key_len, split_len, scale, scale_out, CMP,
-            )  # fmt: skip
-        elif k_cmp is not None:
+        if k_cmp is not None:
             _key_gradients(
                 q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, dk_cmp, dv_cmp,
-                cu, batch, head, i % cmp_tiles, split,
+                cu, batch, head, i % cmp_tiles, (cmp_programs - 1 - i) // cmp_tiles,
                 seq_len, key_len, documents, split_len, scale, scale_out, CMP,
             )  # fmt: skip
     elif k_win is not None:
@@ -497,19 +427,10 @@ def launch_keys(
     win: Branch, cmp: Branch, *, do: Tensor,
     lse2_win: Tensor | None = None, delta_win: Tensor | None = None,
     lse2_cmp: Tensor | None = None, delta_cmp: Tensor | None = None,
-    single_tile: tuple[int, int] | None = None, lse_cmp: Tensor | None = None,
-    gates: Tensor | None = None, dgates: Tensor | None = None, dq: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """dk and dv of the window, then of the compressed branch.
-
-    `single_tile`: rows and keys of a tile with all compressed keys. It needs lse_cmp and gates
-    instead of lse2_cmp and delta_cmp, writes the compressed branch's dgates and adds to dq.
-    """
+    """dk and dv of the window, then of the compressed branch."""
     x, config = _either(win, cmp), _config("keys", win, cmp)
     (batch, seq_len), groups = x.q.shape[:2], x.k.shape[2]
-    rows, keys = single_tile or config[:2]
-    if single_tile and config.warps <= 4:  # half the rows, or registers spill
-        rows = max(16, rows // 2)
     dk_win = dv_win = dk_cmp = dv_cmp = None
     window_tiles, key_len, split_len, cmp_tiles, cmp_programs = 0, 0, seq_len, 1, 0
     if win is not None:
@@ -518,8 +439,7 @@ def launch_keys(
     if cmp is not None:
         splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
         split_len, key_len = cdiv(seq_len, splits), cmp.k.shape[1]
-        if not single_tile:
-            cmp_tiles = max_tiles(seq_len, keys * cmp.spec.block_stride, x.cu_seqlens)
+        cmp_tiles = max_tiles(seq_len, config.keys * cmp.spec.block_stride, x.cu_seqlens)
         cmp_programs = cmp_tiles * splits
         dk_cmp, dv_cmp = _parts(cmp, splits)
     (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
@@ -531,11 +451,10 @@ def launch_keys(
         band_keys_kernel, grid, config,
         q=x.q.contiguous(), k_win=k_win, v_win=v_win, k_cmp=k_cmp, v_cmp=v_cmp, do=do,
         lse2_win=lse2_win, delta_win=delta_win, lse2_cmp=lse2_cmp, delta_cmp=delta_cmp,
-        lse_cmp=lse_cmp, dk_win=dk_win, dv_win=dv_win, dk_cmp=dk_cmp, dv_cmp=dv_cmp,
-        gates=gates, dgates=dgates, dq=dq, cu=cu,
+        dk_win=dk_win, dv_win=dv_win, dk_cmp=dk_cmp, dv_cmp=dv_cmp, cu=cu,
         seq_len=seq_len, key_len=key_len, documents=documents, split_len=split_len,
         cmp_tiles=cmp_tiles, cmp_programs=cmp_programs, scale=x.scale * LOG2E, scale_out=x.scale,
-        WIN=_constants(win, config), CMP=_constants(cmp, config, rows, keys),
+        WIN=_constants(win, config), CMP=_constants(cmp, config),
     )  # fmt: skip
     gradients = [y for y in (dk_win, dv_win, dk_cmp, dv_cmp) if y is not None]
     return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients]
@@ -559,11 +478,11 @@ def _keys_values(x: Branch) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if x is None else (x.k.contiguous(), x.v.contiguous())
 
 
-def _constants(x: Branch, config: Config, rows: int = 0, keys: int = 0) -> Constants | None:
-    """The constants of a branch's tiles, which have the config's rows and keys unless given."""
+def _constants(x: Branch, config: Config) -> Constants | None:
+    """The constants of a branch's tiles."""
     if x is None:
         return None
-    rows, keys, spec = rows or config.rows, keys or config.keys, x.spec
+    rows, keys, spec = config.rows, config.keys, x.spec
     if x.branch == "window":
         return constants_of(x.q, x.k, x.v, ROWS=rows, KEYS=keys, WINDOW=spec.window)
     length, stride = spec.block_len, spec.block_stride
@@ -618,14 +537,6 @@ triton_band = register(
 )
 
 
-def _one_tile(x: GatedInputs) -> tuple[int, int] | None:
-    """(rows, keys) of a tile with all compressed keys: their backward pass needs no o_cmp."""
-    if x.cu_seqlens is not None:  # looking up documents as well takes too many registers
-        return None
-    head = max(x.q.shape[-1], x.v_cmp.shape[-1])
-    return one_tile(x.k_cmp.shape[1], head, x.q.dtype.itemsize)
-
-
 def gated_forward(x: GatedInputs) -> tuple[Tensor, ...]:
     """(o, block_index, then o and lse of the compressed, selected and window branch)."""
     win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
@@ -636,7 +547,6 @@ def gated_forward(x: GatedInputs) -> tuple[Tensor, ...]:
     o_sel, lse_sel = selected_forward(
         selected, o_cmp=o_cmp, o_win=o_win, gates=x.gates.contiguous(), gated_sum=o
     )
-    o_cmp = o_cmp.new_empty(0) if _one_tile(x) else o_cmp
     return o, index, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
 
@@ -645,39 +555,29 @@ def gated_backward(
     o_cmp: Tensor, lse_cmp: Tensor, o_sel: Tensor, lse_sel: Tensor, o_win: Tensor, lse_win: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, of the three pairs of keys and values, and of the gates."""
-    do, gates, tile = do.contiguous(), x.gates.contiguous(), _one_tile(x)
+    do, gates = do.contiguous(), x.gates.contiguous()
     win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     dgates = torch.empty_like(gates)
     # [3, B, T, Hq], by branch: Σ do·o, and (lse - ln gate) / ln 2.
     delta, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
-    # The selected branch adds to dq later, and so does the compressed branch if it has one tile.
-    launch_queries(
-        win, None if tile else cmp, do=do, delta=delta, lse2=lse2, dq=dq,
+    launch_queries(  # the selected branch adds to dq later
+        win, cmp, do=do, delta=delta, lse2=lse2, dq=dq,
         gates=gates, dgates=dgates, o_cmp=o_cmp, lse_cmp=lse_cmp,
         o_sel=o_sel, lse_sel=lse_sel, o_win=o_win, lse_win=lse_win,
     )  # fmt: skip
-    if tile:
-        dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
-            win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
-            single_tile=tile, lse_cmp=lse_cmp, gates=gates, dgates=dgates, dq=dq,
-        )  # fmt: skip
-    else:
-        dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
-            win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
-            lse2_cmp=lse2[0], delta_cmp=delta[0],
-        )  # fmt: skip
+    dk_win, dv_win, dk_cmp, dv_cmp = launch_keys(
+        win, cmp, do=do, lse2_win=lse2[2], delta_win=delta[2],
+        lse2_cmp=lse2[0], delta_cmp=delta[0],
+    )  # fmt: skip
     selected = x.branch("selected", x.k_sel, x.v_sel, index)
     dk_sel, dv_sel = selected_gradients(do, selected, lse2[1], delta[1], dq, add=True)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
 def _fake(x: GatedInputs) -> tuple[Tensor, ...]:
-    (o, lse), *others = (x.branch("window", x.k_win, x.v_win).empty_outputs() for _ in range(4))
-    index = x.selection(lse).empty_index()
-    (o_cmp, lse_cmp), selected, window = others
-    o_cmp = o.new_empty(0) if _one_tile(x) else o_cmp
-    return o, index, o_cmp, lse_cmp, *selected, *window
+    (o, lse), *branches = (x.branch("window", x.k_win, x.v_win).empty_outputs() for _ in range(4))
+    return o, x.selection(lse).empty_index(), *(y for branch in branches for y in branch)
 
 
 triton_gated = register(

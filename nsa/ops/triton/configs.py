@@ -42,10 +42,6 @@ class Tile(Config):
 Key = tuple[str, tuple[int, int], torch.dtype, str]  # operation, padded head sizes, dtype, chip
 Choice = Callable[[str, list[Config]], Config]
 MAX_CANDIDATES = 4
-# Rows and keys, by the dtype's bytes, of a backward tile that holds all compressed keys: in bf16
-# those of up to 2,063 tokens.
-ONE_TILE = {2: (32, 128), 4: (16, 32)}
-ONE_TILE_HEAD = 64  # the largest head size that takes it
 _override: Choice | None = None
 _too_large: dict[Key, set[Config]] = {}  # candidates that could not launch in this process
 _chip: str | None = None
@@ -227,12 +223,6 @@ def candidates(
     if chip in AMD:  # two stages; a thread may hold 512 registers with four warps, 256 with eight
         general = [] if own else [(r, k, min(w, 4), min(s, 2)) for r, k, w, s in general]
     return [Config(*numbers) for numbers in dict.fromkeys([*own, *general])][:MAX_CANDIDATES]
-
-
-def one_tile(keys: int, head: int, itemsize: int) -> tuple[int, int] | None:
-    """(rows, keys) of a backward tile that holds all of `keys` compressed keys, or None."""
-    rows, limit = ONE_TILE[itemsize]
-    return (rows, limit) if keys <= limit and head <= ONE_TILE_HEAD else None
 
 
 @lru_cache

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import nsa_attention
-from nsa.ops.triton import band, configs, selected
+from nsa.ops.triton import band, selected
 from tests.ops.cases import Case, Function, Inputs, branches, selection, with_gradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +101,6 @@ SETTINGS = {
     "chunk": (selected, "CHUNK"),
     "short": (selected, "SHORT"),
     "queries_per_split": (band, "QUERIES_PER_SPLIT"),
-    "one_tile_head": (configs, "ONE_TILE_HEAD"),
 }
 
 

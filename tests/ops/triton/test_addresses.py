@@ -55,7 +55,7 @@ PACKED = replace(WIDE, batch=1, kv_heads=2, lengths=(30, 0, 70))
 LIMIT = 750  # for each head of keys: the stride of a row grows with them
 BATCH = replace(WIDE, kv_heads=2)
 MANY_BLOCKS = Case(NSASpec(2, 1, 1, 4, 0, 1, 7), (150,), batch=2, group=1)
-IN_PARTS = {"queries_per_split": 50, "chunk": 24, "one_tile_head": 0}
+IN_PARTS = {"queries_per_split": 50, "chunk": 24}
 
 
 def attends(case: Case, branch: str = "mixed", run: Run = with_gradients, **how: int) -> Check:

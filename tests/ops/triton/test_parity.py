@@ -163,24 +163,18 @@ def test_the_gated_sum_and_all_its_gradients_are_those_of_the_definition(case: C
 
 
 @pytest.mark.parametrize("case", default(1, GATED_CASES), ids=str)
-@pytest.mark.parametrize("head", [0, 64], ids=["several tiles", "one tile"])
-def test_compressed_keys_may_be_several_tiles_and_queries_several_splits(
-    case: Case, head: int
-) -> None:
+def test_compressed_keys_may_be_several_tiles_and_queries_several_splits(case: Case) -> None:
     small = override_choices(lambda *_: Config(16, 16, 4, 1))
-    with settings(one_tile_head=head, queries_per_split=7), small:
+    with settings(queries_per_split=7), small:
         assert_parity(case, "mixed")
 
 
-def test_the_compressed_output_is_kept_only_where_the_backward_pass_reads_it() -> None:
+def test_the_fake_outputs_have_the_shapes_of_the_real_ones() -> None:
     tensors = Inputs.of(GATED_CASES[0], torch.float32).tensors()
-    for head in (0, 64):
-        with settings(one_tile_head=head), recording():
-            x = GatedInputs(*(y.to("meta") for y in tensors), None, GATED, 1.0)
-            outputs = gated_forward(x)
-            shapes = [y.shape for y in triton_gated(*x[:-2], GATED.to_ints(), 1.0)]
-        assert [y.shape for y in outputs] == shapes
-        assert (outputs[2].numel() > 0) == (head == 0)
+    with recording():
+        x = GatedInputs(*(y.to("meta") for y in tensors), None, GATED, 1.0)
+        fakes = triton_gated(*x[:-2], GATED.to_ints(), 1.0)
+        assert [y.shape for y in gated_forward(x)] == [y.shape for y in fakes]
 
 
 @pytest.mark.parametrize(

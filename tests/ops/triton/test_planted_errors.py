@@ -154,7 +154,6 @@ def selector_losses_are_those_of_pytorch() -> None:
 
 LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))
 COMPRESSED, WINDOW, MIXED = parity("compressed"), parity("window"), parity("mixed")
-SEVERAL_TILES = parity("mixed", one_tile_head=0)
 SELECTED, PARTS = parity("selected"), parity("selected", chunk=3)
 SPLITS = parity("compressed", queries_per_split=7)
 DOCUMENTS = [parity(branch, PACKED) for branch in ("compressed", "selected", "window")]
@@ -330,20 +329,14 @@ PLANTS: dict[Check, dict[str, Into]] = {
     MIXED: {
         "a branch is mixed in by another's gate":
             wrong(selected, "selected_forward_kernel", gates=lambda x: x[..., [0, 1, 0]].clone()),
-        "the same where one tile has all compressed keys":
-            wrong(band, "band_keys_kernel", dq=torch.clone),
-        "the gate of the compressed branch's values is left out":
-            wrong(band, "band_keys_kernel", gates=torch.ones_like),
+        "the gates are left out of the gradients":
+            wrong(band, "band_queries_kernel", gates=torch.ones_like),
         "all heads of a group have one head's gate":
-            wrong(band, "band_keys_kernel", gates=first_head),
-        "compressed keys of the future count where one tile has them all":
-            wrong(band, "_single_tile_step", C=having(LEN=plus(-2))),
+            wrong(band, "band_queries_kernel", gates=first_head),
         "a gate enters its branch's gradients upside down":
             wrong(band, "band_queries_kernel", gates=torch.reciprocal),
         "a branch's gradient of queries replaces the others'":
             wrong(common, "store_query_gradient", ADD=fixed(False)),
-    },
-    SEVERAL_TILES: {
         "the compressed branch's gradient of queries is left out":
             wrong(band, "_query_gradient", result=lambda y, a: y if a["C"].WINDOW else a["acc"]),
         "the window's keys get the compressed branch's delta":
