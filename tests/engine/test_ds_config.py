@@ -165,9 +165,7 @@ def test_resolving_is_idempotent_and_does_not_modify_its_input(name: str) -> Non
 NAMES = [  # shipped config, key, value, what the message must say
     ("zero2_pcie", "zero_optimisation", {}, 'did you mean "zero_optimization"?'),
     ("zero2_pcie", "zero_optimization__reduce_bucket_sise", 1, '"reduce_bucket_size"?'),
-    ("zero2_pcie", "optimizer__params__beta", [0.9, 0.95], 'did you mean "betas"?'),
     ("zero2_pcie", "optimizer__params__max_grad_norm", 1.0, "has no such key"),
-    ("zero2_pcie", "xyzzy", 1, "remove it"),
     ("zero3", "zero_optimization__max_live_paramters", 1, '"stage3_max_live_parameters"'),
     ("zero2_pcie", "gradient_clipping", {"a": 1}, 'write "auto"'),
     ("zero2_pcie", "progressive_layer_drop", {"enabled": True}, "has been removed"),
@@ -177,7 +175,6 @@ KINDS = [
     ("zero2_pcie", "zero_optimization", True, "write an object"),
     ("zero2_pcie", "optimizer", "AdamW", "write an object"),
     ("zero2_pcie", "bf16__enabled", 1, 'write "auto"'),
-    ("zero2_pcie", "optimizer__params", 1, "write an object"),
     ("zero2_pcie", "prescale_gradients", 1, "write true or false"),
     ("zero2_pcie", "wall_clock_breakdown", "false", "DeepSpeed refuses it"),
     ("zero2_pcie", "steps_per_print", 0, "write 1 or more"),
@@ -197,10 +194,8 @@ KINDS += [
 ]
 OTHER_TRAINING = [  # what would change the numbers, or lose steps or checkpoints
     ("zero2_pcie", "optimizer__type", "Lamb", 'write "AdamW"'),
-    ("zero2_pcie", "optimizer__type", "Muon", 'write "AdamW"'),
     ("zero2_pcie", "optimizer__params__torch_adam", False, 'write "torch_adam": true'),
     ("zero2_pcie", "data_types__grad_accum_dtype", "fp16", "bf16 or fp32"),
-    ("zero2_pcie", "data_types__grad_accum_dtype", "fp64", "bf16 or fp32"),
     ("zero0_debug", "data_types__grad_accum_dtype", "fp32", "stage 0"),
     *(
         ("zero2_pcie", key.replace(".", "__"), value, reason)
@@ -244,14 +239,8 @@ def test_every_refused_key_is_tried_above() -> None:
     ("key", "value"),
     [
         ("zero_optimization__allgather_bucket_size", 500_000_000),
-        ("zero_optimization__reduce_scatter", True),
         ("zero_optimization__stage3_max_live_parameters", 1),
         ("fp16__loss_scale", 128),
-        ("aio__block_size", 1),
-        ("timers__throughput__synchronized", False),
-        ("zero_optimization__offload_param__nvme_path", "/x"),
-        ("comms_logger__prof_all", False),
-        ("steps_per_print", 1),
         ("steps_per_print", None),
     ],
 )

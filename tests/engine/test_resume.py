@@ -92,12 +92,9 @@ def test_the_dense_steps_of_three_branches_are_not_continued(name: str) -> None:
         check_schedule(config, config, 4)
 
 
-@pytest.mark.parametrize("zero", ["zero1_pcie", "zero2_pcie"])
-def test_changed_settings_of_the_optimizer_train_from_the_resume_on(
-    zero: str, tmp_path: Path
-) -> None:
+def test_changed_settings_of_the_optimizer_train_from_the_resume_on(tmp_path: Path) -> None:
     """DeepSpeed's checkpoint holds them too, and must not bring the earlier ones back."""
-    start = [*TINY, "--steps=4", "--until=2", "--run-dir=start", ds_config(zero)]
+    start = [*TINY, "--steps=4", "--until=2", "--run-dir=start", ds_config("zero2_pcie")]
     succeed(on_one_rank("m7c.py", *start, folder=tmp_path))
 
     def resumed(name: str, *flags: str) -> dict[str, Tensor]:

@@ -93,10 +93,9 @@ def test_each_family_has_the_logits_that_transformers_computes(family: str, tmp_
     assert (logits(plain, tokens(100)) - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama 3"])
 @torch.no_grad()
-def test_a_family_in_bfloat16_has_the_error_of_bfloat16(family: str, tmp_path: Path) -> None:
-    model_type, changes = FAMILIES[family]
+def test_a_family_in_bfloat16_has_the_error_of_bfloat16(tmp_path: Path) -> None:
+    model_type, changes = FAMILIES["qwen3"]
     torch.manual_seed(0)
     original = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes))
     original.eval().bfloat16().save_pretrained(tmp_path / "original")

@@ -62,7 +62,7 @@ def test_the_kernels_of_a_run_pass(dtype: torch.dtype, packed: bool) -> None:
     assert problems_of([results, results]) == {}
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", default(1, [True, False]))
 def test_the_kernels_of_a_run_with_an_index_pass(packed: bool) -> None:
     with recording(dry=False) as launches:
         results = check_kernels(INDEXED, torch.float32, DEVICE, packed)
@@ -78,9 +78,8 @@ def test_the_kernels_of_a_run_with_an_index_pass(packed: bool) -> None:
     assert (decoded.operation, decoded.problem) == ("decode_attention", "")
 
 
-@pytest.mark.parametrize("packed", [True, False])
 def test_blocks_that_an_index_does_not_rank_best_are_a_problem(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = select.triton_select
 
@@ -92,13 +91,13 @@ def test_blocks_that_an_index_does_not_rank_best_are_a_problem(
         return torch.where(free[..., None] & (index == 3), 2, index).sort(-1).values
 
     monkeypatch.setattr(select, "triton_select", other_blocks)
-    result = only("select_blocks", INDEXED, packed)
+    result = only("select_blocks", INDEXED)
     assert result.problem.startswith("its error is")
 
 
-def only(name: str, config: ModelConfig = CONFIG, packed: bool = True) -> KernelResult:
-    """Check one operation, in bfloat16."""
-    operations = checks.operations(config, DEVICE, packed)
+def only(name: str, config: ModelConfig = CONFIG) -> KernelResult:
+    """Check one operation of packed documents, in bfloat16."""
+    operations = checks.operations(config, DEVICE, True)
     operation = next(x for x in operations if x.name == name)
     result = checks._check(operation, torch.bfloat16)
     assert result is not None
