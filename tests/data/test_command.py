@@ -61,14 +61,21 @@ def test_prepare_and_check_report_contents_and_damage(
     assert output.err.count("\n") == 1
 
 
-def test_an_empty_split_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_contents_of_each_split_are_reported_also_of_an_empty_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [json.dumps({"text": f"document {number}"}) for number in range(1_000)]
     (tmp_path / "many.jsonl").write_text("\n".join(lines))
     source = ("--source", tmp_path / "many.jsonl", "--tokenizer", "byte", "--held-out", "1e-9")
-    assert call("prepare", *source, "--out", tmp_path / "out") == 2
+    flags = ("--out", tmp_path / "out", "--shard-tokens", 5_000)
+    assert call("prepare", *source, *flags) == 2
     assert "val: no documents, so no run can use" in capsys.readouterr().out
     assert call("check", tmp_path / "out") == 0
-    assert "data.held_out was 1e-09" in capsys.readouterr().out
+    train, val = capsys.readouterr().out.splitlines()[1:]
+    assert train == (
+        "train: 12,890 tokens of 1,000 documents and 11,890 bytes, 0.92 bytes a token, in 3 shards"
+    )
+    assert "data.held_out was 1e-09" in val
 
 
 def test_a_trained_tokenizer_loads_by_the_printed_name(

@@ -12,6 +12,7 @@ import torch
 from nsa.engine import checks
 from nsa.engine.build import check_length
 from nsa.engine.checks import check_gradients, inspect_gradients
+from nsa.model.kernel_check import KernelResult
 from tests.engine.gradient_check_ranks import build
 from tests.engine.small import small
 from tests.ranks import launch, launch_rows
@@ -81,11 +82,17 @@ def test_kernels_are_checked_on_a_gpu_unless_the_run_has_none_of_them(
 ) -> None:
     config, alone = small(), SimpleNamespace(gather=lambda value, kind: [value])
     config.model.attention.backend = backend
-    monkeypatch.setattr(checks, "check_kernels", lambda *_: [])  # there may be no GPU here
+    config.data.packing, config.train.precision = "documents", "fp16"
+    calls = []
+    passed = KernelResult("swiglu", "", 0.0, 1e-3, 0.5)
+    record = lambda *call: calls.append(call) or [passed, passed]  # noqa: E731
+    monkeypatch.setattr(checks, "check_kernels", record)  # there may be no GPU here
     check, _ = checks.check_kernels_on_all_ranks(config, torch.device(device), alone)
     assert (check.status, check.detail) == (
-        ("skip", skipped) if skipped else ("ok", "0 operations equal PyTorch's, 0.0 s")
+        ("skip", skipped) if skipped else ("ok", "2 operations equal PyTorch's, 1.0 s")
     )
+    call = (config.model, torch.float16, torch.device(device), True, config.data.seq_len)
+    assert calls == ([] if skipped else [call])
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_falls_back_on_both() -> None:
