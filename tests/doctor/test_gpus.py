@@ -26,6 +26,8 @@ TWO = Gpus([4, 4])
 
 def test_two_healthy_a100s_pass() -> None:
     assert gpu_checks(2, TWO, 2) == [Check("gpus", OK, "torch sees 2")]
+    displays = Gpus([2_000, 4])
+    assert gpu_checks(2, displays, 2) == gpu_checks(2, TWO, 2)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,7 @@ def test_two_healthy_a100s_pass() -> None:
         (Gpus(problem="driver is too old"), FAIL, "driver is too old"),
         (Gpus([4]), FAIL, "torch sees 1, fewer than the 2 ranks"),
         (Gpus([4, 30_211]), WARN, "GPU 1: 30,211 MiB"),
+        (Gpus([2_001, 4]), WARN, "GPU 0: 2,001 MiB"),
     ],
 )
 def test_a_gpu_problem_is_reported_with_a_fix(gpus: Gpus, status: str, words: str) -> None:

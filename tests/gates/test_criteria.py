@@ -158,6 +158,8 @@ def test_a_loss_that_does_not_fall_is_a_no_go_from_the_second_gate_on(tmp_path: 
     write_metrics(tmp_path, 20)
     few = criterion(tmp_path, "final / initial loss")
     assert (few.ok, few.evidence[:32]) == (None, "3 finite losses, 4 are needed; m")
+    write_metrics(tmp_path, 30)
+    assert criterion(tmp_path, "final / initial loss").ok is not None
 
 
 def test_a_hang_is_a_pause_but_saving_and_evaluating_are_not(tmp_path: Path) -> None:
@@ -210,6 +212,7 @@ def test_p90_is_the_step_time_that_nine_tenths_of_the_steps_do_not_exceed(
     write_metrics(tmp_path, change=lambda step: {"seconds": seconds[step]} if step > 1 else {})
     match = criterion(tmp_path, "p90 / median step time")  # 30 steps: the 27th
     assert match.value == (1.0 if slow == 3 else 2.0)
+    assert match.ok, "at most 2"
 
 
 def test_the_median_speed_is_judged(tmp_path: Path) -> None:
@@ -411,6 +414,7 @@ def test_a_run_passes_the_gates_before_its_end_and_then_production() -> None:
 )
 def test_until_accepts_steps_and_gates(text: str, step: int) -> None:
     assert until_step(text, LadderConfig(), 50_000) == step
+    assert until_step("smoke", LadderConfig(), 300) == 300, "the last step"
 
 
 @pytest.mark.parametrize(
