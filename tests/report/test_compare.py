@@ -113,6 +113,8 @@ def test_json_has_the_last_gate_the_figures_and_the_differences(
     assert (second["run"], second["steps"], second["gate"], second["go"]) == ("b", 200, None, None)
     assert first["loss"] == 3.01
     assert first["val_loss"] == pytest.approx(3.11)
+    assert first["bits_per_byte"] == pytest.approx(1.11)
+    assert first["tokens_per_s"] == pytest.approx(1e6 / 7)
     assert first["memory_gb"] == 10.0
     (difference,) = tree["differences"]
     assert difference.startswith("steps taken differs, 300 in a; 200 in b: ")

@@ -76,6 +76,12 @@ def test_a_report_holds_facts_and_settings(
     fallbacks += "no GPU, here (1 calls)"
     assert run["backend fallbacks"] == [fallbacks]
     assert run["median tokens/s"] == ["142,857"]
+    finals = ("tokens", "final training loss", "final validation loss", "final bits per byte")
+    assert [*map(run.get, finals)] == [["1,228,800"], ["3.0100"], ["3.1100"], ["1.1100"]]
+    assert run["ranks, engine"] == ["2, deepspeed-zero1"]
+    assert run["longest pause since the last start"] == [
+        "0.1 s (rank 0, in backward after step 151)"
+    ]
     assert run["peak memory of a rank, GB"] == ["10.00"]
     assert run["skipped steps"] == ["2"], "the most of any rank"
     assert "torch 2" in run["versions"][0]

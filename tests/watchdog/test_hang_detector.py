@@ -186,6 +186,7 @@ def test_a_throughput_collapse_is_logged_once(tmp_path: Path) -> None:
         ([1_000.0] * 11 + [199.0] * 10, True),
         ([1_000.0] * 11 + [200.0] * 10, False),
         ([1_000.0] * 11 + [199.0] * 9, False),
+        ([1_000.0] * 10 + [100.0] * 10, True),
         ([1_000.0] * 9 + [1.0] * 10, False),
         ([1_000.0] * 20, False),
     ],
