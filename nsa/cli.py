@@ -41,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; ValueError and OSError become one line on stderr and exit code 2."""
     parser = _parser()
     flags, command = split_command(sys.argv[1:] if argv is None else argv)
-    if flags and flags[0] in VERBS:
-        parser.error(f"{flags[0]}: withdrawn in this version; {VERBS[flags[0]]}")
+    for name in (" ".join(flags[:words]) for words in (1, 2)):
+        if name in VERBS:
+            parser.error(f"{name}: withdrawn in this version; {VERBS[name]}")
     args, unknown = parser.parse_known_args(flags)
     if args.verb == "train":
         args.arguments = unknown

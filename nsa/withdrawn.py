@@ -65,7 +65,6 @@ FLAGS: dict[str, str] = {
     "nsa import --tokens": "set train.steps and train.warmup_steps",
     "nsa import --gap": "compare `nsa eval` of the import and of the dense model",
     "nsa data prepare --files": "use --pattern",
-    "nsa data train-tokenizer --files": "use --pattern",
     "nsa data prepare --workers": "remove it; all CPU cores tokenise",
     "nsa data check --seq-len": "remove it; a run logs the samples and epochs that it reads",
     "nsa data check --samples-per-step": "remove it; a run logs the epochs that it reads",
@@ -80,11 +79,12 @@ FLAGS: dict[str, str] = {
     "nsa plan --compare": "plan each config: --deepspeed_config",
 }
 
-# Verb of `nsa` -> what to do instead.
+# Verb of `nsa`, or verb and action -> what to do instead.
 VERBS: dict[str, str] = {
     "bench": "run python -m tests.bench in a clone",
     "tasks": "run python -m tests.bench recall in a clone",
     "completion": "no verb replaces it",
+    "data train-tokenizer": "train one with the library tokenizers: docs/start/your-data.md",
     "info": "run nsa plan, or a recipe with --dry-run",
 }
 

@@ -1,11 +1,9 @@
-"""`nsa data`: prepare text before a run, check prepared folders, and train a tokenizer."""
+"""`nsa data`: prepare text before a run, and check prepared folders."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,39 +18,18 @@ if TYPE_CHECKING:
     from nsa.data.shards import Index
 
 DEFAULT = DataConfig()
+# Settings that are flags of `prepare`.
+SETTINGS = "source", "subset", "split", "pattern", "text_field", "held_out", "on_error", "tokenizer"
 
 
 def add_parser(verbs: Any) -> None:
-    about = "prepare text for training, check a prepared folder, or train a tokenizer"
+    about = "prepare text for training, or check a prepared folder"
     data = verbs.add_parser("data", help=about, description=about)
     actions = data.add_subparsers(dest="action", required=True, metavar="action")
 
     about = "tokenise a source into a folder of shards; resumes where it was stopped"
     prepare = actions.add_parser("prepare", help=about, description=about)
-    _add_source(prepare)
-    prepare.add_argument("--tokenizer", required=True, help="byte, or hf:<name or folder>")
-    prepare.add_argument("--out", type=Path, required=True, help="the folder to write")
-    about = "fraction of the documents for validation only (default %(default)s)"
-    prepare.add_argument("--held-out", type=float, default=DEFAULT.held_out, help=about)
-    about = "tokens per file (default 100 million)"
-    prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help=about)
-    prepare.set_defaults(run=_prepare, parser=prepare)
-
-    about = "verify every byte of a prepared folder, and print what it holds"
-    check = actions.add_parser("check", help=about, description=about)
-    check.add_argument("folder", type=Path, help="a folder that `nsa data prepare` wrote")
-    check.set_defaults(run=_check, parser=check)
-
-    about = "train a byte-level BPE tokenizer on a source, for data.tokenizer=hf:<folder>"
-    train = actions.add_parser("train-tokenizer", help=about, description=about)
-    _add_source(train)
-    train.add_argument("--vocab-size", type=int, required=True, help="number of ids at most")
-    train.add_argument("--out", type=Path, required=True, help="the folder to write")
-    train.set_defaults(run=_train_tokenizer, parser=train)
-
-
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = prepare.add_argument
     about = "fineweb_edu, hf:<dataset>, embedded, embedded:<package>, synthetic, or a path to "
     add("--source", required=True, help=f"{about}text files")
     add("--subset", help="configuration of a hub dataset")
@@ -62,42 +39,38 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     about = "at a line or local file that cannot be read: stop, or skip and count it"
     add("--on-error", choices=ON_ERROR, default=DEFAULT.on_error, help=about)
     add("--text-field", default=DEFAULT.text_field, help="the field that holds a record's text")
+    add("--tokenizer", required=True, help="byte, or hf:<name or folder>")
+    add("--out", type=Path, required=True, help="the folder to write")
+    about = "fraction of the documents for validation only (default %(default)s)"
+    add("--held-out", type=float, default=DEFAULT.held_out, help=about)
+    about = "tokens per file (default 100 million)"
+    add("--shard-tokens", type=int, default=100_000_000, help=about)
+    prepare.set_defaults(run=_prepare, parser=prepare)
+
+    about = "verify every byte of a prepared folder, and print what it holds"
+    check = actions.add_parser("check", help=about, description=about)
+    check.add_argument("folder", type=Path, help="a folder that `nsa data prepare` wrote")
+    check.set_defaults(run=_check, parser=check)
 
 
-def _config(args: argparse.Namespace, **more: Any) -> DataConfig:
-    names = ("source", "subset", "split", "pattern", "text_field", "on_error")
-    config = DataConfig(**{name: getattr(args, name) for name in names}, **more)
-    config.validate()
-    return config
-
-
-@contextmanager
-def _settings_as_flags() -> Iterator[None]:
-    """Replace the names of settings in errors by the names of the flags."""
-    try:
-        yield
-    except ValueError as error:
-        text = str(error).replace("--set data.", "--")
-        settings = ("source", "subset", "split", "pattern", "text_field", "held_out")
-        for name in (*settings, "on_error", "tokenizer"):
-            text = text.replace(f"data.{name}", f"--{name.replace('_', '-')}")
-        raise ValueError(text) from error
-
-
-@_settings_as_flags()
 def _prepare(args: argparse.Namespace) -> int:
     from nsa.data.shards import find_index
     from nsa.data.writer import prepare
 
     positive_flags(args, "shard_tokens")
-    config = _config(args, tokenizer=args.tokenizer, held_out=args.held_out)
     out = args.out.expanduser()
     before = find_index(out)
     try:
+        config = DataConfig(**{name: getattr(args, name) for name in SETTINGS})
         index = prepare(config, out, shard_tokens=args.shard_tokens)
     except KeyboardInterrupt:
         print(f"nsa: stopped; the same command resumes in {out}", file=sys.stderr)
         return INTERRUPTED
+    except ValueError as error:  # which names settings
+        text = str(error).replace("--set data.", "--")
+        for name in SETTINGS:
+            text = text.replace(f"data.{name}", f"--{name.replace('_', '-')}")
+        raise ValueError(text) from error
     print(f"{out} was already finished" if index == before else f"{out} is finished")
     print(*index.skipped.note(index.stamp.source), *_contents(index), sep="\n")
     return 0 if all(index.of(split) for split in SPLITS) else 2
@@ -136,15 +109,3 @@ def _contents(index: Index) -> list[str]:
             f"shard{'s' if len(shards) > 1 else ''}"
         )
     return lines
-
-
-@_settings_as_flags()
-def _train_tokenizer(args: argparse.Namespace) -> int:
-    from nsa.data.dataset import open_source
-    from nsa.data.tokenizer import train_tokenizer
-
-    config = _config(args)
-    out = args.out.expanduser()
-    tokenizer = train_tokenizer(open_source(config, args.source), args.vocab_size, out)
-    print(f"{out}: {tokenizer.vocab_size:,} ids; use it with data.tokenizer={tokenizer.name}")
-    return 0

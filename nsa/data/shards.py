@@ -27,7 +27,6 @@ from nsa.data.tokenizer import TokenArray
 from nsa.untrusted import matches, open_regular, parse_json, read_text, short_repr
 
 FORMAT, VERSION = "nsa shards", 2
-OLD_HEADER = 4_096  # bytes before the tokens in shards of version 1
 INDEX = "index.json"
 BUFFER_BYTES = 1 << 22
 OPEN_SHARDS = 128  # of a store: a process has 1,024 files
@@ -49,7 +48,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of one split; `sha256` is of everything from `offset` on."""
+    """One file of one split."""
 
     name: str
     split: str
@@ -57,7 +56,6 @@ class Shard:
     documents: int
     text_bytes: int
     sha256: str
-    offset: int = 0  # of the tokens in the file
 
 
 STAMP_SHAPE, SHARD_SHAPE = (
@@ -122,8 +120,8 @@ def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> FileIO:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); {RESTORE}") from None
     size = os.fstat(file.fileno()).st_size
-    expected = shard.offset + shard.tokens * _little(stamp).itemsize
-    if size < expected or (size > expected and not shard.offset):  # version 1 has more at the end
+    expected = shard.tokens * np.dtype(stamp.dtype).itemsize
+    if size != expected:
         file.close()
         problem = "truncated" if size < expected else "too long"
         raise DataError(f"{path}: {problem}: {size:,} bytes instead of {expected:,}; {RESTORE}")
@@ -164,18 +162,16 @@ def find_index(folder: Path) -> Index | None:
 
 def _index(path: Path, content: Any) -> Index:
     version = content["version"]
-    if version not in range(1, VERSION + 1):
+    if version != VERSION:
         raise DataError(
-            f"{path}: of format {short_repr(version)}, and this nsa reads up to {VERSION}; update "
-            "it, or prepare the folder again"
+            f"{path}: of format {short_repr(version)}, and this nsa reads format {VERSION}; "
+            "prepare the folder again"
         )
-    if version == 1:
-        old = [{**shard, "offset": OLD_HEADER} for shard in content["shards"]]
-        added = {"cursor": None, "skipped": asdict(NOTHING), "finished": True}
-        content = {**content, **added, "shards": old}
     if not matches(content, INDEX_SHAPE):
         raise ValueError("a field is missing, or has another type")
-    stamp, shards = Stamp(**content["stamp"]), [Shard(**shard) for shard in content["shards"]]
+    stamp = Stamp(**content["stamp"])
+    # Earlier versions wrote "offset", which was 0, too.
+    shards = [Shard(**{name: shard[name] for name in SHARD_SHAPE}) for shard in content["shards"]]
     if stamp.dtype not in ("uint16", "uint32") or stamp.eos_id >= stamp.vocab_size:
         raise ValueError(f"dtype = {short_repr(stamp.dtype)}, eos_id = {stamp.eos_id}")
     for shard in shards:
@@ -304,9 +300,7 @@ class TokenStore:
     def _open(self, number: int) -> tuple[FileIO, TokenArray, tuple[int, int]]:
         shard = self._shards[number]
         file = open_shard(self._folder, shard, self.stamp)
-        tokens = np.memmap(
-            file, _little(self.stamp), "r", offset=shard.offset, shape=(shard.tokens,)
-        )
+        tokens = np.memmap(file, _little(self.stamp), "r", shape=(shard.tokens,))
         return file, tokens.view(np.ndarray), _size_and_time(file)
 
 
@@ -334,7 +328,6 @@ def verify_shards(folder: Path, index: Index) -> None:
 def _verify(folder: Path, shard: Shard, stamp: Stamp) -> None:
     digest = hashlib.sha256()
     with open_shard(folder, shard, stamp) as file:
-        file.seek(shard.offset)
         while block := file.read(BUFFER_BYTES):
             digest.update(block)
     if digest.hexdigest() != shard.sha256:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -15,17 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nsa.atomic_io import draft_folder
 from nsa.data.config import DataConfig
 from nsa.data.hub import hub_url, probe
-from nsa.data.source import DataError, Skipped, Source
+from nsa.data.source import DataError
 from nsa.text import first_line
 from nsa.untrusted import matches, read_object
 
 TokenArray = npt.NDArray[np.integer]
-END_OF_TEXT = "<|endoftext|>"
 ORIGIN = "origin.json"  # in the folder of an imported model, and of its export
-MIN_VOCAB_SIZE = 257  # every byte, and the end of text
 
 # A longer text is split, which bounds the encoder's memory.
 CHARS_PER_PIECE, PIECES_PER_CALL = 1 << 18, 64
@@ -273,49 +269,3 @@ def _from_pretrained(path: str, offline: bool = True) -> Any:
 def _refusal(name: str, reason: object, fix: str) -> DataError:
     line = str(reason).strip().split("\n")[0].rstrip(".")
     return DataError(f"data.tokenizer = {name!r} cannot be loaded ({line}); {fix}")
-
-
-def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
-    """Train byte-level BPE like GPT-2's on a source; save it for data.tokenizer=hf:<out>.
-
-    Merges are added until `vocab_size` is reached or no pair is left; the result is deterministic.
-    """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise DataError(
-            f"--vocab-size {vocab_size}: must be {MIN_VOCAB_SIZE} or more, for all bytes and "
-            f"{END_OF_TEXT}"
-        )
-    if out.exists() and any(out.iterdir()):
-        raise DataError(f"--out {out}: the folder is not empty; name a new one")
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_pieces(source), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
-    with draft_folder(out) as draft:
-        tokenizer.save_pretrained(draft)
-    return _load(f"hf:{out}")
-
-
-def _pieces(source: Source) -> Iterator[str]:
-    empty, skipped = True, Skipped()
-    for document, _ in source.read():
-        if isinstance(document, DataError):
-            skipped = skipped.plus(document)
-            continue
-        empty = False
-        yield from split_text(document.text.decode("utf-8", errors="replace"))
-    for line in skipped.note(source.name):
-        print(line, file=sys.stderr)
-    if empty:
-        raise DataError(f"data.source: {source.name} has no documents to train on")

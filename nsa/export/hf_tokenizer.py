@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nsa.data.tokenizer import (
-    END_OF_TEXT,
     ORIGIN,
     ByteTokenizer,
     HubTokenizer,
@@ -35,7 +34,7 @@ TOKENIZER_FILES = (
 )
 # Of the machine that wrote a tokenizer_config.json, and code that is in another folder.
 DROPPED = ("local_files_only", "is_local", "auto_map")
-PAD = "<|pad|>"
+END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 BYTE_SPECIALS = {
     "<|startoftext|>": ByteTokenizer.bos_id,  # reserved; the model was never trained on it
     END_OF_TEXT: ByteTokenizer.eos_id,

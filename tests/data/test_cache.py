@@ -24,10 +24,9 @@ from nsa.data.dataset import OpenedSource, open_dataset
 from nsa.data.files import open_files
 from nsa.data.shards import INDEX, find_index, read_index, verify_shards
 from nsa.data.source import DataError
-from nsa.data.tokenizer import train_tokenizer
 from nsa.data.writer import FIRST_SHARD, LOCK, prepare
 from tests.data.processes import ends_soon, workers_of
-from tests.data.texts import configure, documents_in, split, texts, write_lines
+from tests.data.texts import configure, documents_in, split, texts, train_tokenizer, write_lines
 from tests.disks import mounted
 from tests.ranks import spawn_ranks
 

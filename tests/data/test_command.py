@@ -9,8 +9,6 @@ import pytest
 
 from nsa.cli import main
 from nsa.data.builtin import synthetic
-from nsa.data.config import DataConfig
-from nsa.data.tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +76,6 @@ def test_the_contents_of_each_split_are_reported_also_of_an_empty_one(
     assert "data.held_out was 1e-09" in val
 
 
-def test_a_trained_tokenizer_loads_by_the_printed_name(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "tokenizer"
-    source = ("--source", texts, "--text-field", "body")
-    assert call("train-tokenizer", *source, "--vocab-size", "300", "--out", out) == 0
-    output = capsys.readouterr().out
-    assert output == f"{out}: 300 ids; use it with data.tokenizer=hf:{out}\n"
-    assert build_tokenizer(DataConfig(tokenizer=f"hf:{out}")).vocab_size == 300
-
-
 def test_mistakes_are_one_line_and_exit_code_2(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +84,6 @@ def test_mistakes_are_one_line_and_exit_code_2(
         (["prepare", "--source", texts, "--tokenizer", "byte", *out], "--text-field"),
         (["prepare", "--source", "synthetic", "--tokenizer", "word", *out], "--tokenizer"),
         (["check", tmp_path / "nowhere"], "nowhere"),
-        (["train-tokenizer", "--source", "synthetic", "--vocab-size", "9", *out], "--vocab-size 9"),
     ):
         assert call(*arguments) == 2
         output = capsys.readouterr()

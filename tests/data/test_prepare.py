@@ -20,10 +20,10 @@ from nsa.data.config import DataConfig
 from nsa.data.files import open_files
 from nsa.data.shards import INDEX, open_shards, read_index, verify_shards, write_index
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
-from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.data.writer import DOCUMENTS_PER_CALL, LOCK, next_documents, prepare
 from tests.data.processes import ends_soon, workers_of
-from tests.data.texts import documents_of, write_lines
+from tests.data.texts import documents_of, train_tokenizer, write_lines
 from tests.disks import mount, mounted
 
 HALVES = HeldOut(0.5, by_position=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ import pytest
 from nsa.data.shards import (
     BUFFER_BYTES,
     INDEX,
-    OLD_HEADER,
     Index,
     Stamp,
     is_prepared,
@@ -100,30 +98,6 @@ def test_a_shard_larger_than_a_read_is_intact_and_verified_to_its_last_token(
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="its content changed since it was written"):
             verify_shards(tmp_path, index)
-
-
-def test_shards_of_version_1_are_read_after_their_header(folder: Path) -> None:
-    """They have padding and the ends of the documents after the tokens."""
-    tokens = open_shards(str(folder), "train").read(0, 11)
-    content = json.loads((folder / INDEX).read_text())
-    digests = []
-    for shard in content["shards"]:
-        path = folder / shard["name"]
-        payload = path.read_bytes() + b"padding and ends"
-        path.write_bytes(b"NSASHARD".ljust(OLD_HEADER, b"\0") + payload)
-        digests.append(hashlib.sha256(payload).hexdigest())
-        shard["sha256"] = digests[-1]
-        del shard["offset"]
-    for name in ("cursor", "skipped", "finished"):
-        del content[name]
-    (folder / INDEX).write_text(json.dumps({**content, "version": 1, "parts": 1}))
-    store = open_shards(str(folder), "train")
-    assert np.array_equal(store.read(0, 11), tokens)
-    assert store.fingerprint == hashlib.sha256("/".join(digests[:2]).encode()).hexdigest()
-    verify_shards(folder, read_index(folder))
-    path.write_bytes(path.read_bytes()[: OLD_HEADER + 2])
-    with pytest.raises(DataError, match=rf"{path}: truncated"):
-        open_shards(str(folder), "val")
 
 
 def test_the_fingerprint_is_of_a_splits_tokens(folder: Path, tmp_path: Path) -> None:
@@ -212,7 +186,7 @@ def test_verify_names_an_unlisted_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "of format 3, and this nsa reads up to 2; update it"),
+        ({"version": 1}, "of format 1, and this nsa reads format 2; prepare the folder again"),
         ({"stamp": {}}, "damaged"),
         ({"stamp": asdict(replace(STAMP, eos_id=STAMP.vocab_size))}, "damaged"),
         ({"shards": None}, "damaged"),

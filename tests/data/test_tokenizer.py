@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from nsa.data.builtin import ListSource, synthetic
+from nsa.data.builtin import ListSource
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError, Document, Source
 from nsa.data.tokenizer import (
@@ -31,8 +31,8 @@ from nsa.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
     split_text,
-    train_tokenizer,
 )
+from tests.data.texts import train_tokenizer
 
 PROSE = (
     "It was the best of times, it was the worst of times;\n\nit wasn't THE age of 1,859 things.\r\n"
@@ -302,24 +302,3 @@ def test_an_unreachable_hub_is_reported_by_its_address(
         build_tokenizer(DataConfig(tokenizer="hf:nobody/nothing"))
     for part in ("data.tokenizer = 'hf:nobody/nothing'", hub, "cannot be reached", "hf:<folder>"):
         assert part in str(refused.value)
-
-
-def test_training_is_deterministic(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        trained = train_tokenizer(synthetic(50_000), 500, tmp_path / name)
-        assert trained.vocab_size == 500
-    first, second = (tmp_path / name / "tokenizer.json" for name in ("first", "second"))
-    assert first.read_bytes() == second.read_bytes()
-    text = b" ".join(document.text for document in synthetic(50_000).read_all())
-    assert len(trained.encode(text)) < 0.8 * len(text)
-    assert trained.decode(trained.encode(text)) == text
-
-
-def test_training_refuses_bad_sizes_folders_and_sources(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--vocab-size 256: must be 257 or more"):
-        train_tokenizer(synthetic(1_000), 256, tmp_path / "small")
-    with pytest.raises(DataError, match=r"the folder is not empty"):
-        train_tokenizer(synthetic(1_000), 300, folder)
-    with pytest.raises(DataError, match=r"texts has no documents to train on"):
-        train_tokenizer(texts_source([]), 300, tmp_path / "empty")
-    assert not list(tmp_path.iterdir())

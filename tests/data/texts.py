@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
@@ -19,7 +22,7 @@ from nsa.data.dataset import open_dataset
 from nsa.data.files import Files
 from nsa.data.shards import Stamp, TokenStore
 from nsa.data.source import Document, Source, is_validation
-from nsa.data.tokenizer import ByteTokenizer, Tokenizer
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 
 EOS = ByteTokenizer.eos_id
 CACHE = TemporaryDirectory()  # of the tokens of all stores, until the tests end
@@ -138,3 +141,21 @@ def documents_of(store: TokenStore, tokenizer: Tokenizer | None = None) -> list[
     tokens = store.read(0, len(store))
     assert tokens[-1] == store.eos_id
     return documents_in(tokens, tokenizer)
+
+
+def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
+    """Train byte-level BPE like GPT-2's, as docs/start/your-data.md shows, and save it in `out`."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (document.text.decode(errors="replace") for document in source.read_all())
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.save_pretrained(out)
+    return build_tokenizer(DataConfig(tokenizer=f"hf:{out}"))

@@ -17,11 +17,11 @@ from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.source import DataError
-from nsa.data.tokenizer import build_tokenizer, train_tokenizer
+from nsa.data.tokenizer import build_tokenizer
 from nsa.data.writer import prepare
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import load_run, read_config, run_tokenizer
-from tests.data.texts import texts, write_lines
+from tests.data.texts import texts, train_tokenizer, write_lines
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 
 

@@ -22,7 +22,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Samples
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
-from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
+from nsa.data.tokenizer import ByteTokenizer
 from nsa.evaluate import perplexity
 from nsa.evaluate.command import SPLITS, sources_overlap
 from nsa.evaluate.perplexity import (
@@ -34,7 +34,7 @@ from nsa.evaluate.perplexity import (
     open_eval_data,
 )
 from nsa.model import loss
-from tests.data.texts import MemoryStore, names_of_counted, split, texts, write_lines
+from tests.data.texts import MemoryStore, names_of_counted, split, texts, train_tokenizer, write_lines
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 from tests.evaluate.models import write_model
 from tests.model.models import build, tiny

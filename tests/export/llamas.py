@@ -20,9 +20,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_source
-from nsa.data.tokenizer import Tokenizer, train_tokenizer
+from nsa.data.tokenizer import Tokenizer
 from nsa.engine.load_run import load_run
-from tests.data.texts import texts, write_lines
+from tests.data.texts import texts, train_tokenizer, write_lines
 
 Refused = Callable[..., str]  # the fixtures `refusal` and `refused`
 

@@ -26,12 +26,13 @@ import nsa.model.hf  # noqa: F401 (registers its classes with transformers)
 from nsa.cli import main
 from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
-from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export import remote_code as exporter
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
+from tests.data.texts import train_tokenizer
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 from tests.export.llamas import Refused
 from tests.ranks import ROOT
