@@ -46,7 +46,7 @@ stages() {
     bench A module 60 module "${attention[@]}" --kinds module --against sdpa-cudnn
     bench A decode 10 decode --lengths 64k --seconds 0.2
     bench A tiles $run_seconds module "${attention[@]}" --kinds parts --tile 1
-    stage B doctor 15 "$python" -m nsa.model.kernel_check
+    stage B doctor 15 "$python" -m tests.ops.m7c_kernels
     stage B bits 20 "${pytest[@]}" tests/ops/triton/test_gpu.py \
         -k "twenty_runs and bfloat16 and not packed and not few"
     bench B peers 105 module "${attention[@]}" --shapes 64x4x128 --lengths 8k,64k \

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nsa.constants import INTERRUPTED
 from nsa.data.command import add_parser as add_data_parser
@@ -29,10 +28,7 @@ from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
 from nsa.withdrawn import VERBS
 
-if TYPE_CHECKING:
-    from nsa.doctor.node import Check
-
-_RANKS = "code and all-reduce: deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
+_RANKS = "code, all-reduce and kernels: deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
 _M7C = 125_000_000  # parameters
 _M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
 
@@ -95,8 +91,6 @@ def _parser() -> Parser:
     about = f"checkpoints that the run keeps (default {_M7C_CHECKPOINTS})"
     add("--checkpoints", type=int, default=_M7C_CHECKPOINTS, help=about)
     add("--ranks", type=int, help="ranks on this machine (default: one per GPU, or 2 without any)")
-    about = "compare M7C's kernels with PyTorch on this GPU, in bf16; packed documents too"
-    add("--kernels", action="store_true", help=about)
     add("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
 
@@ -158,26 +152,8 @@ def _doctor(args: argparse.Namespace) -> int:
         ranks=args.ranks,
     )
     checks.append(Check("ranks", SKIP, _RANKS))
-    table: list[str] = []
-    if args.kernels:
-        check, table = _check_kernels()
-        checks.append(check)
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        print(*lines(checks), *table, sep="\n")
+        print(*lines(checks), sep="\n")
     return 0 if passed(checks) else 2
-
-
-def _check_kernels() -> tuple[Check, list[str]]:
-    """Check M7C's kernels on this GPU; return the result, and a table of them."""
-    from nsa.doctor.node import OK, SKIP, WARN, Check
-    from nsa.model.kernel_check import check_m7c, table
-
-    results = check_m7c()
-    if not results:
-        return Check("kernels", SKIP, "no GPU here"), []
-    if problems := [f"{x.operation}: {x.problem}" for x in results if x.problem]:
-        fix = "set model.attention.backend=auto: these operations then run in PyTorch"
-        return Check("kernels", WARN, "; ".join(problems), fix), table(results)
-    return Check("kernels", OK, f"{len(results)} cases equal PyTorch's"), table(results)

@@ -71,6 +71,7 @@ FLAGS: dict[str, str] = {
     "nsa data check --steps": "remove it; a run logs the epochs that it reads",
     "nsa eval --stride": "remove it; give several lengths with --seq-len",
     "nsa doctor --tune": "remove it; python -m tests.bench module --tile N measures tile sizes",
+    "nsa doctor --kernels": "remove it; a recipe checks its own kernels: --until preflight",
     "nsa watch --backoff": "remove it; a restart waits 10 s",
     "nsa watch --status": "read the last line of each heartbeat_rank<k>.jsonl in the run's folder",
     "nsa check --quiet": "remove it; the summary is on stderr",

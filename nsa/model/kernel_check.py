@@ -8,17 +8,16 @@
 
 The error of `actual` may be TIMES that of `usual`, plus a rounding. Selected blocks are judged
 by their importance, not by their index. Operations that `auto` runs in PyTorch by design, such as
-those of very large heads, are left out. `nsa doctor --kernels` checks decoding too. Not checked:
-attention without one of its branches, and the teacher of train.teacher.
+those of very large heads, are left out. Not checked: decoding, attention without one of its
+branches, and the teacher of train.teacher.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,7 +28,7 @@ from torch import Tensor
 from nsa.constants import BRANCHES
 from nsa.model.attention import Attention
 from nsa.model.attention_metadata import AttentionMetadata, sample_queries
-from nsa.model.config import INDEXED, AttentionConfig, ModelConfig
+from nsa.model.config import ModelConfig
 from nsa.model.language_model import meta_model
 from nsa.ops import (
     compressed_attention,
@@ -78,11 +77,11 @@ def check_kernels(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, packed: bool, seq_len: int = 0
 ) -> list[KernelResult]:
     """Check each operation that a training run of `config` on `seq_len` tokens dispatches."""
-    checked = (_check(x, dtype) for x in operations(config, device, packed, seq_len))
+    checked = (check(x, dtype) for x in operations(config, device, packed, seq_len))
     return [result for result in checked if result is not None]
 
 
-def _check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
+def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
     """Return None if the kernels do not support the operation."""
     start, error, allowed = time.perf_counter(), 0.0, math.inf
     try:
@@ -130,7 +129,7 @@ def _outputs(operation: Operation, dtype: torch.dtype, backend: str) -> list[Ten
     return [x.detach() for x in (*outputs, *gradients) if x is not None and x.numel()]
 
 
-def _random(device: torch.device) -> Callable[..., Tensor]:
+def random_tensors(device: torch.device) -> Callable[..., Tensor]:
     """Return a function that draws a tensor of a shape, exact in bf16."""
     draw = torch.Generator(device=device).manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=draw, device=device).bfloat16().float()
@@ -140,7 +139,7 @@ def operations(
     config: ModelConfig, device: torch.device, packed: bool, seq_len: int = 0
 ) -> Iterator[Operation]:
     """Yield the operations of the model's forward and backward pass."""
-    random = _random(device)
+    random = random_tensors(device)
     width, size = config.width, min(config.vocab_size, VOCABULARY)
     tokens = (random(2, ROWS) * 100).long() % size  # some more than once
     x, delta, weight = random(2, ROWS, width), random(2, ROWS, width), random(width)
@@ -292,36 +291,6 @@ def _scores(
     return torch.cat(parts, 1).sort(-1).values
 
 
-def decoding(config: ModelConfig, device: torch.device) -> Operation:
-    """Return the attention of a new token in a long sequence, and in one shorter than a block."""
-    from nsa.ops import decode  # late: training does not decode
-
-    random, spec = _random(device), config.attention.spec
-    longest = lengths(config, False, 0)[0]
-    sizes = config.head_dim, config.value_dim or config.head_dim
-    buffers = [
-        random(2, length, config.kv_heads, size)
-        for length in (spec.compressed_len(longest), longest, min(spec.window, longest))
-        for size in sizes
-    ]
-    q, gates = random(2, config.heads, sizes[0]), random(2, config.heads, 3).abs()
-    at = torch.tensor([longest, spec.block_len - 1], device=device)
-    if config.attention.has_index:
-        k_index, _, k, v = buffers[:4]
-        ranking = random(2, config.kv_heads, sizes[0])
-        inputs: tuple[Tensor | None, ...] = q, k_index, None, k, v, None, None, None, at, ranking
-    else:
-        inputs = q, *buffers, gates, at, None
-
-    @torch.no_grad()
-    def attend(*inputs: Any, backend: str) -> Tensor:
-        *call, ranking = inputs
-        how: Any = {"spec": spec, "branches": config.attention.branch_names, "backend": backend}
-        return decode.decode_attention(*call, q_cmp=ranking, **how)
-
-    return Operation("decode_attention", inputs, attend)
-
-
 def problems_of(results: Sequence[Sequence[KernelResult]]) -> dict[str, str]:
     """Return each operation with a problem on any rank, and the first such rank's."""
     problems: dict[str, str] = {}
@@ -330,40 +299,3 @@ def problems_of(results: Sequence[Sequence[KernelResult]]) -> dict[str, str]:
             if x.problem:
                 problems.setdefault(x.operation, f"kernel check on rank {rank}: {x.problem}")
     return problems
-
-
-def table(results: Sequence[KernelResult]) -> list[str]:
-    """Return a line per operation."""
-    form = "{:<16} {:>8} {:>8} {:>8}  {}"
-    rows = [form.format("operation", "error", "allowed", "seconds", "")]
-    for x in results:
-        figures = f"{x.error:.1e}", f"{x.allowed:.1e}", f"{x.seconds:.1f}"
-        rows.append(form.format(x.operation, *figures, x.problem or "ok"))
-    return rows
-
-
-def check_m7c(device: torch.device | None = None) -> list[KernelResult]:
-    """Check the kernels of M7C with each φ of its recipes, in bf16, on a device or this GPU.
-
-    Return nothing without either.
-    """
-    if device is None:
-        if not torch.cuda.is_available():
-            return []
-        device = torch.device("cuda", torch.cuda.current_device())
-    pool = ModelConfig(attention=AttentionConfig(compressor="pool", selector_loss=1.0))
-    mean = ModelConfig(attention=AttentionConfig())
-    indexed = replace(pool, attention=replace(pool.attention, branches="sel", spec=INDEXED))
-    models = (pool, False), (pool, True), (mean, False), (indexed, False), (indexed, True)
-    decoded = [_check(decoding(model, device), torch.bfloat16) for model in (pool, indexed)]
-    return [
-        result
-        for model, packed in models
-        for result in check_kernels(model, torch.bfloat16, device, packed)
-    ] + [result for result in decoded if result is not None]
-
-
-if __name__ == "__main__":  # where only torch and triton are installed
-    checked = check_m7c()
-    print(*table(checked), "" if checked else "no GPU here", sep="\n")
-    sys.exit(bool(problems_of([checked])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,6 @@ from nsa.doctor.node import (
     passed,
 )
 from nsa.doctor.ranks import code_fingerprint
-from nsa.model import kernel_check
-from nsa.model.kernel_check import KernelResult
 
 CHECKS = [
     Check("torch", OK, "2.13.0"),
@@ -61,36 +58,6 @@ def test_this_machine_passes_for_a_small_run_and_nothing_is_written(
     statuses = {check.name: check.status for check in checks}
     assert statuses["torch"] == statuses["deepspeed"] == statuses["disk"] == OK
     assert list(tmp_path.iterdir()) == []
-
-
-GOOD = KernelResult("select", "", 0.0, 1e-3, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("results", "line"),
-    [
-        ([], "skip kernels    no GPU here"),
-        ([GOOD, GOOD], "ok   kernels    2 cases equal PyTorch's"),
-        (
-            [replace(GOOD, problem="wrong"), GOOD, replace(GOOD, operation="pool", problem="slow")],
-            "warn kernels    select: wrong; pool: slow",
-        ),
-    ],
-)
-def test_kernels_are_counted_or_their_problems_named(
-    results: list[KernelResult],
-    line: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kernel_check, "check_m7c", lambda: results)
-    flags = ["doctor", "--kernels", "--run-dir", str(tmp_path), "--parameters", "1000"]
-    assert main(flags) == 0
-    output = capsys.readouterr().out.splitlines()
-    assert any(shown.startswith(line) for shown in output), output
-    if results:
-        assert output[-len(results) - 1 :] == kernel_check.table(results)
 
 
 def test_a_disk_too_small_for_the_checkpoints_exits_with_2(

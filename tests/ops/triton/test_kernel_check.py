@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.model import kernel_check as checks
-from nsa.model.kernel_check import KernelResult, check_kernels, problems_of, table
+from nsa.model.kernel_check import KernelResult, check_kernels, problems_of
 from nsa.ops import nsa_attention, triton
 from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts
 from nsa.ops.per_token import swiglu
@@ -25,7 +25,9 @@ from nsa.ops.triton.launch import recording
 from nsa.ops.triton.selected import DENSE_BLOCKS
 from nsa.spec import NSASpec
 from tests.inputs import Inputs
+from tests.ops import m7c_kernels
 from tests.ops.cases import Calls, Case, default
+from tests.ops.m7c_kernels import table
 from tests.ops.triton.parity import DEVICE
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)
@@ -80,7 +82,7 @@ def test_the_kernels_of_a_run_with_an_index_pass(packed: bool) -> None:
     assert set(names) == expected
     assert names.count("rotary_pool") == 1, "the layer's projection has the index's columns too"
     assert names.count("pool") == 1, "keys alone"
-    decoded = checks._check(checks.decoding(INDEXED, DEVICE), torch.float32)
+    decoded = checks.check(m7c_kernels.decoding(INDEXED, DEVICE), torch.float32)
     assert decoded is not None
     assert (decoded.operation, decoded.problem) == ("decode_attention", "")
 
@@ -106,7 +108,7 @@ def only(name: str, config: ModelConfig = CONFIG) -> KernelResult:
     """Check one operation of packed documents, in bfloat16."""
     operations = checks.operations(config, DEVICE, True)
     operation = next(x for x in operations if x.name == name)
-    result = checks._check(operation, torch.bfloat16)
+    result = checks.check(operation, torch.bfloat16)
     assert result is not None
     return result
 
@@ -165,7 +167,7 @@ def test_the_error_shown_is_the_worst_by_what_is_allowed(order: list[int]) -> No
         lost = actual if backend == "triton" else usual * (x.dtype == torch.float32)
         return tuple(x * (1 + part) for part in lost)
 
-    result = checks._check(checks.Operation("two", (torch.ones(8),), run), torch.float32)
+    result = checks.check(checks.Operation("two", (torch.ones(8),), run), torch.float32)
     assert result is not None
     assert (result.error, result.allowed) == pytest.approx((3e-2, 4e-2), rel=1e-2)
 
@@ -291,7 +293,7 @@ def test_what_auto_runs_in_pytorch_by_design_is_left_out() -> None:
     """φ `pool` takes heads of up to 128."""
     large = replace(CONFIG, head_dim=144, heads=2, kv_heads=1, mlp_width=16)
     operation = next(x for x in checks.operations(large, DEVICE, False) if x.name == "pool")
-    assert checks._check(operation, torch.float32) is None
+    assert checks.check(operation, torch.float32) is None
 
 
 def test_a_run_on_long_sequences_checks_the_kernels_of_long_ones(
@@ -309,15 +311,15 @@ def test_a_run_on_long_sequences_checks_the_kernels_of_long_ones(
     assert kernels[0] != kernels[1]
 
 
-def test_decoding_is_checked_for_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    operation = checks.decoding(CONFIG, DEVICE)
+def test_decoding_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = m7c_kernels.decoding(CONFIG, DEVICE)
     *_, lengths, _ = operation.inputs
     assert lengths is not None
     assert lengths[0] > SPEC.window
     assert lengths[1] < SPEC.block_len
-    right = checks._check(operation, torch.bfloat16)
+    right = checks.check(operation, torch.bfloat16)
     monkeypatch.setattr(decode, "triton_decode", unsteady(decode.triton_decode))
-    faulty = checks._check(operation, torch.bfloat16)
+    faulty = checks.check(operation, torch.bfloat16)
     assert right is not None
     assert faulty is not None
     assert (right.operation, right.problem) == ("decode_attention", "")
