@@ -18,8 +18,6 @@ from nsa.doctor.node import (
     peer_check,
     torch_gpus,
 )
-from nsa.doctor.pcie import parse_topology
-from tests.doctor.recorded import TOPO_NVLINK, TOPO_PHB, TOPO_SYS
 
 TWO = Gpus([4, 4])
 
@@ -49,20 +47,6 @@ def test_a_gpu_problem_is_reported_with_a_fix(gpus: Gpus, status: str, words: st
 
 def test_a_machine_without_gpus_skips_gpu_checks() -> None:
     assert gpu_checks(0, Gpus(), 0) == [Check("gpus", SKIP, "no GPU here")]
-
-
-def test_topology_is_parsed_with_and_without_terminal_underlining() -> None:
-    assert parse_topology(TOPO_PHB) == {(0, 1): "PHB"}
-    assert parse_topology(TOPO_NVLINK) == {(0, 1): "NV12"}
-    assert parse_topology("") == {}
-    four = parse_topology(TOPO_SYS)
-    assert {pair for pair, link in four.items() if link == "PIX"} == {(0, 1), (2, 3)}
-    assert {pair for pair, link in four.items() if link == "SYS"} == {
-        (0, 2),
-        (0, 3),
-        (1, 2),
-        (1, 3),
-    }
 
 
 def test_missing_peer_access_is_reported_by_pair() -> None:
