@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,10 +15,6 @@ from nsa.data.source import Cursor, DataError, Document, Documents, Source
 SYNTHETIC_SEED = 0  # the same documents in every run
 SYNTHETIC_BYTES = 4_000_000
 
-# DeepSpeed is always installed, and has no wheels per platform: its files are the same everywhere.
-# Published figures were measured on this version, which launch/constraints.txt pins.
-EMBEDDED_VERSION = "0.19.8"
-EMBEDDED_SHA256 = "41e964af0aa9ea1ca3f3999ac56c65fa4aa0b4cd9886c1702ebd51f3b4cbcba6"
 WRITTEN_BY_SETUP = "git_version_info_installed.py"  # describes the machine, so it is left out
 
 
@@ -38,9 +32,11 @@ class ListSource(Source):
             yield self.load(number), {"documents": number + 1}
 
 
-@cache  # a run opens it twice: to read it, and to compare the hash
 def embedded(package: str = "deepspeed") -> ListSource:
-    """Return the Python files of an installed package."""
+    """Return the Python files of an installed package.
+
+    DeepSpeed is always installed, and as it has no wheels per platform, with the same files.
+    """
     name = "embedded" if package == "deepspeed" else f"embedded:{package}"
     return python_files(_folder_of(package), name)
 
@@ -71,17 +67,6 @@ def _folder_of(package: str) -> Path:
             "install it, or set data.source=synthetic"
         )
     return Path(spec.submodule_search_locations[0])
-
-
-def embedded_note() -> str | None:
-    """Return a note if published figures were measured on other files, else None."""
-    if embedded("deepspeed").content == EMBEDDED_SHA256:  # as a run reads it: cached
-        return None
-    return (
-        f"data.source = 'embedded': the files of DeepSpeed {version('deepspeed')} here are not "
-        f"those of {EMBEDDED_VERSION}, so losses are NOT comparable with published figures; fix: "
-        f"pip install deepspeed=={EMBEDDED_VERSION}"
-    )
 
 
 def synthetic(size: int = SYNTHETIC_BYTES) -> Source:

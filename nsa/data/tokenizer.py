@@ -239,15 +239,6 @@ def tokenizer_folder(name: str) -> Path:
     return Path(name.removeprefix("hf:").strip()).expanduser()
 
 
-def largest_id(file: Path) -> int:
-    """Return the largest id of a tokenizer.json; raise a ValueError if it cannot be read."""
-    from tokenizers import Tokenizer as Backend
-
-    with name_in_errors(str(file)):
-        vocabulary = Backend.from_file(str(file)).get_vocab(with_added_tokens=True)
-    return max(vocabulary.values(), default=-1)
-
-
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a generated text: the end of text, and those of its model's files."""
     file = tokenizer_folder(tokenizer.name) / "generation_config.json"

@@ -19,7 +19,6 @@ from deepspeed.accelerator import get_accelerator
 
 from nsa.checkpoint.weights import find_weights
 from nsa.constants import SHORT_RUN
-from nsa.data.builtin import embedded_note
 from nsa.data.source import absolute_source
 from nsa.data.writer import WorkerDied
 from nsa.dtypes import DTYPES
@@ -322,8 +321,6 @@ def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
             "the learning rate never decays; lower train.warmup_steps"
         )
     if note := config.selects_all_note():
-        yield note
-    if "embedded" in config.data.sources() and (note := embedded_note()):
         yield note
     if train.switch_step:
         yield (

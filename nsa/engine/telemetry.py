@@ -16,7 +16,7 @@ from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.monitor.artifacts import RankHistory, read_rank
 from nsa.monitor.config import HEARTBEAT_SECONDS
-from nsa.monitor.environment import DtypeReport
+from nsa.monitor.environment import write_dtypes
 from nsa.monitor.heartbeat import Heartbeat, dump_stacks_on_signal
 from nsa.monitor.memory import MemorySnapshots
 from nsa.monitor.observer import BackgroundWriter, Observer, Observers, warn
@@ -55,9 +55,8 @@ class Telemetry:
         self._write_dtypes: Callable[[], None] | None = None
 
     def report_dtypes(self, engine: Any, path: Path) -> None:
-        """Record the dtypes of the next step and write them to `path` after it."""
-        report = DtypeReport(engine.module)
-        self._write_dtypes = lambda: report.write(path, engine.optimizer)
+        """Write the dtypes to `path` after the next step, which creates the optimizer's states."""
+        self._write_dtypes = lambda: write_dtypes(path, engine.module, engine.optimizer)
 
     def step_start(self, step: int) -> None:
         """Record the start of `step`, counted from 1."""

@@ -8,9 +8,10 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from nsa.data.tokenizer import ByteTokenizer, largest_id
+from nsa.data.tokenizer import ByteTokenizer, name_in_errors
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import model_with
 from nsa.export.from_hf import SourceModel, read_model
@@ -131,10 +132,12 @@ def _check_tokenizer(args: argparse.Namespace, source: SourceModel, config: RunC
         return
     file = args.source / "tokenizer.json"
     if file.is_file() and args.tokenizer is None:
-        ids = largest_id(file) + 1
-        if ids > config.model.vocab_size:
+        with name_in_errors(str(file)):
+            vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= config.model.vocab_size:
             raise ValueError(
-                f"{file}: has ids up to {ids - 1:,}, but the model's vocabulary is "
+                f"{file}: has ids up to {largest:,}, but the model's vocabulary is "
                 f"{config.model.vocab_size:,}; save the model's own tokenizer there, or name one: "
                 "--tokenizer hf:<name or folder>"
             )

@@ -105,47 +105,30 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 _ACCUMULATOR_DTYPES = ("grad_acc_dtype", "gradient_accumulation_dtype")  # of DeepSpeed's optimizers
-_HEADER = ("module", "kind", "parameters", "gradients")
 
 
-class DtypeReport:
-    """Records dtypes with hooks on the parameters of `module`, until `write` removes the hooks.
+def write_dtypes(path: Path, module: torch.nn.Module, optimizer: Any) -> None:
+    """Write tables of the dtypes of parameters and optimizer; `optimizer` may be DeepSpeed's.
 
-    A gradient's dtype is recorded when its parameter receives it, because DeepSpeed frees gradients
-    later. Only names of dtypes are kept: no result changes and no tensor is held longer.
+    A gradient has the dtype of its parameter; gradients are summed in the optimizer's.
     """
+    try:
+        atomic_write_text(path, _modules(module) + "\n" + _optimizer_states(optimizer))
+    except Exception as error:
+        warn(f"{path} was not written, the run continues: {error!r}")
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._gradients: dict[str, set[str]] = defaultdict(set)  # by module
-        self._hooks: list[Any] = []
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            dtypes = self._gradients[name.rpartition(".")[0]]
-            if parameter.requires_grad:
-                hook = parameter.register_hook(lambda x, dtypes=dtypes: dtypes.add(_name(x.dtype)))
-                self._hooks.append(hook)
 
-    def write(self, path: Path, optimizer: Any) -> None:
-        """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
-        for hook in self._hooks:
-            hook.remove()
-        try:
-            atomic_write_text(path, self._modules() + "\n" + _optimizer_states(optimizer))
-        except Exception as error:
-            warn(f"{path} was not written, the run continues: {error!r}")
-
-    def _modules(self) -> str:
-        """Return a table with a row per module; equal rows of several layers are one, counted."""
-        counts = Counter[tuple[str, ...]]()
-        for name, part in self._module.named_modules():
-            if dtypes := _dtypes(part.parameters(recurse=False)):
-                pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)  # blocks.*.mlp
-                gradients = _join(self._gradients[name])
-                counts[pattern, type(part).__name__, _join(dtypes), gradients] += 1
-        rows: list[tuple[str, ...]] = [_HEADER]
-        for (pattern, *cells), count in counts.items():
-            rows.append((f"{pattern} ({count})" if count > 1 else pattern, *cells))
-        return "\n".join(align(rows)) + "\n"
+def _modules(module: torch.nn.Module) -> str:
+    """Return a table with a row per module; equal rows of several layers are one, counted."""
+    counts = Counter[tuple[str, str, str]]()
+    for name, part in module.named_modules():
+        if dtypes := _dtypes(part.parameters(recurse=False)):
+            pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)  # blocks.*.mlp
+            counts[pattern, type(part).__name__, _join(dtypes)] += 1
+    rows: list[tuple[str, ...]] = [("module", "kind", "parameters")]
+    for (pattern, *cells), count in counts.items():
+        rows.append((f"{pattern} ({count})" if count > 1 else pattern, *cells))
+    return "\n".join(align(rows)) + "\n"
 
 
 def _optimizer_states(optimizer: Any) -> str:
@@ -176,4 +159,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _join(names: set[str]) -> str:
-    return "+".join(sorted(names)) or "-"
+    return "+".join(sorted(names))

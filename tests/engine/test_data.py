@@ -14,7 +14,6 @@ from threading import Thread
 import pytest
 import yaml
 
-from nsa.data import builtin
 from nsa.data.shards import Index, write_index
 from nsa.data.source import is_validation
 from nsa.engine.run_request import RunRequest
@@ -252,19 +251,6 @@ def test_an_older_run_with_a_relative_path_resumes_from_its_folder(
         assert resumed.config.data.source == "books.jsonl", "stream cursors are stored under it"
         assert not resumed.data_changed
     assert request(tmp_path / "run", "data.source=embedded", resume=True).data_changed
-
-
-def test_another_version_of_the_embedded_text_is_noted_in_log_and_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def comparable(source: str) -> list[str]:
-        return [note for note in notes(tmp_path, f"data.source={source}") if "comparable" in note]
-
-    assert comparable("embedded") == []
-    monkeypatch.setattr(builtin, "EMBEDDED_SHA256", "that of another version")
-    (note,) = comparable("embedded")
-    assert note.endswith(f"fix: pip install deepspeed=={builtin.EMBEDDED_VERSION}")
-    assert comparable("synthetic") == []
 
 
 def test_a_sequence_so_short_that_selection_leaves_no_block_out_is_noted(tmp_path: Path) -> None:

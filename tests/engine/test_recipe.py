@@ -301,15 +301,6 @@ def test_a_run_resumed_with_changes_logs_them_and_keeps_its_rows_in_a_file_of_th
     assert list(losses(run)) == [1, 2]
 
 
-def test_a_cut_config_without_a_checkpoint_is_refused(stopped: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    text = (stopped / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text[: len(text) // 2])
-    with pytest.raises(ValueError, match=r"config\.yaml is incomplete: it lacks the section"):
-        small_request("--resume", f"--run-dir={run}")
-
-
 def test_a_run_refused_while_it_was_built_leaves_no_folder(tmp_path: Path) -> None:
     arguments = [*TINY, "--steps=1", "--run-dir=run", "--set=attention.backend=triton"]
     assert "triton" in refused(on_one_rank("m7c.py", *arguments, folder=tmp_path))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.monitor.environment import DtypeReport
+from nsa.monitor.environment import write_dtypes
 from nsa.monitor.heartbeat import Heartbeat, dump_stacks_on_signal
 from nsa.monitor.memory import MemorySnapshots
 from nsa.monitor.throughput import StepProfiler
@@ -28,7 +28,7 @@ def trace_a_step(run_dir: Path) -> None:
 
 def report_dtypes(run_dir: Path) -> None:
     model = torch.nn.Linear(1, 1)
-    DtypeReport(model).write(run_dir / "dtypes/a.txt", torch.optim.AdamW(model.parameters()))
+    write_dtypes(run_dir / "dtypes/a.txt", model, torch.optim.AdamW(model.parameters()))
 
 
 WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
