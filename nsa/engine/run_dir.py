@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,10 +17,8 @@ from typing import Any, TextIO
 from nsa.atomic_io import atomic_write_text, no_symlink
 from nsa.checkpoint.commit import newest_valid
 from nsa.checkpoint.weights import has_safetensors
-from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest
 from nsa.text import printable
-from nsa.untrusted import parse_yaml, read_text
 
 LOCK = ".lock"
 CONFIG_FILES = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint

@@ -34,7 +34,14 @@ from nsa.evaluate.perplexity import (
     open_eval_data,
 )
 from nsa.model import loss
-from tests.data.texts import MemoryStore, names_of_counted, split, texts, train_tokenizer, write_lines
+from tests.data.texts import (
+    MemoryStore,
+    names_of_counted,
+    split,
+    texts,
+    train_tokenizer,
+    write_lines,
+)
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
 from tests.evaluate.models import write_model
 from tests.model.models import build, tiny

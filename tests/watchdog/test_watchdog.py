@@ -398,7 +398,6 @@ def test_the_last_sound_heartbeat_of_each_rank_is_read(tmp_path: Path) -> None:
 
 def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:
     calls = [
-        (["--status", "runs/mine"], "--status: withdrawn in this version"),
         ([], "give the command to start, after --"),
         (["."], "attaching to a run that is running is withdrawn"),
         (["--restart", "-1", "--", "true"], "--restart -1: must be 0 or more"),
