@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa.doctor import pcie
 from nsa.doctor.node import (
     FAIL,
     OK,
@@ -81,10 +80,3 @@ def test_a_rocm_build_without_a_gpu_reports_its_problem(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", fail)
     assert torch_gpus() == Gpus(problem="No HIP GPUs are available")
-
-
-def test_the_settings_of_pcie_are_refused_on_amds_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pcie, "output_of", lambda *_: "")
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    with pytest.raises(SystemExit, match="needs nvidia-smi, and this torch is a ROCm build"):
-        pcie.main()
