@@ -193,8 +193,7 @@ def test_a_cache_is_shared_by_runs_with_the_same_tokens(
     assert len(list((tmp_path / "cache").iterdir())) == 2 - shared
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("killed", ["run", "writer", "both"])
+@pytest.mark.parametrize(("killed", "ranks"), [("run", 1), ("writer", 2), ("both", 2)])
 def test_after_kill_9_the_next_run_continues_without_a_lost_or_repeated_sample(
     large: str, tmp_path: Path, killed: str, ranks: int
 ) -> None:

@@ -120,11 +120,9 @@ def test_data_that_changed_since_the_run_started_is_refused_on_resume(
     ("setting", "words"),
     [
         ("data.source=embeded", ["embeded", "embedded"]),
-        ("data.source=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.tokenizer=hf:nowhere/at-all", ["nowhere/at-all"]),
         ("model.vocab_size=100", ["model.vocab_size = 100", "set model.vocab_size to 259"]),
         ("data.held_out=1e-9", ["raise data.held_out"]),
-        ("data.text_field=body", ["no field 'body', but 'text'"]),
     ],
 )
 def test_unavailable_data_is_refused_before_anything_is_built(
