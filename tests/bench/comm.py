@@ -2,7 +2,7 @@
 
 Two ranks in two network namespaces, joined by a throttled link, take real steps under each config.
 Two more take the same steps with collectives that return at once, which leaves the compute time.
-The difference is exposed communication. With two GPUs, the ranks use those and NCCL.
+The difference is exposed communication.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import closing
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from nsa.system import free_port, resource_path
 from nsa.text import markdown_table
@@ -42,8 +40,6 @@ MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as l
     "spec": {"block_len": 16, "block_stride": 8, "select_len": 32, "select_top": 6, "window": 64},
 }
 TOKENS = 64  # per micro-batch
-GPU_MODEL: dict[str, Any] = {"activation_checkpointing": "reentrant", "spec": {}}  # M7C
-GPU_TOKENS = 2_048
 RATES = (1.0, 4.0, None)  # Gbit/s of the link; None: not throttled
 TABLE_RATE = 1.0  # Gbit/s of the printed table: the slowest, which shows communication best
 COLLECTIVE_ELEMENTS, COLLECTIVE_ROUNDS = 2**23, 9  # of each collective that is timed alone
@@ -101,14 +97,10 @@ class Bench:
     """Ranks that communicate, ranks that only compute, and the link's rates to measure."""
 
     def __init__(
-        self,
-        link: Link | None,  # between two CPU ranks; None: two GPUs and NCCL
-        rates: Sequence[float | None],
-        model: Mapping[str, Any],
-        tokens: int,
+        self, link: Link, rates: Sequence[float | None], model: Mapping[str, Any], tokens: int
     ) -> None:
         self.link, self.rates, self.model, self.tokens = link, rates, model, tokens
-        self.pair = RankPair("gloo" if link else "nccl", link)
+        self.pair = RankPair("gloo", link)
         self.compute_only = RankPair("fake")  # its collectives return at once
 
     def close(self) -> None:
@@ -120,7 +112,7 @@ class Bench:
         """Time each collective alone, at each rate."""
         rows = []
         for rate in self.rates:
-            self._throttle(rate)
+            self.link.throttle(rate)
             for name in ("all_reduce", "all_gather"):
                 arguments = name, COLLECTIVE_ELEMENTS, 1 + COLLECTIVE_ROUNDS
                 _, *seconds = self.pair.request("collective", *arguments)
@@ -136,7 +128,7 @@ class Bench:
         """
         ds_config: dict[str, Any] = json.loads(CONFIGS[config].read_text())
         ds_config["communication_data_type"] = reduce_dtype
-        self._throttle(None)
+        self.link.throttle(None)
         for pair in (self.pair, self.compute_only):
             parameters = pair.request("build", self.model, self.tokens, accumulation, ds_config)
             pair.request("steps", WARMUP_STEPS)
@@ -144,10 +136,10 @@ class Bench:
         steps = max(MIN_STEPS, MICRO_BATCHES // accumulation)
         measured, compute = [], []
         for rate in self.rates:
-            self._throttle(rate)
+            self.link.throttle(rate)
             _, idle = self.pair.request("steps", 0)
             seconds, sent = self.pair.request("steps", steps)
-            measured.append((rate, (sent - idle) / steps if self.link else payload, seconds))
+            measured.append((rate, (sent - idle) / steps, seconds))
             compute += self.compute_only.request("steps", -(-steps // 2))[0]
         alone = statistics.median(compute)
         for rate, sent, seconds in measured:
@@ -167,10 +159,6 @@ class Bench:
                 "exposed_seconds": round(step - alone, 4),
             }
 
-    def _throttle(self, rate: float | None) -> None:
-        if self.link:
-            self.link.throttle(rate)
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add, every = parser.add_argument, list(CONFIGS)
@@ -185,14 +173,9 @@ def run(report: Report) -> None:
     if flags.show is not None:
         print("\n".join(config_table(json.loads(flags.show.read_text())["rows"])))
         return
-    with ExitStack() as stack:
-        if torch.cuda.device_count() >= RANKS:
-            bench = Bench(None, [None], GPU_MODEL, GPU_TOKENS)
-        else:
-            bench = Bench(stack.enter_context(link()), RATES, MODEL, TOKENS)
-        stack.callback(bench.close)
+    with link() as veth, closing(Bench(veth, RATES, MODEL, TOKENS)) as bench:
         report.data |= {
-            "link": "veth pair of two network namespaces, gloo" if bench.link else "NCCL",
+            "link": "veth pair of two network namespaces, gloo",
             "ranks": RANKS,
             "model": bench.model,
             "tokens_per_micro_batch": bench.tokens,

@@ -1,7 +1,7 @@
 """One rank of `python -m tests.bench comm`: it builds engines and takes steps on request.
 
-The backend is gloo or NCCL between two ranks, or torch's `fake` one, whose collectives return at
-once: what remains of a step is compute.
+The backend is gloo between two ranks, or torch's `fake` one, whose collectives return at once: what
+remains of a step is compute. `tests.bench profile` joins with NCCL, as a single rank.
 """
 
 from __future__ import annotations
