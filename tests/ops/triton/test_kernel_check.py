@@ -177,7 +177,7 @@ def test_a_few_roundings_are_allowed_where_pytorch_loses_nothing(
     dtype: torch.dtype, roundings: int
 ) -> None:
     copy = checks.Operation("copy", (torch.ones(8),), lambda x, backend: x.clone())
-    result = checks._check(copy, dtype)
+    result = checks.check(copy, dtype)
     assert result is not None
     assert (result.error, result.allowed) == (0, roundings * torch.finfo(dtype).eps)
 
@@ -186,7 +186,7 @@ def test_a_wrong_gradient_of_right_outputs_is_a_problem() -> None:
     def run(x: Tensor, backend: str) -> Tensor:
         return x + (x - x.detach()) / 20 if backend == "triton" else x.clone()
 
-    result = checks._check(checks.Operation("copy", (torch.ones(8),), run), torch.bfloat16)
+    result = checks.check(checks.Operation("copy", (torch.ones(8),), run), torch.bfloat16)
     assert result is not None
     assert result.problem.startswith("its error is 0.05")
 
