@@ -81,7 +81,8 @@ POOLS = [
 ]
 SELECTOR = [
     *(fused.selector(case) for case in PATTERNS.values()),
-    *(fused.selector(PATTERNS[name], heads) for name, heads in (("packed", 1), ("odd sizes", 3))),
+    *(fused.selector(PATTERNS[name], 1) for name in ("packed", "a key per token")),
+    fused.selector(PATTERNS["odd sizes"], 3),
     *(fused.selector(replace(PACKED, group=group)) for group in (1, 5, 16)),
     fused.selector(replace(PACKED, kv_heads=1, group=40)),
     *(fused.selector(PACKED, queries=tokens) for tokens in ([0], [40, 41, 42, 83], range(85))),

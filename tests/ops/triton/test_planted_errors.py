@@ -75,7 +75,7 @@ def unmasked_tiles_are_fully_visible() -> None:
 
 
 def one_head_selects_without_an_lse() -> None:
-    specs = NSASpec(5, 2, 3, 4, 0, 1, 5), NSASpec(4, 4, 4, 3, 1, 1, 5)
+    specs = NSASpec(5, 2, 3, 4, 0, 1, 5), NSASpec(4, 4, 4, 3, 1, 1, 5), NSASpec(1, 1, 4, 3, 1, 1, 5)
     for spec in specs:
         for lengths in ((90,), (9, 0, 1, 60)):
             case = replace(CASE, spec=spec, lengths=lengths, group=1)
