@@ -14,6 +14,7 @@ import pytest
 
 from nsa.engine.run_dir import FolderLock, choose_run_dir
 from tests.disks import mounted
+from tests.engine.runs import on_one_rank, refused
 from tests.ranks import ROOT
 
 HOLD = """
@@ -121,6 +122,14 @@ def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:
         for folder in (disk, disk / "runs/new"):
             with pytest.raises(ValueError, match="Read-only file system"):
                 FolderLock(folder)
+
+
+def test_an_unusable_folder_is_one_line_and_exit_code_2_also_in_a_dry_run(tmp_path: Path) -> None:
+    result = on_one_rank("m7c.py", "--run-dir=/proc/x", "--dry-run", folder=tmp_path)
+    assert refused(result) == (
+        "m7c: --run-dir /proc/x: no files can be written there (No such file or directory); "
+        "choose another folder"
+    )
 
 
 def test_a_lock_that_is_a_symbolic_link_is_refused_and_its_target_kept(tmp_path: Path) -> None:

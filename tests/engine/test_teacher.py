@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.teacher import check_tokenizer, find_teacher
 from tests.engine.runs import TINY, ds_config, losses, on_one_rank, on_two_ranks, refused, succeed
@@ -85,6 +87,17 @@ def test_a_model_that_is_its_own_teacher_does_not_differ_from_it(
         assert row["loss"] == row["teacher_loss"]
         assert row["kl"] == pytest.approx(0, abs=1e-6)
         assert row["same_top1"] == 1
+
+
+def test_the_plan_counts_the_teacher(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--profile=demo", "--gpus=2", "--json", *TINY[:1]]
+    sizes = []
+    for teacher in ([], [f"--set=train.teacher={dense}"]):
+        assert main([*command, *(x for x in TINY if x.startswith("--set")), *teacher]) in (0, 1)
+        sizes.append(json.loads(capsys.readouterr().out)["plans"][0])
+    memory = [plan["memory"]["total"] for plan in sizes]
+    assert memory[1] > memory[0]
+    assert sizes[1]["tokens_per_second"] < sizes[0]["tokens_per_second"]
 
 
 @pytest.mark.parametrize(

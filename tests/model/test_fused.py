@@ -214,6 +214,13 @@ def test_a_hook_on_all_modules_is_called_for_each() -> None:
     assert called == modules
 
 
+def test_biases_of_some_linears_are_added_even_if_they_are_frozen() -> None:
+    modules, x = linears(), rows()
+    modules[1].bias = nn.Parameter(torch.randn(5, dtype=x.dtype), requires_grad=False)
+    expected = torch.cat([module(x) for module in modules], -1)
+    torch.testing.assert_close(parallel_linear(x, modules)[..., :21], expected)
+
+
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("hooked", [True, False])
 def test_add_norm_is_the_sum_and_its_norm(delta: bool, hooked: bool) -> None:
