@@ -132,7 +132,7 @@ def test_a_pipe_does_not_block(name: str, tmp_path: Path) -> None:
 
 
 def test_json_text_of_a_report_is_escaped(tmp_path: Path) -> None:
-    html = "<img src=x onerror=alert(1)> [click](http://evil) ![x](http://evil/a.png) www.evil.org"
+    html = "<img src=x onerror=alert(1)> [click](http://evil) ![x](http://evil/a.png) www.a WWW.a"
     env: dict[str, Any] = {**ENV, "recipe": html, "notes": [html, "a\n# b"]}
     (tmp_path / "env.json").write_text(json.dumps(env))
     gate = json.loads(json.dumps(GATE).replace('"b"', json.dumps(html)))
@@ -140,5 +140,5 @@ def test_json_text_of_a_report_is_escaped(tmp_path: Path) -> None:
     assert run("report", tmp_path) == 0
     text = (tmp_path / "report.md").read_text()
     for part in ("<img", " [click]", "http://", "www.", "\n# b"):
-        assert part not in text, part
+        assert part not in text.lower(), part
     assert text.count(r"&lt;img src=x onerror=alert(1)> \[click\](http:&#47;/evil)") == 3
