@@ -64,7 +64,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, kind: str) ->
 def test_what_an_ended_run_left_is_ignored_and_removed() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    reused = f"7-1.{os.getpid()}.1"  # this process's number, of one that started long before
+    reused = f"7-1.{os.getpid()}.0"  # this process's number, of one that started long before
     left = [private_folder() / name for name in (f"7-1.{ended.pid}.5", reused)]
     for path in left:
         path.touch()
