@@ -318,3 +318,36 @@ def test_a_file_that_cannot_be_read_at_the_start_is_one_line_and_leaves_no_folde
         f"m7c: {start / 'config.json'}: Input/output error; check the disk, or use another file"
     )
     assert os.listdir(tmp_path) == ["start"]
+
+
+INDEXED = ["attention.branches=sel", "attention.compressor=pool", "attention.selector_loss=1"]
+DENSE_FIRST = "attention is dense in the first 4 of 50,000 steps"
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (["train.steps=100", "train.warmup_steps=99"], None),
+        (
+            ["train.steps=100", "train.warmup_steps=100"],
+            "train.warmup_steps = 100: not below train.steps = 100, so the learning rate never "
+            "decays; lower train.warmup_steps",
+        ),
+        (
+            ["train.steps=10000"],
+            "train.warmup_steps = 400, scaled with train.steps: 2,000 of 50,000",
+        ),
+        (
+            [*INDEXED, "train.dense_steps=4"],
+            f"{DENSE_FIRST} (train.dense_steps); nothing is selected in them, so selection.csv "
+            "begins after them",
+        ),
+        (
+            [*INDEXED, "train.selector_steps=4"],
+            f"{DENSE_FIRST}, in which only the index learns (train.selector_steps)",
+        ),
+    ],
+)
+def test_what_may_surprise_in_a_schedule_is_noted(settings: list[str], note: str | None) -> None:
+    request = small_request(*(f"--set={setting}" for setting in settings))
+    assert request.notes == ([] if note is None else [note])
