@@ -130,6 +130,11 @@ def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
     assert output.err == summary
     assert main(["check", str(DS_CONFIG), "--set", "train.micro_batch=4"]) == 0
     assert ", 32 sequences" in capsys.readouterr().err
+    assert main(["check", str(DS_CONFIG.with_name("zero2_overlap.json")), "--ranks", "1"]) == 0
+    buckets = (
+        "accumulated in bf16, buckets of 16,777,216 elements, overlapped, 32 sequences per step"
+    )
+    assert capsys.readouterr().err == f"ok: ZeRO-2, bf16, gradients {buckets} on 1 rank\n"
 
 
 @pytest.mark.parametrize(

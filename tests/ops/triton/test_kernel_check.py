@@ -210,26 +210,6 @@ def test_the_inputs_reach_what_kernels_treat_apart() -> None:
     assert labels.min() == -100 < labels.max() < logits.shape[-1]
 
 
-def test_the_doctor_checks_each_compressor_with_and_without_packed_documents(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = []
-
-    def record(config: ModelConfig, dtype: torch.dtype, device: Any, packed: bool) -> list[Any]:
-        calls.append((config.attention.compressor, config.attention.branches, packed))
-        return []
-
-    monkeypatch.setattr(checks, "check_kernels", record)
-    monkeypatch.setattr(
-        checks, "_check", lambda operation, _: KernelResult(operation.name, "", 0, 0, 0)
-    )
-    decoded = checks.check_m7c(DEVICE)
-    assert [result.operation for result in decoded] == ["decode_attention"] * 2
-    three = {("pool", "cmp+sel+win", True), ("pool", "cmp+sel+win", False)}
-    three |= {("mean", "cmp+sel+win", False)}
-    assert set(calls) == three | {("pool", "sel", True), ("pool", "sel", False)}
-
-
 def second_block(index: Tensor) -> Tensor:
     return torch.where(index.max(-1).values > 3, 1, index[..., 1])
 
