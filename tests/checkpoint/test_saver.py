@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nsa.checkpoint import newest_valid, read_manifest, read_state_file
 from nsa.checkpoint.state_file import Topology
+from nsa.system import package_version
 from tests.checkpoint.conftest import Rows
 from tests.checkpoint.test_manifest import FILES
 
@@ -20,6 +21,8 @@ def test_a_checkpoint_holds_all_files_and_its_manifest_names_them(saved: Saved) 
     assert (root / "run/latest").read_text() == path.name
     manifest = read_manifest(path)
     assert (manifest["step"], manifest["ranks"]) == (6, 2)
+    for package in ("torch", "deepspeed"):
+        assert manifest[package] == package_version(package)
     assert {*manifest["files"], "manifest.json"} == set(FILES)
     assert {item.name for item in path.iterdir()} == set(FILES)
     state = read_state_file(path)

@@ -11,6 +11,8 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from nsa.data.tokenizer import ORIGIN
+from nsa.export.origin import Origin, find_origin, write_origin
 from nsa.export.to_hf import export
 from nsa.model.hf import NSAForCausalLM
 from tests.export.llamas import SMALL, Refused, add_chat_tokenizer, imported, llama
@@ -238,3 +240,20 @@ def test_a_tokenizer_without_an_origin_is_exported_without_the_machines_settings
     tree = settings(tmp_path / "written", "tokenizer_config.json")
     assert not {"local_files_only", "is_local"} & tree.keys()
     assert (tree["model_max_length"], tree["padding_side"]) == (96, "left")
+
+
+@pytest.mark.parametrize("saved", ["owner/model", "/home/me/model", None])
+def test_a_model_is_named_as_on_the_hub_else_by_its_folder(
+    saved: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_origin(Path(), {"model_type": "nsa", "_name_or_path": saved}, tmp_path)
+    name = saved if saved == "owner/model" else tmp_path.name
+    assert find_origin(tmp_path, None) == Origin(name, None, None)
+
+
+def test_an_import_of_an_earlier_version_keeps_its_origin(tmp_path: Path) -> None:
+    (tmp_path / ORIGIN).write_text('{"name": "owner/model", "license": "mit"}')
+    origin = Origin("owner/model", "mit", None)
+    assert find_origin(tmp_path / "run", str(tmp_path)) == origin, "which the run started from"
+    assert find_origin(tmp_path, None) == origin
