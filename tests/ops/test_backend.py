@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa.ops import (
     NSASpec,
+    compress_mean,
     compressed_attention,
     fallback_counts,
     nsa_attention,
@@ -252,6 +253,12 @@ def test_documents_on_another_device_raise(name: str, offsets_are_on: str) -> No
     message = f"^cu_seqlens is on {offsets_are_on} and q on {rest}; give both the same device"
     with pytest.raises(ValueError, match=message):
         call(name, lambda x: x.to(rest), cu_seqlens=cu_seqlens)
+
+
+def test_documents_on_another_device_than_pooled_keys_raise() -> None:
+    keys, cu_seqlens = torch.zeros(1, 20, 2, 4, device="meta"), torch.tensor([0, 20])
+    with pytest.raises(ValueError, match=r"^cu_seqlens is on cpu and k on meta; give"):
+        compress_mean(keys, SPEC, cu_seqlens)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
