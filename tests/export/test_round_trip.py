@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from nsa.cli import main
 from nsa.data.tokenizer import ORIGIN
 from nsa.export.origin import Origin, find_origin, write_origin
 from nsa.export.to_hf import export
@@ -90,7 +91,10 @@ def test_what_an_import_changes_is_changed_in_the_export_and_printed(
     imported(original, tmp_path / "run", f"--attention={attention}", *changes)
     capsys.readouterr()
     is_llama = attention == "dense"
-    config = settings(export(tmp_path / "run", tmp_path / "hf", dense=is_llama))
+    flags = ["--attention=dense"] if is_llama else []
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "hf"), *flags]) == 0
+    config = settings(tmp_path / "hf")
+    assert config["dtype"] == "float32", "as in training, without --dtype"
     lines = capsys.readouterr().out
     assert "config.json: max_position_embeddings = 16384, was 8192\n" in lines
     theta = config["rope_parameters"]["rope_theta"] if is_llama else config["rope_theta"]
