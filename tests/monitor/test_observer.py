@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 from pathlib import Path
 
 import pytest
 
-from nsa.monitor.observer import BackgroundWriter, Observer, Observers, StepRecord
+from nsa.monitor.observer import BackgroundWriter, Observer, Observers, StepRecord, warn
 from tests.monitor.records import PATIENCE, make_record
 
 
@@ -173,3 +174,13 @@ def test_flushing_waits_for_the_jobs_so_far_but_not_for_a_disk_that_hangs() -> N
     assert writer.flush(PATIENCE)
     writer.close()
     assert not writer.flush(0.05)
+
+
+def test_a_warning_is_printable_and_a_closed_stderr_loses_only_the_warning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warn("'a\x1b[2J' was not written")
+    assert capsys.readouterr() == ("", "nsa: 'a\\x1b[2J' was not written\n")
+    (closed := io.StringIO()).close()
+    monkeypatch.setattr("sys.stderr", closed)
+    warn("lost")
