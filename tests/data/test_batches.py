@@ -280,14 +280,6 @@ def test_a_corpus_of_any_size_is_shuffled_without_a_table() -> None:
     assert min(indices) < 0.01 * size
 
 
-def test_the_order_is_that_in_which_runs_of_earlier_versions_resume() -> None:
-    order = [shuffled_index(index, 12, hash64(7, "a")) for index in range(12)]
-    assert order == [8, 2, 0, 10, 6, 1, 9, 3, 5, 11, 4, 7]
-    mixer = Mixer([0.5, 0.3, 0.2], ["a", "b", "c"])
-    located = [mixer.locate(position) for position in range(6)]
-    assert located == [(2, 0), (0, 0), (1, 0), (0, 1), (2, 1), (0, 2)]
-
-
 @settings(deadline=None)
 @given(
     weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=5),
