@@ -164,7 +164,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     _resolve_data(config, None if saved is None else base)
     data_changed = saved is not None and _check_changes(base, config, run_dir, saved.name, notes)
     notes += _warnings(base, config)
-    config, ds_config, fits_micro_batch = _resolve_deepspeed(config, flags, saved, notes)
+    config, ds_config = _resolve_deepspeed(config, flags, saved, notes)
     stop_step = config.train.steps
     if flags.until is not None:
         stop_step = until_step(flags.until, config.monitor.ladder, config.train.steps)
@@ -182,7 +182,6 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         notes=notes,
         time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
         profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
-        fits_micro_batch=fits_micro_batch,
         universal=flags.universal,
     )
 
@@ -255,8 +254,8 @@ def _resolve_data(config: RunConfig, saved: RunConfig | None) -> None:
 
 def _resolve_deepspeed(
     config: RunConfig, flags: argparse.Namespace, saved: Path | None, notes: list[str]
-) -> tuple[RunConfig, dict[str, Any], bool]:
-    """Replace each "auto"; return config, DeepSpeed's config, and whether a GPU is to measure it.
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Replace each "auto"; return the config and DeepSpeed's.
 
     Without --deepspeed_config a resumed run keeps DeepSpeed's config of its checkpoint.
     """
@@ -272,13 +271,12 @@ def _resolve_deepspeed(
     ds_config, gpu_memory, accelerator = resolve(config), None, get_accelerator()
     if accelerator.device_name() != "cpu":  # this node's smallest GPU, so that its ranks agree
         gpu_memory = min(map(accelerator.total_memory, range(accelerator.device_count())))
-    fits_micro_batch = config.train.micro_batch == AUTO and gpu_memory is not None
     if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
         zero = resolved_zero(ds_config, config)
         config, auto_notes = resolve_auto(config, zero, ranks, gpu_memory)
         ds_config = resolve(config)
         notes += auto_notes
-    return config, ds_config, fits_micro_batch
+    return config, ds_config
 
 
 def with_model_of_start(base: RunConfig, file: Path | None, assignments: list[str]) -> RunConfig:

@@ -27,7 +27,6 @@ class RunRequest:
     notes: list[str]  # for the log
     time_limit: float | None = None  # seconds
     profile_steps: tuple[int, int] | None = None  # first and last step to trace
-    fits_micro_batch: bool = False  # of train.micro_batch=auto: to be measured on the GPU
     universal: bool = False  # convert a checkpoint saved by another number of ranks
 
     @property

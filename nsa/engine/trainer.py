@@ -43,7 +43,6 @@ from nsa.engine.config import RunConfig, to_yaml
 from nsa.engine.data import open_data
 from nsa.engine.loop import Run
 from nsa.engine.loss_guard import LossGuard
-from nsa.engine.micro_batch import fit_on_all_ranks
 from nsa.engine.process_group import (
     AllRanksError,
     CpuCollectives,
@@ -173,9 +172,6 @@ def build(run: Run) -> None:
         run.resume_from = resume.convert_to_universal(run.collectives, run.resume_from, run.ranks)
     kernels, kernel_rows = check_kernels_on_all_ranks(config, run.device, run.collectives)
     checks.append(kernels)
-    if request.fits_micro_batch:
-        _fit_micro_batch(run)
-        request, config = run.request, run.config
     ds_config = request.ds_config | trackers(request)
     if run.ranks.rank == 0:
         warn(f"gradient check: one backward pass of {check_length(config)} tokens")
@@ -199,19 +195,6 @@ def build(run: Run) -> None:
         run.notes += lines([check for check in checks if check.status == "warn"])
     run.notes += run.data.notes
     _create_parts(run)
-
-
-def _fit_micro_batch(run: Run) -> None:
-    """Take a smaller micro-batch on all ranks if the planned one does not fit on one of them."""
-    request, notes = fit_on_all_ranks(
-        run.request, run.device, run.collectives, run.ranks.world_size
-    )
-    if not notes:
-        return
-    run.notes += notes
-    run.request = replace(request, notes=[*request.notes, *notes])  # also in env.json
-    run.data.cache.close()
-    run.data = open_data(run.config, run.ranks, run.state, request.run_dir, request.data_changed)
 
 
 def _create_parts(run: Run) -> None:

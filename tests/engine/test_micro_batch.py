@@ -1,4 +1,4 @@
-"""`auto`: the micro-batch is planned and then measured, activation checkpointing planned; kept."""
+"""`auto`: micro-batch and activation checkpointing are planned, and kept by resumed runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from nsa.engine import micro_batch
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig, resolve_config
 from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.engine.recipe import Recipe
 from nsa.engine.run_request import RunRequest
-from nsa.model.count import parameter_count
 from nsa.planner.forecast import required
 from nsa.planner.memory import memory
 from tests.engine.runs import load_profile
@@ -28,7 +23,6 @@ from tests.engine.small import gpus
 
 GB = 1e9
 Production = Callable[..., RunRequest]  # the fixture `production`
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -133,83 +127,6 @@ def test_a_micro_batch_that_does_not_divide_a_step_is_refused(value: int) -> Non
         resolve_config(recipe, None, [f"train.micro_batch={value}"])
 
 
-def test_what_does_not_fit_when_measured_is_halved(
-    production: Production, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone: Any = SimpleNamespace(gather=lambda value, kind: [value])
-
-    def fitted(most_rows: float, *flags: str) -> tuple[str, list[str]]:
-        """Batch and log lines on a GPU of 24 GB which really holds `most_rows` sequences."""
-        monkeypatch.setattr(
-            micro_batch, "measure", lambda config, *_: (config.train.rows * GB, most_rows * GB)
-        )
-        one = production(24 * GB, *flags)
-        assert one.fits_micro_batch
-        fit, notes = micro_batch.fit_on_all_ranks(one, CPU, alone, 2)
-        return batch(fit), notes
-
-    assert fitted(16) == ("16×2", [])
-    taken, notes = fitted(5)
-    assert taken == "4×8"
-    assert notes == [
-        "micro-batch: 16 sequences do not fit on rank 0 (measured: 16.0 of 5.0 GB): 8 sequences, "
-        "accumulation 4",
-        "micro-batch: 8 sequences do not fit on rank 0 (measured: 8.0 of 5.0 GB): 4 sequences, "
-        "accumulation 8",
-    ]
-    assert fitted(0.5)[0] == "1×32"
-    assert fitted(5, "--set=train.accumulation=12")[0] == "3×4"
-
-
-class TwoRanks:
-    """Rank 0 needs more and has room for it; rank 1 has less than it needs, until rows are few."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-
-    def gather(self, own: tuple[float, float], kind: object) -> list[list[float]]:
-        self.rounds += 1
-        return [[10 * GB, 20 * GB], [8 * GB / self.rounds, 5 * GB]]
-
-
-def test_the_rank_with_the_least_room_decides_and_is_named(
-    production: Production, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(micro_batch, "measure", lambda *_: (10 * GB, 20 * GB))
-    one = production(24 * GB)
-    fit, notes = micro_batch.fit_on_all_ranks(one, CPU, TwoRanks(), 2)  # type: ignore[arg-type]
-    assert fit.config.train.rows == 8
-    assert notes == [
-        "micro-batch: 16 sequences do not fit on rank 1 (measured: 8.0 of 5.0 GB): 8 sequences, "
-        "accumulation 4"
-    ]
-
-
-def test_what_a_pass_does_not_hold_is_optimizer_and_buckets_without_weights(
-    production: Production,
-) -> None:
-    """ZeRO-1 on two ranks: master weights and two moments in fp32, halved."""
-    one = production(24 * GB)
-    count = parameter_count(one.config.model)
-    bucket = 1_000_000
-    one.ds_config["zero_optimization"] |= {"reduce_bucket_size": bucket, "overlap_comm": True}
-    rest = micro_batch.unmeasured(one.config, one.ds_config, 2)
-    assert rest == pytest.approx(12 * count / 2 + 2 * 2 * bucket, abs=2)
-
-
-@pytest.mark.gpu
-def test_a_pass_is_measured_and_running_out_is_no_error(production: Production) -> None:
-    device, one = torch.device("cuda"), production(80 * GB)
-    small = production(80 * GB, "--set=train.micro_batch=1")
-    needed, available = micro_batch.measure(small.config, small.ds_config, device, 2)
-    assert 1 * GB < needed < available
-    torch.cuda.set_per_process_memory_fraction(0.02)
-    try:
-        assert micro_batch.measure(one.config, one.ds_config, device, 2)[0] == float("inf")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 def mode_and_note(one: RunRequest) -> tuple[str, str]:
     """The mode in the run folder's config.yaml, and the lines of the log that name it."""
     written = yaml.safe_load(one.config_files()["config.yaml"])
@@ -251,7 +168,6 @@ def test_production_takes_the_fastest_mode_that_fits_and_logs_why(
     if isinstance(memory, str):
         memory = 1.0001 * needed(memory)
     one = production(memory, *flags)
-    assert one.fits_micro_batch == (memory is not None), "without a GPU there is nothing to measure"
     taken, logged = mode_and_note(one)
     assert taken == mode
     if note is None:
