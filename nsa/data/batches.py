@@ -76,7 +76,8 @@ def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
     starts[::seq_len] = True  # each row, and the end of the last
     starts[1:] |= ends
     cu_seqlens = np.flatnonzero(starts).astype(np.int32)
-    return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(cu_seqlens))
+    tensors = map(torch.from_numpy, (inputs, labels, cu_seqlens))
+    return Batch(*tensors, label_count=inputs.size - int(ends.sum()))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -204,6 +205,7 @@ class BatchLoader:
         self.samples = samples
         self.samples_per_step = micro_batch * accumulation * world_size  # of all ranks together
         self._micro_batch, self._stride = micro_batch, micro_batch * world_size
+        self._accumulation = accumulation
         self._next = consumed + rank * micro_batch
 
     def next_batch(self) -> Batch:
@@ -211,3 +213,7 @@ class BatchLoader:
         batch = self.samples.batch(range(self._next, self._next + self._micro_batch))
         self._next += self._stride
         return batch
+
+    def next_step(self) -> list[Batch]:
+        """Return the batches of the next step."""
+        return [self.next_batch() for _ in range(self._accumulation)]

@@ -37,8 +37,14 @@ def embedded(package: str = "deepspeed") -> ListSource:
 
     DeepSpeed is always installed, and as it has no wheels per platform, with the same files.
     """
+    spec = find_spec(package) if package.isidentifier() else None  # imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(
+            f"data.source = 'embedded:{package}': {package!r} is not an installed package; "
+            "install it, or set data.source=synthetic"
+        )
     name = "embedded" if package == "deepspeed" else f"embedded:{package}"
-    return python_files(_folder_of(package), name)
+    return python_files(Path(spec.submodule_search_locations[0]), name)
 
 
 def python_files(root: Path, name: str) -> ListSource:
@@ -57,16 +63,6 @@ def python_files(root: Path, name: str) -> ListSource:
         lambda number: Document((root / paths[number]).read_bytes(), paths[number]),
         digest.hexdigest(),
     )
-
-
-def _folder_of(package: str) -> Path:
-    spec = find_spec(package) if package.isidentifier() else None  # imports nothing
-    if spec is None or not spec.submodule_search_locations:
-        raise DataError(
-            f"data.source = 'embedded:{package}': {package!r} is not an installed package; "
-            "install it, or set data.source=synthetic"
-        )
-    return Path(spec.submodule_search_locations[0])
 
 
 def synthetic(size: int = SYNTHETIC_BYTES) -> Source:

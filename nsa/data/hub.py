@@ -74,28 +74,20 @@ class Hub(Source):
         if not datasets.config.HF_HUB_OFFLINE:
             path = f"datasets/{self._path}/resolve/{revision or 'main'}/README.md"
             probe(self.name, f"{hub_url()}/{path}")
-        try:
-            dataset, revision = self._load(revision)
-        except Exception as error:  # of `datasets`, its file systems and its builders
-            raise self._open_error(error) from error
-        return dataset, revision
-
-    def _load(self, revision: str | None) -> tuple[Any, str]:
-        import datasets
-
         # Downloads are counted by a request that takes seconds without a network; the second server
         # is not needed here.
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         datasets.config.USE_PARQUET_EXPORT = False
-        builder = datasets.load_dataset_builder(
-            self._path,
-            self._subset,
-            data_files=self._config.pattern,
-            revision=revision,
-        )
-        if hasattr(builder.config, "batch_size"):  # the default, a row group, may be empty
-            builder.config.batch_size = ROWS_PER_BLOCK
-        return builder.as_streaming_dataset(split=self._config.split), str(builder.hash)
+        files = self._config.pattern
+        try:
+            builder = datasets.load_dataset_builder(
+                self._path, self._subset, data_files=files, revision=revision
+            )
+            if hasattr(builder.config, "batch_size"):  # the default, a row group, may be empty
+                builder.config.batch_size = ROWS_PER_BLOCK
+            return builder.as_streaming_dataset(split=self._config.split), str(builder.hash)
+        except Exception as error:  # of `datasets`, its file systems and its builders
+            raise self._open_error(error) from error
 
     def _open_error(self, error: Exception) -> DataError:
         import datasets
@@ -139,16 +131,15 @@ class Hub(Source):
         except DataError:
             raise
         except Exception as error:  # of `datasets`, its file systems and its builders
-            raise _broke_off(self.name, total, error) from error
-
-
-def _broke_off(name: str, row: int, error: Exception) -> DataError:
-    fix = f"retries did not help: run the same command again to continue, or {WITHOUT_HUB}"
-    if isinstance(error, ValueError):  # Arrow's errors are ValueErrors
-        fix = "the file of this row is broken: repair it, or name other files in data.pattern"
-    return DataError(
-        f"{name}: reading broke off after row {row} ({type_and_message(error)}); {fix}"
-    )
+            fix = f"retries did not help: run the same command again to continue, or {WITHOUT_HUB}"
+            if isinstance(error, ValueError):  # Arrow's errors are ValueErrors
+                fix = (
+                    "the file of this row is broken: repair it, or name other files in data.pattern"
+                )
+            reason = type_and_message(error)
+            raise DataError(
+                f"{self.name}: reading broke off after row {total} ({reason}); {fix}"
+            ) from error
 
 
 def hub_url() -> str:

@@ -110,9 +110,13 @@ def lock(folder: Path) -> BinaryIO | None:
 
     Return None if another process has the lock.
     """
+
+    def create(path: str, flags: int) -> int:
+        return no_symlink(path, flags | os.O_CREAT)
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "r+b", 0, opener=_open_or_create)  # noqa: SIM115 (returned)
+        file = open(folder / LOCK, "r+b", 0, opener=create)  # noqa: SIM115 (returned)
     except OSError as error:
         text = f"{folder}: cannot be written or locked ({error}); name another folder"
         raise DataError(text) from None
@@ -122,10 +126,6 @@ def lock(folder: Path) -> BinaryIO | None:
         file.close()
         return None
     return file
-
-
-def _open_or_create(path: str, flags: int) -> int:
-    return no_symlink(path, flags | os.O_CREAT)
 
 
 def progress_of(folder: Path) -> tuple[int, str]:

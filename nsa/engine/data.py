@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, BatchLoader
 from nsa.data.cache import TokenCache, ValidationData, cache_folder
 from nsa.data.dataset import open_dataset
@@ -26,13 +25,6 @@ class Data:
     notes: list[str]  # for the log
     first_seconds: float  # until the first batch was ready
     rank: int
-
-    def next_batch(self) -> Batch:
-        """Return this rank's next micro-batch; with documents, its labels are counted."""
-        batch = self.loader.next_batch()
-        if batch.cu_seqlens is not None:  # else no label is ignored
-            batch = replace(batch, label_count=int((batch.labels != IGNORE_INDEX).sum()))
-        return batch
 
     def validation_batches(self) -> list[Batch]:
         """Return this rank's validation batches; every rank has the same number."""

@@ -118,7 +118,8 @@ def _train_steps(run: Run) -> str | None:
         logs = evaluates or _is_due(step, config.monitor.log_every, stop_step)
         logs = logs or step == 1 or any(gate.step == step for gate in run.gates)
         run.telemetry.step_start(step)
-        stop_reason, batches, labels = next_batches(run)
+        run.telemetry.enter("data")
+        stop_reason, batches, labels = fetch_on_all_ranks(run, run.data.loader.next_step)
         if stop_reason is not None:
             return stop_reason
         waited = run.data.first_seconds
@@ -179,20 +180,7 @@ def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
     return None if decision.go else decision.summary
 
 
-def next_batches(run: Run) -> tuple[str | None, list[Batch], int]:
-    """Fetch this step's micro-batches, and the sum of all ranks' label counts.
-
-    Return a reason instead if any rank has to stop.
-    """
-    run.telemetry.enter("data")
-
-    def fetch() -> list[Batch]:
-        return [run.data.next_batch() for _ in range(run.config.train.accumulation)]
-
-    return _fetch_on_all_ranks(run, fetch)
-
-
-def _fetch_on_all_ranks(
+def fetch_on_all_ranks(
     run: Run, fetch: Callable[[], list[Batch]]
 ) -> tuple[str | None, list[Batch], int]:
     """Return a reason to stop, the batches, and the sum of all ranks' label counts.
@@ -290,7 +278,7 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     teacher = run.teacher
     total = torch.zeros(2, device=run.device, dtype=torch.float64)  # loss, tokens
     by_position = torch.zeros((), device=run.device, dtype=torch.float64)
-    stop_reason, batches, _ = _fetch_on_all_ranks(run, run.data.validation_batches)
+    stop_reason, batches, _ = fetch_on_all_ranks(run, run.data.validation_batches)
     if stop_reason is not None:
         return None, []
     run.engine.eval()
@@ -339,7 +327,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
         if run.data.validation.note and not run.validation_note_logged:
             run.observers.on_message(run.data.validation.note)
             run.validation_note_logged = True
-    grad_norm = run.engine.get_global_grad_norm()
+    grad_norm, fp16 = run.engine.get_global_grad_norm(), run.config.train.precision == "fp16"
     run.observers.on_step(
         StepRecord(
             step=run.state.step,
@@ -351,17 +339,12 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             grad_norm=None if grad_norm is None else float(grad_norm),
             memory_gb=memory_gb(),
             skipped_steps=run.state.skipped,
-            loss_scale=_loss_scale(run),
+            loss_scale=getattr(run.engine.optimizer, "loss_scale", None) if fp16 else None,
             layers=layers,
             versus_teacher=versus_teacher,
             **speed,
         )
     )
-
-
-def _loss_scale(run: Run) -> float | None:
-    fp16 = run.config.train.precision == "fp16"
-    return getattr(run.engine.optimizer, "loss_scale", None) if fp16 else None
 
 
 def _save(run: Run, required: bool = True) -> None:

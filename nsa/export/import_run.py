@@ -6,10 +6,8 @@ import argparse
 import sys
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from nsa.data.tokenizer import ByteTokenizer, name_in_errors
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
@@ -41,7 +39,11 @@ def import_run(args: argparse.Namespace) -> int:
                 add_index(weights, config.model) if new_kind == "nsa" else without_index(weights)
             )
         model = model_with(weights, config, args.source)  # also refuses their dtypes
-        _check_values(weights, args.source)
+        for name, weight in weights.items():
+            if not weight.isfinite().all():
+                raise ValueError(
+                    f"{args.source}: weight {name} is not finite everywhere; copy it again"
+                )
         copy_files(source.tokenizer_files, draft)
         write_weights(dict(model.state_dict()), draft)
         if source.hf_config is not None:
@@ -58,12 +60,6 @@ def import_run(args: argparse.Namespace) -> int:
     if note := config.selects_all_note():
         print(f"nsa: warning: {note}", file=sys.stderr)
     return 0
-
-
-def _check_values(weights: dict[str, Tensor], source: Path) -> None:
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            raise ValueError(f"{source}: weight {name} is not finite everywhere; copy it again")
 
 
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
