@@ -15,7 +15,7 @@ from nsa.dtypes import DTYPES
 from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config, zero_mode
 from nsa.engine.teacher import find_teacher
-from nsa.planner.forecast import select_checkpointing, select_micro_batch
+from nsa.planner.forecast import select_auto
 from nsa.planner.inputs import BatchShape, Model, Zero
 
 
@@ -26,24 +26,19 @@ def resolve_auto(
 
     `gpu_memory` is in bytes, None without a GPU. The step keeps its sequences.
     """
-    batch, notes = batch_of(config), list[str]()
-    mode, is_auto = batch.checkpointing, config.train.micro_batch == AUTO
-    if gpu_memory is None:
-        if is_auto:
-            notes.append("micro-batch: 1 sequence (there is no GPU)")
-        if mode == "auto":
-            mode = "none"
-            notes.append("activation checkpointing: none (there is no GPU)")
-    else:
+    batch, notes, is_auto = batch_of(config), list[str](), config.train.micro_batch == AUTO
+    if gpu_memory is not None:
         model = model_of(config)
-        if is_auto:
-            batch, notes = select_micro_batch(model, zero, batch, gpu_memory, ranks)
-        mode, mode_notes = select_checkpointing(model, zero, batch, gpu_memory, ranks)
-        notes += mode_notes
+        batch, notes = select_auto(model, zero, batch, gpu_memory, ranks, any_rows=is_auto)
+    elif is_auto:
+        notes.append("micro-batch: 1 sequence (there is no GPU)")
+    if batch.checkpointing == "auto":
+        batch = replace(batch, checkpointing="none")
+        notes.append("activation checkpointing: none (there is no GPU)")
     train = config.train
     if is_auto:
         train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
-    model_config = replace(config.model, activation_checkpointing=mode)
+    model_config = replace(config.model, activation_checkpointing=batch.checkpointing)
     return replace(config, train=train, model=model_config), notes
 
 

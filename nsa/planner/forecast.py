@@ -203,44 +203,39 @@ def fits(memory: Memory, hardware: Hardware) -> bool:
     return required(memory) <= hardware.memory
 
 
-def select_micro_batch(
-    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int
+def select_auto(
+    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int, *, any_rows: bool
 ) -> tuple[BatchShape, list[str]]:
-    """Return the batch in the largest micro-batches that fit, and a line on why.
+    """Return the batch in the fastest mode in which it fits, and a line on each choice.
 
-    With the fastest mode in which one sequence fits: recomputing costs more than small
-    micro-batches do.
+    With `any_rows` the micro-batch is chosen too, the largest that fits in the fastest mode in
+    which one sequence fits: recomputing costs more than small micro-batches do.
     """
-    sequences = batch.micro_batch * batch.accumulation
-    modes = MODES if batch.checkpointing == "auto" else (batch.checkpointing,)
-    divisors = [rows for rows in range(sequences, 0, -1) if sequences % rows == 0]
-    for mode, rows in product(modes, divisors):
-        shape = replace(batch, micro_batch=rows, accumulation=sequences // rows, checkpointing=mode)
-        need = required(memory(model, zero, shape, ranks))
-        if need <= available:
+    sequences, any_mode = batch.micro_batch * batch.accumulation, batch.checkpointing == "auto"
+    modes = MODES if any_mode else (batch.checkpointing,)
+    rows = range(sequences, 0, -1) if any_rows else [batch.micro_batch]
+
+    def need(shape: BatchShape) -> float:
+        return required(memory(model, zero, shape, ranks))
+
+    for mode, count in product(modes, [count for count in rows if sequences % count == 0]):
+        steps = sequences // count
+        shape = replace(batch, micro_batch=count, accumulation=steps, checkpointing=mode)
+        if need(shape) <= available:
             break
-    reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB"
-    if need > available:
-        reason += ", so it does not fit"
-    plural = "s" * (shape.micro_batch > 1)
-    each = f"{shape.micro_batch} sequence{plural}, accumulation {shape.accumulation}"
-    return replace(shape, checkpointing=batch.checkpointing), [f"micro-batch: {each} ({reason})"]
-
-
-def select_checkpointing(
-    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int
-) -> tuple[str, list[str]]:
-    """Return the batch's mode, for `auto` the fastest that fits, and a line on why."""
-    if batch.checkpointing != "auto":
-        return batch.checkpointing, []
-    shapes = {mode: replace(batch, checkpointing=mode) for mode in MODES}
-    needs = {mode: required(memory(model, zero, shapes[mode], ranks)) for mode in MODES}
-    fitting = [mode for mode in MODES if needs[mode] <= available]
-    selected = fitting[0] if fitting else MODES[-1]
-    need = needs.pop(selected)
-    others = ", ".join(f"{mode} would need {size / 1e9:.1f}" for mode, size in needs.items())
-    reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB; {others}; "
-    reason += "CUDA, NCCL and fragmentation included"
-    if not fitting:
-        reason += "; does not fit: lower train.micro_batch"
-    return selected, [f"activation checkpointing: {selected} ({reason})"]
+    fits = need(shape) <= available
+    reason = f"needs about {need(shape) / 1e9:.1f} of {available / 1e9:.1f} GB"
+    lines = []
+    if any_rows:
+        each = f"{count} sequence{'s' * (count > 1)}, accumulation {steps}"
+        lines = [f"micro-batch: {each} ({reason}{'' if fits else ', so it does not fit'})"]
+    if any_mode:
+        others = ", ".join(
+            f"{other} would need {need(replace(shape, checkpointing=other)) / 1e9:.1f}"
+            for other in MODES
+            if other != mode
+        )
+        reason += f"; {others}; CUDA, NCCL and fragmentation included"
+        reason += "" if fits else "; does not fit: lower train.micro_batch"
+        lines.append(f"activation checkpointing: {mode} ({reason})")
+    return shape, lines
