@@ -1,7 +1,7 @@
 """Model card: the README.md of an exported model, from its run's records.
 
-The Hub reads its metadata, between the ---: license, language and datasets. No local path is
-written: of a local file or folder only its name.
+The Hub reads its metadata, between the ---: license and datasets. No local path is written: of a
+local file or folder only its name.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ FIGURES = {  # label: column of metrics.csv, format
     "validation loss (nats per token)": ("val_loss", ".4f"),
     "validation bits per byte": ("bits_per_byte", ".4f"),
 }
-LANGUAGES = {"fineweb_edu": "en", "embedded": "code"}  # by source; others have none
 RECORDED = (  # in env.json
     *("recipe", "profile", "world_size", "date", "git_commit", "python"),
     *("torch", "deepspeed", "triton", "transformers", "nsa-m7c"),
@@ -131,20 +130,17 @@ def _about(run: StoredRun, origin: Origin | None, dense: bool) -> str:
 def _metadata(
     run: StoredRun, sources: list[str], origin: Origin | None, dense: bool
 ) -> ModelCardData:
-    """Return license, tags, languages, and the datasets on the Hub."""
-    public = [name for name in sources if _local_path(name) is None]
-    ids = [FINEWEB_EDU[0] if name == "fineweb_edu" else name.removeprefix("hf:") for name in public]
-    kinds = {name.partition(":")[0] for name in sources}
-    languages = sorted(LANGUAGES[kind] for kind in kinds if kind in LANGUAGES)
+    """Return license, tags, and the datasets on the Hub."""
+    ids = [name.removeprefix("hf:") for name in sources if name.startswith("hf:")]
+    ids += [FINEWEB_EDU[0]] * ("fineweb_edu" in sources)
     sparse = run.config.model.attention.kind == "nsa" and not dense
     return ModelCardData(
         license="apache-2.0" if origin is None else origin.license or "other",
         base_model=origin.name if origin is not None and "/" in origin.name else None,
-        language=(languages or None) if kinds <= set(LANGUAGES) else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["native-sparse-attention"] if sparse else None,
-        datasets=[id for id in ids if "/" in id] or None,
+        datasets=ids or None,
     )
 
 
@@ -153,7 +149,7 @@ def _training(run: StoredRun, sources: list[str]) -> str:
     if run.step is None:
         return ""
     facts: list[tuple[str, object]] = [
-        ("dataset", ", ".join(map(_without_path, sources))),
+        ("dataset", ", ".join(sources)),
         ("steps", f"{run.step:,} of {run.config.train.steps:,}"),
     ]
     rows = [row for row in read_table(run.folder / "metrics.csv").rows if row["step"] <= run.step]
@@ -168,21 +164,12 @@ def _training(run: StoredRun, sources: list[str]) -> str:
 
 
 def _sources(data: DataConfig) -> list[str]:
-    """Return the data's sources; of a prepared folder, what it was prepared from."""
-    return [
-        read_index(Path(name).expanduser()).stamp.source if is_prepared(name) else name
-        for name in data.sources()
-    ]
-
-
-def _local_path(name: str) -> Path | None:
-    """Return the local path in a source's name, if it is one."""
-    path = Path(name.removeprefix("hf:")).expanduser()
-    hub = name.startswith("hf:") and not path.is_absolute() and not path.exists()
-    return path if not hub and (name.startswith("hf:") or is_path(name)) else None
-
-
-def _without_path(name: str) -> str:
-    """Return a source's name, or only the file or folder name of a local path."""
-    path = _local_path(name)
-    return name if path is None else f"{path.name} (local)"
+    """Return the data's sources without local paths; of a prepared folder, its source."""
+    names = []
+    for name in data.sources():
+        if is_prepared(name):
+            name = read_index(Path(name).expanduser()).stamp.source
+        path = Path(name.removeprefix("hf:"))  # earlier versions read hf:<folder>
+        local = is_path(name) or path.is_absolute() or name.startswith(("hf:.", "hf:~"))
+        names.append(f"{path.name} (local)" if local else name)
+    return names

@@ -123,21 +123,21 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
     text.parent.mkdir()
     text.write_text("Some words. " * 200)
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    for source, datasets, language in (
-        ("embedded", None, ["code"]),  # Python
-        ("hf:org/corpus", ["org/corpus"], None),
-        ("fineweb_edu", ["HuggingFaceFW/fineweb-edu"], ["en"]),
-        ({"embedded": 0.5, "embedded:torch": 0.5}, None, ["code"]),
-        ({"fineweb_edu": 0.75, str(text): 0.25}, ["HuggingFaceFW/fineweb-edu"], None),
-        (str(text), None, None),
-        (f"hf:{text.parent}", None, None),
+    for source, datasets in (
+        ("embedded", None),
+        ("hf:org/corpus", ["org/corpus"]),
+        ("fineweb_edu", ["HuggingFaceFW/fineweb-edu"]),
+        ({"embedded": 0.5, "embedded:torch": 0.5}, None),
+        ({"fineweb_edu": 0.75, str(text): 0.25}, ["HuggingFaceFW/fineweb-edu"]),
+        (str(text), None),
+        (f"hf:{text.parent}", None),
     ):
         config["data"]["source"] = source
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         written = card_of(replace(load_run(folder), step=6))
         assert str(tmp_path) not in written
         data = ModelCard(written).data
-        assert (data.get("datasets"), data.language) == (datasets, language), source
+        assert data.get("datasets") == datasets, source
         assert (data.license, data.library_name) == ("apache-2.0", "transformers")
         assert data.get("model-index") is data.get("metrics") is None
         assert ("| dataset | notes.txt (local) |" in written) == (source == str(text))
