@@ -76,17 +76,12 @@ def step_states(
     return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache), hidden)
 
 
-def extend(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Append several tokens [B, T], one step each; return the logits [B, T, V] after them."""
-    return _head(model, extend_states(model, tokens, cache))
-
-
 def extend_states(
     model: LanguageModel, tokens: Tensor, cache: KVCache, hidden: list[Tensor] | None = None
 ) -> Tensor:
-    """Like `extend`, but return the final hidden states [B, T, width].
+    """Append several tokens [B, T], one step each; return the final hidden states [B, T, width].
 
-    Tokens may be embeddings [B, T, width] here. Each block's input is appended to `hidden`.
+    Tokens may be embeddings [B, T, width]. Each block's input is appended to `hidden`.
     """
     states, inputs = [], []  # of each step; `inputs` holds a list of all blocks' inputs
     for column in tokens.unbind(1):
@@ -105,25 +100,22 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    seed: int | Sequence[int] = 0,
+    seed: int = 0,
     stop: int | Sequence[int] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each sequence, [B] on the model's device, until all have ended.
 
     A sequence ends after a token of `stop` and yields -1 from then on. Temperature 0 is greedy;
-    `top_p` is nucleus sampling. A sequence's samples depend only on its prompt and its `seed` (one
-    for all, or one per sequence), not on the rest of the batch.
+    `top_p` is nucleus sampling. A sequence's samples depend only on its prompt and `seed`, not on
+    the rest of the batch.
     """
     rows = _check_prompts(model, prompts)
     check_sampling(max_new_tokens, temperature, top_p)
     stops = [stop] if isinstance(stop, int) else list(stop or [])
     if not all(0 <= id < model.config.vocab_size for id in stops):
         raise ValueError(f"stop = {stop}: this model's ids are 0 to {model.config.vocab_size - 1}")
-    seeds = [seed] * len(rows) if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(rows):
-        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} prompts")
     # The prompt is part of the seed, so that different prompts draw different numbers.
-    draws = [random.Random(f"{seed} {row.tolist()}") for seed, row in zip(seeds, rows, strict=True)]
+    draws = [random.Random(f"{seed} {row.tolist()}") for row in rows]
 
     def next_token(logits: Tensor) -> Tensor:
         if temperature == 0:
