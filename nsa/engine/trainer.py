@@ -114,16 +114,7 @@ def prepare(run: Run) -> None:
         run.notes.append(f"initial weights: {run.weights}")
     _check_steps_left(request, run.state.step)
     run.stored_teacher = find_teacher(request.config)
-    run.node_checks = []
-    if ranks.local_rank == 0:
-        config, steps = request.config, request.stop_step
-        saving = steps, config.checkpoint.every, config.checkpoint.keep, run.state.step
-        run.node_checks = node_checks(
-            request.run_dir,
-            checkpoint_bytes=checkpoint_bytes(parameter_count(config.model)),
-            checkpoints=kept_checkpoints(*saving),
-            ranks=int(os.environ.get("LOCAL_SIZE", 1)),
-        )
+    run.node_checks = _check_node(request, run.state.step) if ranks.local_rank == 0 else []
     run.data = open_data(request.config, ranks, run.state, request.run_dir, request.data_changed)
 
 
@@ -143,6 +134,18 @@ def _check_steps_left(request: RunRequest, step: int) -> None:
             f"{request.run_dir}: already at step {step}, not below the requested stop at "
             f"{request.stop_step}; raise --until or --steps"
         )
+
+
+def _check_node(request: RunRequest, steps_done: int) -> list[Check]:
+    config = request.config
+    return node_checks(
+        request.run_dir,
+        checkpoint_bytes=checkpoint_bytes(parameter_count(config.model)),
+        checkpoints=kept_checkpoints(
+            request.stop_step, config.checkpoint.every, config.checkpoint.keep, steps_done
+        ),
+        ranks=int(os.environ.get("LOCAL_SIZE", 1)),
+    )
 
 
 def build(run: Run) -> None:
