@@ -19,6 +19,7 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(withdrawn.VALUES, ("train.precision", "int8"), "bf16")
     monkeypatch.setitem(withdrawn.FLAGS, "nsa plan --guess", "read the plan")
     monkeypatch.setitem(withdrawn.VERBS, "dance", "walk")
+    monkeypatch.setitem(withdrawn.VERBS, "data dance", "walk")
 
 
 @pytest.mark.usefixtures("_table")
@@ -78,6 +79,7 @@ def test_withdrawn_flags_and_verbs_are_refused(capsys: pytest.CaptureFixture[str
         (["plan", "--guess=3"], "--guess=3: withdrawn in this version; read the plan"),
         (["plan", "--other=1", "--guess=3"], "--guess=3: withdrawn in this version; read the plan"),
         (["dance", "--fast"], "dance: withdrawn in this version; walk"),
+        (["data", "dance", "--fast"], "data dance: withdrawn in this version; walk"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
