@@ -268,10 +268,11 @@ def _resolve_deepspeed(
     else:
         raw = load_ds_config(path)
     resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(path))
-    ds_config, gpu_memory, accelerator = resolve(config), None, get_accelerator()
-    if accelerator.device_name() != "cpu":  # this node's smallest GPU, so that its ranks agree
-        gpu_memory = min(map(accelerator.total_memory, range(accelerator.device_count())))
+    ds_config = resolve(config)
     if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
+        accelerator, gpu_memory = get_accelerator(), None
+        if accelerator.device_name() != "cpu":  # this node's smallest GPU, so that its ranks agree
+            gpu_memory = min(map(accelerator.total_memory, range(accelerator.device_count())))
         zero = resolved_zero(ds_config, config)
         config, auto_notes = resolve_auto(config, zero, ranks, gpu_memory)
         ds_config = resolve(config)
