@@ -76,8 +76,12 @@ def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
     starts[::seq_len] = True  # each row, and the end of the last
     starts[1:] |= ends
     cu_seqlens = np.flatnonzero(starts).astype(np.int32)
-    tensors = map(torch.from_numpy, (inputs, labels, cu_seqlens))
-    return Batch(*tensors, label_count=inputs.size - int(ends.sum()))
+    return Batch(
+        torch.from_numpy(inputs),
+        torch.from_numpy(labels),
+        torch.from_numpy(cu_seqlens),
+        label_count=inputs.size - int(ends.sum()),
+    )
 
 
 @dataclass(kw_only=True, eq=False)
