@@ -94,7 +94,8 @@ def exclude(tile: Config, kernel: str, reason: str) -> bool:
 # override `forward` for the window. `gathered` is the selected branch with small tiles, for long
 # sequences (selected.py), `gathered_decode` decoding. 192 is for keys of up to 256 with values
 # of up to 128, as in the paper.
-# In `select` rows are queries and keys are selection blocks.
+# In `select` rows are queries and keys are selection blocks; `select_summed` ranks them by several
+# keys of an index each.
 _HALF_PRECISION: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
@@ -179,6 +180,8 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
         ("gathered_queries", 64): [(64, 64, 4, 3, 168)],
         ("gated_keys", 64): [(64, 64, 4, 3)],
         ("select", 64): [(64, 128, 4, 3)],
+        ("select_summed", 64): [(32, 64, 4, 3)],
+        ("select_summed", 128): [(64, 64, 8, 3)],
         ("gated_forward", 128): [(128, 64, 8, 2)],
         ("selected_forward", 128): [(64, 64, 4, 2)],
         ("queries", 128): [(64, 64, 4, 2)],

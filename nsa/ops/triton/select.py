@@ -209,7 +209,8 @@ def select_forward(x: SelectionInputs) -> Tensor:
     """The blocks that each query selects: int32 [B, T, Hkv, n]."""
     (batch, queries, _, size), groups, spec = x.q.shape, x.k_cmp.shape[2], x.spec
     out = x.empty_index()
-    config = choose_config("select", (padded_size(size), 0), x.q)
+    summed = x.lse is None and spec.max_overlaps > 1  # a running maximum and sum take registers
+    config = choose_config("select_summed" if summed else "select", (padded_size(size), 0), x.q)
     blocks = max(16, next_power_of_2(spec.select_blocks_len(x.seq_len)))
     cu, documents = document_offsets(x.cu_seqlens)
     launch(
