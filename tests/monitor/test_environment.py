@@ -113,16 +113,18 @@ def test_the_table_holds_the_dtypes_of_each_kind_of_module(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["grad_acc_dtype", "gradient_accumulation_dtype"])
 def test_layers_with_different_dtypes_are_counted_separately(name: str, tmp_path: Path) -> None:
     """And the dtype in which DeepSpeed's wrappers accumulate, each under a name of its own."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     model[1].bfloat16()
+    model[3].bias = torch.nn.Parameter(model[3].bias.bfloat16())
     adamw = torch.optim.AdamW(model.parameters())
     wrapper = SimpleNamespace(optimizer=adamw, **{name: torch.float64})
     write_dtypes(tmp_path / "dtypes.txt", model, wrapper)
     table = rows(tmp_path / "dtypes.txt")
-    lines = (tmp_path / "dtypes.txt").read_text().splitlines()[1:3]
+    lines = (tmp_path / "dtypes.txt").read_text().splitlines()[1:4]
     assert [line.split() for line in lines] == [
         ["*", "(2)", "Linear", "float32"],
         ["*", "Linear", "bfloat16"],
+        ["*", "Linear", "bfloat16+float32"],
     ]
     assert table["accumulated"][-1] == "float64"
 
