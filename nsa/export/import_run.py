@@ -101,7 +101,7 @@ def _converted(attention: AttentionConfig, kind: str) -> AttentionConfig:
     sizes = IMPORTED if attention.spec == NSASpec() else attention.spec
     return AttentionConfig(
         branches="sel",
-        compressor="pool",
+        compressor="mean" if sizes.block_len == 1 else "pool",
         selector_loss=1.0,
         spec=replace(sizes, window=NSASpec.window),
         backend=attention.backend,

@@ -28,8 +28,8 @@ YARN_OPTIONS = (
 )  # fmt: skip
 # Attention with an index: a query's first block, its last 8 and the best 13 of the others.
 INDEXED = NSASpec(block_len=64, block_stride=64, select_len=64, select_top=22, local_blocks=8)
-# Of a dense model that becomes sparse: finer keys of the index start closer, and end closer.
-IMPORTED = replace(INDEXED, block_len=16, block_stride=16)
+# Of a dense model that becomes sparse: with a key per token its index starts and ends closer.
+IMPORTED = replace(INDEXED, block_len=1, block_stride=1)
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
 
@@ -97,6 +97,11 @@ class AttentionConfig:
             raise ValueError(
                 "model.attention.compressor = 'mlp': compresses keys with values, and an index has "
                 "keys alone; set it to pool or mean, or branches to cmp+sel+win"
+            )
+        if self.compressor == "pool" and spec.block_len == 1:
+            raise ValueError(
+                "model.attention.compressor = 'pool': weighs the keys of a block, and with "
+                "spec.block_len = 1 a block has one; set it to mean"
             )
         if spec.window != NSASpec.window:
             raise ValueError(

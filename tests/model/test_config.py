@@ -11,6 +11,8 @@ from nsa.model import AttentionConfig, LanguageModel
 from nsa.spec import NSASpec
 from tests.model.models import ONE_KEY, SPEC, tiny
 
+PER_TOKEN = replace(ONE_KEY, block_len=1, block_stride=1)
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": 0}, r"^model\.layers = 0: must be a whole number, 1 or more$"),
     ({"vocab_size": 50_304.0}, r"^model\.vocab_size = 50304\.0: must be a whole number"),
@@ -67,6 +69,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"attention": AttentionConfig(spec=ONE_KEY, branches="sel", compressor="mlp")},
         r"compressor = 'mlp': .* set it to pool or mean",
+    ),
+    (
+        {"attention": AttentionConfig(spec=PER_TOKEN, branches="sel", compressor="pool")},
+        r"compressor = 'pool': .* set it to mean",
     ),
     ({"rope_theta": 0.0}, r"^model\.rope_theta = 0\.0: "),
     ({"norm_eps": -1e-5}, r"^model\.norm_eps = -1e-05: "),
