@@ -87,9 +87,9 @@ def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote(
     q = BATCH * SEQ_LEN * 4 * 16 * 2
     selected = largest("nsa::triton_gated_backward", "selected_queries_kernel")
     assert 5 * q < selected < 5.5 * q  # q, do, keys and values, dq twice; lse, row sums and lists
-    # q, do, dq twice, keys and values and their gradients; lse, row sums, gates and compressed keys
+    # q, do, keys and values and their gradients; lse, row sums and compressed keys
     gated = largest("nsa::triton_gated_backward", "band_keys_kernel")
-    assert 6 * q < gated < 7.2 * q
+    assert 4.5 * q < gated < 4.8 * q
 
 
 @pytest.mark.parametrize(("tokens", "read"), [(4096, 3072), (1100, 76), (1024, 0)])
@@ -126,8 +126,8 @@ def test_recomputation_counts() -> None:
 
 
 def test_a_micro_batch_of_m7c_stays_fused() -> None:
-    """The page's totals, and a little more: 311 operations of 34.3 GB."""
+    """The page's totals, and a little more: 303 operations of 34.9 GB."""
     total = totals(record_operations(ModelConfig(), 8, 2_048))[-1]
-    most = {"operations": 320, "bytes": 34.4e9, "launches": 540, "launch_bytes": 48.0e9}
+    most = {"operations": 320, "bytes": 35.0e9, "launches": 540, "launch_bytes": 48.0e9}
     for figure, limit in most.items():
         assert 0.94 * limit <= total[figure] <= limit, figure
