@@ -120,7 +120,7 @@ def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> FileIO:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); {RESTORE}") from None
     size = os.fstat(file.fileno()).st_size
-    expected = shard.tokens * np.dtype(stamp.dtype).itemsize
+    expected = shard.tokens * _little(stamp).itemsize
     if size != expected:
         file.close()
         problem = "truncated" if size < expected else "too long"
@@ -170,7 +170,7 @@ def _index(path: Path, content: Any) -> Index:
     if not matches(content, INDEX_SHAPE):
         raise ValueError("a field is missing, or has another type")
     stamp = Stamp(**content["stamp"])
-    # Earlier versions wrote "offset", which was 0, too.
+    # Earlier versions also wrote the key "offset", always 0.
     shards = [Shard(**{name: shard[name] for name in SHARD_SHAPE}) for shard in content["shards"]]
     if stamp.dtype not in ("uint16", "uint32") or stamp.eos_id >= stamp.vocab_size:
         raise ValueError(f"dtype = {short_repr(stamp.dtype)}, eos_id = {stamp.eos_id}")

@@ -215,27 +215,28 @@ def select_auto(
     modes = MODES if any_mode else (batch.checkpointing,)
     rows = range(sequences, 0, -1) if any_rows else [batch.micro_batch]
 
-    def need(shape: BatchShape) -> float:
+    def bytes_of(shape: BatchShape) -> float:
         return required(memory(model, zero, shape, ranks))
 
     for mode, count in product(modes, [count for count in rows if sequences % count == 0]):
         steps = sequences // count
         shape = replace(batch, micro_batch=count, accumulation=steps, checkpointing=mode)
-        if need(shape) <= available:
+        needed = bytes_of(shape)
+        if needed <= available:
             break
-    fits = need(shape) <= available
-    reason = f"needs about {need(shape) / 1e9:.1f} of {available / 1e9:.1f} GB"
+    enough = needed <= available
+    reason = f"needs about {needed / 1e9:.1f} of {available / 1e9:.1f} GB"
     lines = []
     if any_rows:
         each = f"{count} sequence{'s' * (count > 1)}, accumulation {steps}"
-        lines = [f"micro-batch: {each} ({reason}{'' if fits else ', so it does not fit'})"]
+        lines = [f"micro-batch: {each} ({reason}{'' if enough else ', so it does not fit'})"]
     if any_mode:
         others = ", ".join(
-            f"{other} would need {need(replace(shape, checkpointing=other)) / 1e9:.1f}"
+            f"{other} would need {bytes_of(replace(shape, checkpointing=other)) / 1e9:.1f}"
             for other in MODES
             if other != mode
         )
         reason += f"; {others}; CUDA, NCCL and fragmentation included"
-        reason += "" if fits else "; does not fit: lower train.micro_batch"
+        reason += "" if enough else "; does not fit: lower train.micro_batch"
         lines.append(f"activation checkpointing: {mode} ({reason})")
     return shape, lines

@@ -18,6 +18,7 @@ from nsa.spec import NSASpec
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is selected by importance
 ONE_KEY = NSASpec(4, 4, 4, 3, 1, 1)  # an index key per selection block
+PER_TOKEN = replace(ONE_KEY, block_len=1, block_stride=1)  # an index key per token
 # Every kind of attention that a model can have.
 ATTENTIONS = {
     "dense": AttentionConfig(kind="dense"),

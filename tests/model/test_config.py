@@ -9,9 +9,7 @@ import pytest
 
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.spec import NSASpec
-from tests.model.models import ONE_KEY, SPEC, tiny
-
-PER_TOKEN = replace(ONE_KEY, block_len=1, block_stride=1)
+from tests.model.models import ONE_KEY, PER_TOKEN, SPEC, tiny
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": 0}, r"^model\.layers = 0: must be a whole number, 1 or more$"),

@@ -14,7 +14,7 @@ from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import KVCache, ring_indices
 from nsa.model.decode import extend_states, generate, prefill, sample, step
 from nsa.spec import NSASpec
-from tests.model.models import IMPORTED, NAMED, ONE_KEY, SPEC, build, tiny, tokens
+from tests.model.models import IMPORTED, NAMED, PER_TOKEN, SPEC, build, tiny, tokens
 from tests.ops.cases import Calls
 
 ODD = NSASpec(7, 3, 5, 4, 0, 2, 3)  # l, d, l' without common divisors; l > w
@@ -44,9 +44,7 @@ CONFIGS = {name: tiny(name) for name in NAMED}
 CONFIGS |= {
     "dense, imported": tiny("dense", **IMPORTED),
     "index, imported": tiny("index", **IMPORTED),
-    "index, a key per token": tiny(
-        sparse(replace(ONE_KEY, block_len=1, block_stride=1), branches="sel")
-    ),
+    "index, a key per token": tiny(sparse(PER_TOKEN, branches="sel")),
     "index, odd": tiny(sparse(replace(ODD, window=512), branches="sel"), heads=3, kv_heads=1),
     "mean, imported": tiny("mean", **IMPORTED),
     "pool, imported": tiny("pool", **IMPORTED),
