@@ -383,11 +383,8 @@ def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
 def log_sum_overlaps(score: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
     """The logarithm of `sum_overlaps` of exp(score), which cannot overflow."""
     padded = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)
-    total = score.new_full((*score.shape[:-1], blocks.shape[1]), -torch.inf)
-    for index, weight in zip(blocks, weights, strict=True):
-        part = padded.index_select(-1, index.clamp(max=score.shape[-1])) + weight.log()
-        total = part if len(blocks) == 1 else torch.logaddexp(total, part)
-    return total
+    of_block = padded[..., blocks.T.clamp(max=score.shape[-1])]  # [.., M, c]
+    return (of_block + weights.T.log()).logsumexp(-1)
 
 
 def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
