@@ -70,6 +70,9 @@ def test_loss_and_gradients_are_those_of_the_plain_loss(chunks: int, tokens: int
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == torch.float64
         torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
+    hidden, weight, labels = arguments
+    (head,) = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, labels) / 3, weight)
+    assert torch.equal(head, actual[2]), "also if only the head learns"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
