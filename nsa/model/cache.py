@@ -1,6 +1,6 @@
 """KV cache for decoding: the buffers of each layer, and the length of each sequence.
 
-    reader         content of its buffer
+    buffer         content
     k_sel v_sel    all tokens, position p at index p; k_all v_all for dense attention
     k_cmp v_cmp    all complete compressed blocks, block i at index i
     k_win v_win    a ring of the last w tokens, position p at p % size
@@ -8,8 +8,7 @@
 
 With an index, k_cmp and k_tail hold its keys, and there are no compressed values.
 
-Readers of the same branch share a buffer. Buffers [B, size, Hkv, D] grow by doubling; a ring stops
-at the longest window of its readers.
+Buffers [B, size, Hkv, D] grow by doubling; a ring stops at its window.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Buffer(NamedTuple):
 
 
 def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
-    """Return the buffer that each reader of a layer (k_sel, v_win …) uses."""
+    """Return the buffers of a layer by name."""
     attention, spec = config.attention, config.attention.spec
     if attention.has_index:
         return {
@@ -55,24 +54,16 @@ def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
             "k_cmp": Buffer("k", "index", "blocks"),
         }
     branches = ("all",) if attention.kind == "dense" else attention.branch_names
-    compressed = "cmp" if "cmp" in branches else "sel"  # the branch whose keys are compressed
-    readers = (
-        ("all", "all", sys.maxsize),
-        ("sel", "sel", sys.maxsize),
-        ("win", "win", spec.window),
-        ("tail", compressed, spec.block_len),
-    )
-    reads = [reader for reader in readers if reader[1] in branches]
-    longest: dict[str, int] = {}
-    for _, branch, window in reads:
-        longest[branch] = max(window, longest.get(branch, 0))
     plan: dict[str, Buffer] = {}
-    for reader, branch, window in reads:
-        plan[f"k_{reader}"] = Buffer("k", branch, "tokens", longest[branch])
-        plan[f"v_{reader}"] = Buffer("v", branch, "tokens", longest[branch])
-        if reader == "tail" and attention.compressor != "mean":  # keys before RoPE
-            plan["k_tail"] = Buffer("k", branch, "pre_rope", window)
-    if "k_tail" in plan:
+    for branch in branches:
+        window = spec.window if branch == "win" else sys.maxsize
+        if branch != "cmp":
+            plan |= {f"{kind}_{branch}": Buffer(kind, branch, window=window) for kind in "kv"}
+    compressed = "cmp" if "cmp" in branches else "sel"  # the branch whose keys are compressed
+    if compressed in branches:
+        entries = "tokens" if attention.compressor == "mean" else "pre_rope"
+        plan["k_tail"] = Buffer("k", compressed, entries, spec.block_len)
+        plan["v_tail"] = Buffer("v", compressed, "tokens", spec.block_len)
         plan["k_cmp"] = Buffer("k", "cmp", "blocks")
     if "cmp" in branches:
         plan["v_cmp"] = Buffer("v", "cmp", "blocks")
@@ -81,7 +72,7 @@ def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
 
 # (buffer size, whether it holds blocks) -> packed entries to store, and the row and index of each
 Placement = Callable[[int, bool], tuple[Tensor, Tensor, Tensor]]
-Content = dict[Buffer, Tensor]  # entries to store, by buffer
+Content = dict[str, Tensor]  # entries to store, by the buffer's name
 
 
 class LayerCache:
@@ -90,16 +81,16 @@ class LayerCache:
     def __init__(self, plan: dict[str, Buffer], buffers: Content) -> None:
         self.plan, self.buffers = plan, buffers
 
-    def read(self, reader: str, size: int | None = None) -> Tensor | None:
-        """Return the first `size` entries of the buffer that `reader` uses, if any."""
-        buffer = self.plan.get(reader)
-        return None if buffer is None else self.buffers[buffer][:, :size]
+    def read(self, name: str, size: int | None = None) -> Tensor | None:
+        """Return the first `size` entries of a buffer; None if the layer has no such buffer."""
+        buffer = self.buffers.get(name)
+        return None if buffer is None else buffer[:, :size]
 
     def fill(self, content: Content, placement: Placement) -> None:
         """Store the tokens or blocks of packed prompts, each tensor [1, all of them, Hkv, D]."""
-        for key, packed in content.items():
-            buffer = self.buffers[key]
-            stored, row, index = placement(buffer.shape[1], key.entries == "blocks")
+        for name, packed in content.items():
+            buffer = self.buffers[name]
+            stored, row, index = placement(buffer.shape[1], self.plan[name].entries == "blocks")
             buffer[row, index] = packed[0, stored]
 
     def append(self, content: Content, index: Tensor, valid: Tensor | None = None) -> None:
@@ -108,15 +99,15 @@ class LayerCache:
         `index` is a token's position, or the number of a compressed block.
         """
         row = torch.arange(len(index), device=index.device)
-        for key, (new,) in content.items():
-            buffer = self.buffers[key]
+        for name, (new,) in content.items():
+            buffer = self.buffers[name]
             at = index % buffer.shape[1]
             kept = new if valid is None else new.where(valid[:, None, None], buffer[row, at])
             buffer[row, at] = kept
 
     def last(self, kind: str, lengths: Tensor, count: int) -> Tensor:
         """The compressor's input: the last `count` keys or values in order, [B, count, Hkv, D]."""
-        buffer = self.buffers[self.plan[f"{kind}_tail"]]
+        buffer = self.buffers[f"{kind}_tail"]
         position = lengths[:, None] + torch.arange(-count, 0, device=lengths.device)
         row = torch.arange(len(lengths), device=lengths.device)[:, None]
         return buffer[row, position % buffer.shape[1]]
@@ -145,8 +136,8 @@ class KVCache:
         plan, self.layers = plan_buffers(config), list[LayerCache]()
         for _ in range(config.layers):
             buffers = {
-                key: torch.zeros(batch, *key.shape(config, capacity), dtype=dtype, device=device)
-                for key in dict.fromkeys(plan.values())
+                name: torch.zeros(batch, *key.shape(config, capacity), dtype=dtype, device=device)
+                for name, key in plan.items()
             }
             self.layers.append(LayerCache(plan, buffers))
 
@@ -176,10 +167,10 @@ class KVCache:
             return
         self.capacity = max(positions, 2 * self.capacity)
         for layer in self.layers:
-            for key, buffer in layer.buffers.items():
-                more = key.shape(self.config, self.capacity)[0] - buffer.shape[1]
+            for name, buffer in layer.buffers.items():
+                more = layer.plan[name].shape(self.config, self.capacity)[0] - buffer.shape[1]
                 if more:
-                    layer.buffers[key] = pad(buffer, (0, 0, 0, 0, 0, more))
+                    layer.buffers[name] = pad(buffer, (0, 0, 0, 0, 0, more))
 
     def start(self, lengths: Sequence[int], reserve: int = 0) -> Placement:
         """Set the prompts' lengths; return where their tokens and blocks are stored."""
@@ -217,7 +208,7 @@ class KVCache:
         selected.lengths = self.lengths[index]
         selected.host_lengths = [self.host_lengths[row] for row in index.tolist()]
         selected.layers = [
-            LayerCache(layer.plan, {key: buffer[index] for key, buffer in layer.buffers.items()})
+            LayerCache(layer.plan, {name: buffer[index] for name, buffer in layer.buffers.items()})
             for layer in self.layers
         ]
         return selected

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
-from nsa.ops.pooling import pool, pool_blocks, sum_covering
+from nsa.ops.pooling import pool, sum_covering
 
 
 class Compressor(nn.Module):
@@ -107,10 +107,6 @@ class BlockPool(nn.Module):
         tables = rotary, metadata.block_tokens, metadata.token_blocks
         return pool(x, *weights, *tables, backend=backend)
 
-    def pool_blocks(self, blocks_BNlKD: Tensor) -> Tensor:
-        """Pool blocks [B, N, l, K, D] to [B, N, K, D], without RoPE."""
-        return pool_blocks(blocks_BNlKD, self.weight, self.position, self.scale)
-
 
 class PoolCompressor(Compressor):
     """One BlockPool pools pre-RoPE keys, then RoPE is applied; another pools values."""
@@ -126,6 +122,3 @@ class PoolCompressor(Compressor):
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
         k = self.key(k, metadata.block_rotary, metadata, self.backend)
         return k, self.value(v, None, metadata, self.backend)
-
-    def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
-        return apply_rotary(self.key.pool_blocks(k), block_rotary), self.value.pool_blocks(v)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from nsa.model.attention_metadata import AttentionMetadata, Rotary
 from nsa.model.cache import Content, KVCache, LayerCache, Placement
 from nsa.model.language_model import LanguageModel, check_tokens
 from nsa.ops.decode import decode_attention
+from nsa.ops.inputs import DecodeInputs
 from nsa.ops.rotary import RotaryPooled
 
 Prompts = Sequence[Tensor] | Tensor
@@ -36,15 +38,11 @@ def prefill(model: LanguageModel, prompts: Prompts, *, reserve: int = 0) -> tupl
 
 @torch.no_grad()
 def prefill_states(
-    model: LanguageModel,
-    prompts: Prompts,
-    *,
-    reserve: int = 0,
-    hidden: list[Tensor] | None = None,
+    model: LanguageModel, prompts: Prompts, *, reserve: int = 0
 ) -> tuple[Tensor, KVCache]:
     """Like `prefill`, but return the final hidden states [tokens of all prompts, width].
 
-    Prompts may be embeddings [T, width] here. Each block's input is appended to `hidden`.
+    Prompts may be embeddings [T, width] here.
     """
     rows = _check_prompts(model, prompts)
     counts = [len(row) for row in rows]
@@ -53,7 +51,7 @@ def prefill_states(
     metadata = AttentionMetadata.build(config, sum(counts), cu_seqlens, device)
     cache = KVCache(config, len(rows), dtype=model.embed.weight.dtype, device=device)
     attention = partial(_prefill_attention, cache.start(counts, reserve))
-    return _run_blocks(model, torch.cat(rows), cache, metadata, attention, hidden), cache
+    return _run_blocks(model, torch.cat(rows), cache, metadata, attention), cache
 
 
 def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -62,35 +60,13 @@ def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
 
 
 @torch.no_grad()
-def step_states(
-    model: LanguageModel, tokens: Tensor, cache: KVCache, hidden: list[Tensor] | None = None
-) -> Tensor:
-    """Like `step`, but return the final hidden states [B, width].
-
-    Tokens may be embeddings [B, width] here. Each block's input is appended to `hidden`.
-    """
+def step_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
+    """Like `step`, but return the final hidden states [B, width]; tokens may be embeddings here."""
     _check_step(model, cache, tokens)
     rotary = Rotary.at(cache.lengths, model.config)
     cache.advance()
     metadata = AttentionMetadata(cu_seqlens=None, rotary=rotary)
-    return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache), hidden)
-
-
-def extend_states(
-    model: LanguageModel, tokens: Tensor, cache: KVCache, hidden: list[Tensor] | None = None
-) -> Tensor:
-    """Append several tokens [B, T], one step each; return the final hidden states [B, T, width].
-
-    Tokens may be embeddings [B, T, width]. Each block's input is appended to `hidden`.
-    """
-    states, inputs = [], []  # of each step; `inputs` holds a list of all blocks' inputs
-    for column in tokens.unbind(1):
-        block_inputs: list[Tensor] = []
-        states.append(step_states(model, column, cache, None if hidden is None else block_inputs))
-        inputs.append(block_inputs)
-    if hidden is not None:
-        hidden += [torch.stack(steps, 1) for steps in zip(*inputs, strict=True)]
-    return torch.stack(states, 1)
+    return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache))
 
 
 def generate(
@@ -177,18 +153,14 @@ def _run_blocks(
     cache: KVCache,
     metadata: AttentionMetadata,
     attention: Callable[[LayerCache, Attention, Tensor, AttentionMetadata], Tensor],
-    hidden: list[Tensor] | None = None,
 ) -> Tensor:
     """Map tokens [T], or their embeddings [T, width], to final hidden states [T, width].
 
-    Each block's input is appended to `hidden`.
     Blocks and attention are called as modules, so forward hooks run here too.
     """
     embeddings = tokens if tokens.is_floating_point() else model.embed(tokens)
     x, delta = embeddings[None], None
     for block, layer_cache in zip(model.blocks, cache.layers, strict=True):
-        if hidden is not None:
-            hidden.append((x if delta is None else x + delta)[0])
         x, delta = block(x, delta, metadata=metadata, cached=partial(attention, layer_cache))
     return model.final_norm(x, delta)[0]
 
@@ -229,58 +201,69 @@ def _step_attention(
     if not isinstance(layer, NSAttention):
         return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]
     if "k_cmp" in layer_cache.plan and cache.completes_a_block:
-        _append_blocks(layer, layer_cache, lengths, metadata.rotary)
+        _append_blocks(layer, layer_cache, lengths, metadata)
     blocks = layer.spec.compressed_len(cache.longest)
-    o = decode_attention(
-        parts.q[0],
-        layer_cache.read("k_cmp", blocks),
-        layer_cache.read("v_cmp", blocks),
-        layer_cache.read("k_sel"),
-        layer_cache.read("v_sel"),
-        layer_cache.read("k_win"),
-        layer_cache.read("v_win"),
-        None if parts.gates is None else parts.gates[0],
-        lengths,
-        layer.spec,
+    inputs = DecodeInputs(
+        q=parts.q[0],
         q_cmp=None if parts.indexed is None else parts.indexed[0][0],
-        branches=layer.branches,
-        backend=layer.backend,
+        k_cmp=layer_cache.read("k_cmp", blocks),
+        v_cmp=layer_cache.read("v_cmp", blocks),
+        k_sel=layer_cache.read("k_sel"),
+        v_sel=layer_cache.read("v_sel"),
+        k_win=layer_cache.read("k_win"),
+        v_win=layer_cache.read("v_win"),
+        gates=None if parts.gates is None else parts.gates[0],
+        lengths=lengths,
+        spec=layer.spec,
+        branches="+".join(layer.branches),
+        scale=layer.key_dim**-0.5,
     )
-    return layer.o(o.flatten(-2))[None]
+    return layer.o(decode_attention(inputs, layer.backend).flatten(-2))[None]
 
 
 def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> Content:
     """Return the keys and values to store in each buffer that has one entry per token."""
     content = {}
-    for buffer in cache.buffers:
+    for name, buffer in cache.plan.items():
         if buffer.entries == "tokens":
             keys, values = parts.kv_sets[layer.branches.index(buffer.branch)]
-            content[buffer] = keys if buffer.kind == "k" else values
+            content[name] = keys if buffer.kind == "k" else values
         elif buffer.entries == "pre_rope":
             if parts.indexed is not None:
-                content[buffer] = parts.indexed[1]
+                content[name] = parts.indexed[1]
             elif parts.compressed is not None:
-                content[buffer] = parts.compressed[0]
+                content[name] = parts.compressed[0]
     return content
 
 
 def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> Content:
     """Return compressed keys and values by buffer; without a compressed branch only keys."""
-    buffers = [buffer for buffer in cache.buffers if buffer.entries == "blocks"]
-    return dict(zip(buffers, compressed, strict=False))
+    pairs = zip(("k_cmp", "v_cmp"), compressed, strict=False)
+    return {name: x for name, x in pairs if name in cache.plan}
 
 
-def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotary: Rotary) -> None:
+def _append_blocks(
+    layer: NSAttention, cache: LayerCache, lengths: Tensor, metadata: AttentionMetadata
+) -> None:
     """Compress and store each sequence's block that ends with its newest token, if there is one."""
     length, stride = layer.spec.block_len, layer.spec.block_stride
-    k = cache.last("k", lengths, length)[None]  # [1, B, l, Hkv, Dk]
+    # The newest tokens of all sequences side by side, each sequence's as one block.
+    token = torch.arange(len(lengths) * length, device=lengths.device)
+    metadata = replace(
+        metadata,
+        block_tokens=token.view(-1, length),
+        token_blocks=token[:, None] // length,
+        block_rotary=metadata.rotary,
+    )
+    k = cache.last("k", lengths, length).flatten(0, 1)[None]  # [1, B · l, Hkv, Dk]
     if layer.index is not None:
-        compressed: Sequence[Tensor] = (layer.index.compress_blocks(k, rotary),)
+        compressed: Sequence[Tensor] = (layer.index.compress(k, metadata),)
     else:
-        v = cache.last("v", lengths, length)[None]
-        compressed = k.mean(2), v.mean(2)  # of rotated keys
+        v = cache.last("v", lengths, length).flatten(0, 1)[None]
         if layer.compress is not None:
-            compressed = layer.compress.compress_blocks(k, v, rotary)
+            compressed = layer.compress(k, v, metadata)
+        else:  # the mean, of rotated keys
+            compressed = [x.unflatten(1, (-1, length)).mean(2) for x in (k, v)]
     content = _block_entries(cache, compressed)
     start = lengths - length
     block = torch.div(start, stride, rounding_mode="floor")
@@ -289,7 +272,7 @@ def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotar
 
 def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tensor:
     """Return the attention [B, Hq, Dv] of one token [B, Hq, Dk] over all tokens of its sequence."""
-    buffers = (layer_cache.buffers[layer_cache.plan[name]] for name in ("k_all", "v_all"))
+    buffers = (layer_cache.buffers[name] for name in ("k_all", "v_all"))
     k, v = (buffer[:, : cache.longest] for buffer in buffers)
     mask = None  # the fastest kernels take no mask
     if min(cache.host_lengths) < cache.longest:

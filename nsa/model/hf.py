@@ -14,7 +14,7 @@ Importing this module registers both. `nsa export` packs it with the weights as 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.cache import KVCache
 from nsa.model.compressor import BlockMLP, BlockPool
 from nsa.model.config import INIT_STD, ModelConfig
-from nsa.model.decode import extend_states, prefill_states
+from nsa.model.decode import prefill_states, step_states
 from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.language_model import LanguageModel
 from nsa.ops.inputs import check_documents
@@ -228,8 +228,9 @@ class NSAModel(NSAPreTrainedModel):
                 raise ValueError(
                     "cu_seq_lens_q: with a cache a sequence is one document; set use_cache=False"
                 )
-            inputs = hidden if output_hidden_states else None
-            states = self._states_with_cache(tokens, attention_mask, position_ids, cache, inputs)
+            states, hidden = self._states_with_cache(
+                tokens, attention_mask, position_ids, cache, output_hidden_states
+            )
         else:
             offset = self.core.loss_offset(tokens)
             tokens, real, metadata = pack(
@@ -256,23 +257,32 @@ class NSAModel(NSAPreTrainedModel):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: NSACache,
-        hidden: list[Tensor] | None,
-    ) -> Tensor:
-        """Return the final hidden states, and append each block's input to `hidden`."""
+        with_inputs: bool,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the final hidden states, and each block's input if `with_inputs`."""
         real = real_tokens(attention_mask, tokens, cache.columns)
         document_starts(position_ids, tokens, real, cache.columns)
-        with _decoding(tokens.device):
+        inputs: list[Tensor] = []
+
+        def collect(_: nn.Module, arguments: tuple[Tensor, Tensor | None]) -> None:
+            x, delta = arguments
+            inputs.append((x if delta is None else x + delta)[0])
+
+        blocks = self.core.blocks if with_inputs else ()
+        with _decoding(tokens.device), ExitStack() as hooks:
+            for layer in blocks:
+                hooks.enter_context(layer.register_forward_pre_hook(collect))
             if cache.kv is None:
                 mask = tokens.new_ones(tokens.shape[:2]).bool() if real is None else real
                 prompts = [row[kept] for row, kept in zip(tokens, mask, strict=True)]
-                packed, cache.kv = prefill_states(self.core, prompts, hidden=hidden)
-                states = unpack(packed, mask)
-                if hidden is not None:
-                    hidden[:] = [unpack(x, mask) for x in hidden]
-            else:
-                states = extend_states(self.core, tokens, cache.kv, hidden)
+                packed, cache.kv = prefill_states(self.core, prompts)
+                states, inputs = unpack(packed, mask), [unpack(x, mask) for x in inputs]
+            else:  # one step per token
+                steps = [step_states(self.core, column, cache.kv) for column in tokens.unbind(1)]
+                states = torch.stack(steps, 1)
+                inputs = [torch.stack(inputs[n :: len(blocks)], 1) for n in range(len(blocks))]
         cache.columns += tokens.shape[1]
-        return states
+        return states, inputs
 
 
 class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):

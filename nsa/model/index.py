@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
+from nsa.model.attention_metadata import AttentionMetadata, apply_rotary
 from nsa.model.compressor import BlockPool, cut_blocks
 from nsa.model.config import ModelConfig
 
@@ -42,11 +42,6 @@ class Index(nn.Module):
             return self.pool(k, metadata.block_rotary, metadata, self.backend)
         assert metadata.block_rotary is not None
         return apply_rotary(cut_blocks(k, metadata).mean(2), metadata.block_rotary)
-
-    def compress_blocks(self, k: Tensor, block_rotary: Rotary) -> Tensor:
-        """Pool blocks of keys [B, N, l, Hkv, Dk] to rotated keys [B, N, Hkv, Dk]."""
-        pooled = k.mean(2) if self.pool is None else self.pool.pool_blocks(k)
-        return apply_rotary(pooled, block_rotary)
 
 
 def index_start(attention: Mapping[str, Tensor], kv_heads: int) -> dict[str, Tensor]:

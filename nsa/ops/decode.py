@@ -6,135 +6,59 @@ Sizes in names: B sequences, K KV heads, G query heads per KV head, N keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from nsa.constants import BRANCHES
 from nsa.ops import triton
 from nsa.ops.backend import dispatch
 from nsa.ops.blockwise import log_sum_overlaps, overlap_table, sum_overlaps, top_blocks
-from nsa.ops.inputs import check_heads, check_scale
+from nsa.ops.inputs import DecodeInputs
 from nsa.spec import NSASpec
 
 
-def decode_attention(
-    q: Tensor,
-    k_cmp: Tensor | None,
-    v_cmp: Tensor | None,
-    k_sel: Tensor | None,
-    v_sel: Tensor | None,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    gates: Tensor | None,
-    lengths: Tensor,
-    spec: NSASpec,
-    *,
-    q_cmp: Tensor | None = None,
-    branches: Sequence[str] = BRANCHES,
-    scale: float | None = None,
-    backend: str = "auto",
-) -> Tensor:
+def decode_attention(x: DecodeInputs, backend: str = "auto") -> Tensor:
     """`nsa_attention` for only the last token of each sequence: [B, Hq, Dv].
 
-    q [B, Hq, Dk] and gates [B, Hq, branches] belong to that token. `lengths` int64 [B] includes it,
-    and the buffers already contain its keys and values. k_sel and v_sel [B, S, Hkv, D] start at
-    position 0, k_cmp and v_cmp [B, N, Hkv, D] at block 0. k_win and v_win [B, R, Hkv, D] are ring
-    buffers: position p is at p % R, and R is at least the window or the longest sequence. Entries
-    past a sequence's length, even NaN, never affect the result.
-
-    Buffers that no branch in `branches` reads may be None; selection also reads k_cmp. With `q_cmp`
-    [B, Hkv, Dk] these queries rank blocks, and not q. Without gates there is one branch. The
-    backends "blockwise" and "reference" both run the PyTorch code in this file.
+    The backends "blockwise" and "reference" both run the PyTorch code in this file.
     """
-    scale = check_scale(q, scale)
-    buffers = {"cmp": (k_cmp, v_cmp), "sel": (k_sel, v_sel), "win": (k_win, v_win)}
-    pairs = _check(q, buffers, gates, lengths, branches)
-    if q_cmp is not None:
-        _check_ranking(q_cmp, k_cmp, branches)
+    q, k_cmp, lengths, spec, branches = x.q, x.k_cmp, x.lengths, x.spec, x.branches.split("+")
+    pairs = {name: x.pair(name) for name in branches}
     values = (v for _, v in pairs.values())
     if dispatch(backend, "decode_attention", q[:, None], *values) is triton:
         from nsa.ops.triton.decode import triton_decode
 
-        tensors = q_cmp, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lengths
-        return triton_decode(q, *tensors, spec.to_ints(), "+".join(branches), scale)
+        return triton_decode(*x[:10], spec.to_ints(), x.branches, x.scale)
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = next(iter(pairs.values()))[0].shape[2]
-    q_BKGD = (q.to(dtype) * scale).unflatten(1, (heads, -1))
+    q_BKGD = (q.to(dtype) * x.scale).unflatten(1, (heads, -1))
     outputs: dict[str, Tensor] = {}
     if k_cmp is not None:
         first = torch.arange(k_cmp.shape[1], device=lengths.device) * spec.block_stride
         seen = (first + spec.block_len <= lengths[:, None])[:, None]  # complete blocks [B, 1, N]
-        if q_cmp is None:
+        if x.q_cmp is None:
             p = _softmax(q_BKGD, k_cmp.transpose(1, 2), seen)
             ranking = p.sum(2)  # [B, K, N]
         else:
-            score = (q_cmp.to(dtype) * scale)[:, :, None] @ k_cmp.to(dtype).permute(0, 2, 3, 1)
+            score = (x.q_cmp.to(dtype) * x.scale)[:, :, None] @ k_cmp.to(dtype).permute(0, 2, 3, 1)
             ranking = score[:, :, 0].masked_fill(~seen, -torch.inf)
         if "cmp" in pairs:
             outputs["cmp"] = _weighted(p, pairs["cmp"][1].transpose(1, 2), seen)
         if "sel" in pairs:
             capacity = pairs["sel"][0].shape[1]
-            index = _select(ranking, lengths, spec, capacity, logarithmic=q_cmp is not None)
+            index = _select(ranking, lengths, spec, capacity, logarithmic=x.q_cmp is not None)
             keys_values = _selected_keys(*pairs["sel"], index, lengths, spec)
             outputs["sel"] = _attend(q_BKGD, *keys_values)
     if "win" in pairs:
         outputs["win"] = _attend(q_BKGD, *_window_keys(*pairs["win"], lengths, spec.window))
-    if gates is None:
+    if x.gates is None:
         return outputs[branches[0]].flatten(1, 2).to(q.dtype)
     mixed = [
         gate[..., None] * outputs[name].flatten(1, 2).to(q.dtype)
-        for name, gate in zip(branches, gates.unbind(-1), strict=True)
+        for name, gate in zip(branches, x.gates.unbind(-1), strict=True)
     ]
     return reduce(torch.add, mixed)  # in q's dtype, with the same rounding as nsa_attention
-
-
-def _check(
-    q: Tensor,
-    buffers: dict[str, tuple[Tensor | None, Tensor | None]],
-    gates: Tensor | None,
-    lengths: Tensor,
-    branches: Sequence[str],
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the keys and values of `branches`; raise if a shape or dtype is wrong."""
-    pairs: dict[str, tuple[Tensor, Tensor]] = {}
-    for name in branches:
-        k, v = buffers.get(name, (None, None))
-        if k is None or v is None:
-            raise ValueError(f"branches = {tuple(branches)}: pass k_{name} and v_{name}")
-        check_heads(q[:, None], **{f"k_{name}": k, f"v_{name}": v})
-        pairs[name] = k, v
-    if "sel" in pairs:
-        k_cmp = buffers["cmp"][0]
-        if k_cmp is None:
-            raise ValueError("k_cmp = None: the selected branch needs it; pass k_cmp")
-        check_heads(q[:, None], k_cmp=k_cmp)
-    if gates is None and len(pairs) != 1:
-        raise ValueError(
-            f"gates = None: branches = {tuple(branches)} are mixed by gates; pass them"
-        )
-    if gates is not None and (not pairs or gates.shape != (*q.shape[:2], len(branches))):
-        raise ValueError(
-            f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:2], len(branches))}: "
-            "[B, Hq, branches]"
-        )
-    if lengths.dtype != torch.int64 or lengths.shape != q.shape[:1]:
-        raise ValueError(
-            f"lengths is {lengths.dtype} {tuple(lengths.shape)}; it must be int64 [{len(q)}]"
-        )
-    return pairs
-
-
-def _check_ranking(q_cmp: Tensor, k_cmp: Tensor | None, branches: Sequence[str]) -> None:
-    if tuple(branches) != ("sel",) or k_cmp is None:
-        raise ValueError(f"q_cmp: ranks blocks of the branch sel alone, not of {tuple(branches)}")
-    if q_cmp.shape != (len(k_cmp), *k_cmp.shape[2:]):
-        expected = (len(k_cmp), *k_cmp.shape[2:])
-        raise ValueError(
-            f"q_cmp has shape {tuple(q_cmp.shape)}; it must be {expected}: [B, Hkv, Dk]"
-        )
 
 
 def _select(

@@ -125,6 +125,32 @@ class GatedInputs(NamedTuple):
         return SelectionInputs(self.q, self.k_cmp, lse, *rest)
 
 
+class DecodeInputs(NamedTuple):
+    """Inputs of decoding: each sequence's newest token attends over the buffers of a KV cache.
+
+    The buffers contain its keys and values. Entries past a sequence's length, even NaN, never
+    affect the result. Buffers that no branch reads may be None; selection also reads k_cmp.
+    """
+
+    q: Tensor  # [B, Hq, Dk]
+    q_cmp: Tensor | None  # [B, Hkv, Dk]: queries that k_cmp is ranked with; None: q
+    k_cmp: Tensor | None  # [B, N, Hkv, D] from block 0 on
+    v_cmp: Tensor | None
+    k_sel: Tensor | None  # [B, S, Hkv, D] from position 0 on
+    v_sel: Tensor | None
+    k_win: Tensor | None  # [B, R, Hkv, D]: position p at p % R; R is at least w, or all positions
+    v_win: Tensor | None
+    gates: Tensor | None  # [B, Hq, branches]; None: one branch without a gate
+    lengths: Tensor  # int64 [B], the newest token included
+    spec: NSASpec
+    branches: str  # names joined by +
+    scale: float
+
+    def pair(self, branch: str) -> tuple[Tensor, Tensor]:
+        """Return a branch's buffers of keys and values."""
+        return getattr(self, f"k_{branch}"), getattr(self, f"v_{branch}")
+
+
 class SelectorInputs(NamedTuple):
     """Inputs of the selector loss; also the arguments of its custom ops."""
 

@@ -51,13 +51,6 @@ def pool(
     return torch_pool(*inputs)
 
 
-def pool_blocks(blocks: Tensor, weight: Tensor, position: Tensor, scale: Tensor) -> Tensor:
-    """Pool blocks [B, N, l, K, D] to [B, N, K, D]: the definition above, without RoPE."""
-    x = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
-    scores = _scores(x, weight) + position.transpose(0, 1)
-    return _scaled_mean(x, scores.softmax(2), scale).to(blocks.dtype)
-
-
 def sum_covering(blocks: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
     """Sum each token's entries in the blocks that cover it: [B, N, l, K, D] to [B, T, K, D]."""
     first = F.pad(block_tokens[:, 0], (0, 1))  # token_blocks = -1 reads the padding
@@ -73,12 +66,6 @@ def _scores(x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("...kd,kde->...ke", x, weight.to(x.dtype))
 
 
-def _scaled_mean(blocks: Tensor, p: Tensor, scale: Tensor) -> Tensor:
-    """Sum blocks [B, N, l, K, D] with weights p of that shape, and scale: [B, N, K, D]."""
-    pooled = (p * blocks).sum(2)
-    return pooled * scale.view(pooled.shape[2:])
-
-
 def _blocks_and_weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return x [B, T, K, D], its blocks and their weights p [B, N, l, K, D], at least float32."""
     x = inputs.x.to(torch.promote_types(inputs.x.dtype, torch.float32))
@@ -88,7 +75,7 @@ def _blocks_and_weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _forward(inputs: PoolInputs) -> Tensor:
     _, blocks, p = _blocks_and_weights(inputs)
-    y = _scaled_mean(blocks, p, inputs.scale)
+    y = (p * blocks).sum(2) * inputs.scale.view(blocks.shape[3:])
     if inputs.cos is not None:
         assert inputs.sin is not None
         y = rotate(y, inputs.cos, inputs.sin)

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.model import ModelConfig
 from nsa.ops.decode import decode_attention
+from nsa.ops.inputs import DecodeInputs
 from tests.bench.harness import (
     Report,
     Result,
@@ -97,13 +98,12 @@ def layer(config: ModelConfig, length: int, draw: Callable[..., Tensor]) -> Step
         q, k, v = q.unflatten(1, (heads, -1)), k.transpose(1, 2), v.transpose(1, 2)
         return partial(scaled_dot_product_attention, q, k, v)
     lengths = torch.full((len(q),), length, device=q.device)
-    call = partial(decode_attention, q, backend=config.attention.backend)
     blocks, window = spec.compressed_len(length), min(spec.window, length)
     k_cmp = draw(blocks, heads, size)
     if config.attention.has_index:
-        caches = k_cmp, None, k, v, None, None
-        index = draw(heads, size)
-        return partial(call, *caches, None, lengths, spec, q_cmp=index, branches=("sel",))
-    v_cmp, k_win, v_win = (draw(n, heads, size) for n in (blocks, window, window))
-    gates = q.new_full((*q.shape[:2], 3), 0.5)
-    return partial(call, k_cmp, v_cmp, k, v, k_win, v_win, gates, lengths, spec)
+        tensors = draw(heads, size), k_cmp, None, k, v, None, None, None
+    else:
+        v_cmp, k_win, v_win = (draw(n, heads, size) for n in (blocks, window, window))
+        tensors = None, k_cmp, v_cmp, k, v, k_win, v_win, q.new_full((*q.shape[:2], 3), 0.5)
+    rest = lengths, spec, config.attention.branches, size**-0.5
+    return partial(decode_attention, DecodeInputs(q, *tensors, *rest), config.attention.backend)

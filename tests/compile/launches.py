@@ -22,6 +22,7 @@ from nsa.model import AttentionConfig, ModelConfig, kernel_check
 from nsa.model.config import IMPORTED, INDEXED
 from nsa.ops import decode, pooling
 from nsa.ops.custom_op import IMPLEMENTATIONS
+from nsa.ops.inputs import DecodeInputs
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import pool_limit
 from nsa.ops.triton.configs import MAX_CANDIDATES, choosing_for, override_choices
@@ -164,11 +165,12 @@ def decode_attention(case: Case) -> Iterable[Tensor]:
     k_win, v_win = (x[:, : case.spec.window] for x in case.tokens)
     gates, lengths = case.empty(1, case.heads, 3), case.empty(1, dtype=torch.int64)
     pairs = *case.blocks, *case.tokens, k_win, v_win
-    q, (k_cmp, _) = case.q[:, -1], case.blocks
-    yield decode.decode_attention(q, *pairs, gates, lengths, case.spec, backend="triton")
-    indexed = k_cmp, None, *case.tokens, None, None, None, lengths, case.spec
-    how: dict[str, Any] = {"q_cmp": q[:, : case.kv_heads], "branches": ("sel",)}
-    yield decode.decode_attention(q, *indexed, **how, backend="triton")
+    q, (k_cmp, _), scale = case.q[:, -1], case.blocks, case.q.shape[-1] ** -0.5
+    every = DecodeInputs(q, None, *pairs, gates, lengths, case.spec, "cmp+sel+win", scale)
+    index = q[:, : case.kv_heads], k_cmp, None
+    sel = *case.tokens, None, None, None, lengths, case.spec, "sel", scale
+    yield decode.decode_attention(every, "triton")
+    yield decode.decode_attention(DecodeInputs(q, *index, *sel), "triton")
 
 
 @_operation

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import KVCache, ring_indices
-from nsa.model.decode import extend_states, generate, prefill, sample, step
+from nsa.model.decode import generate, prefill, sample, step
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, NAMED, PER_TOKEN, SPEC, build, tiny, tokens
 from tests.ops.cases import Calls
@@ -73,14 +73,6 @@ def test_every_position_has_the_logits_of_the_parallel_pass(name: str) -> None:
         torch.testing.assert_close(logits, at_once[rows, now - 1], rtol=0, atol=1e-9)
         logits = step(model, ids[rows, now], cache)
     assert cache.lengths.tolist() == cache.host_lengths == (lengths + further + 1).tolist()
-
-
-@pytest.mark.parametrize("attention", ["dense", "mean"])
-def test_extending_gives_the_states_after_each_token(attention: str) -> None:
-    model, ids = model_of(tiny(attention)), tokens(30, batch=2)
-    _, cache = prefill(model, ids[:, :11])
-    states = extend_states(model, ids[:, 11:], cache)
-    torch.testing.assert_close(states, model.hidden(ids)[:, 11:])
 
 
 def test_the_cache_of_m7c_in_bytes_per_token() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nsa.constants import BRANCHES
 from nsa.ops import nsa_attention, select_blocks, selected_attention
 from nsa.ops.decode import decode_attention
+from nsa.ops.inputs import DecodeInputs
 from tests.ops.cases import Case, Inputs
 
 
@@ -45,14 +46,17 @@ def buffers(case: Case, full: Sequence[Inputs], spare: int = 5, ring: int | None
     return Inputs(q=q, gates=gates, **kept)
 
 
-def decoded(case: Case, x: Inputs, names: Sequence[str] = BRANCHES, **changes: Any) -> Tensor:
+def decoded(
+    case: Case, x: Inputs, names: Sequence[str] = BRANCHES, backend: str = "auto", **changes: Any
+) -> Tensor:
     """`decode_attention`; buffers that the branches `names` do not read are None."""
     read = {f"{kind}_{name}" for name in names for kind in "kv"}
     read |= {"k_cmp"} if "sel" in names else set()
     given: dict[str, Any] = {name: y if name in read else None for name, y in vars(x).items()}
-    given["q"], given["gates"] = x.q, x.gates[..., [BRANCHES.index(name) for name in names]]
+    given |= {"q": x.q, "q_cmp": None, "scale": x.q.shape[-1] ** -0.5, "branches": "+".join(names)}
+    given["gates"] = x.gates[..., [BRANCHES.index(name) for name in names]]
     given["lengths"] = torch.tensor(case.lengths, device=x.q.device)
-    return decode_attention(**(given | changes), spec=case.spec, branches=names)
+    return decode_attention(DecodeInputs(**(given | changes), spec=case.spec), backend)
 
 
 def defined(case: Case, full: Sequence[Inputs], names: Sequence[str] = BRANCHES) -> Tensor:

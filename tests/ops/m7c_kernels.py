@@ -23,7 +23,8 @@ from nsa.model.kernel_check import (
     problems_of,
     random_tensors,
 )
-from nsa.ops import decode
+from nsa.ops.decode import decode_attention
+from nsa.ops.inputs import DecodeInputs
 
 
 def decoding(config: ModelConfig, device: torch.device) -> Operation:
@@ -41,15 +42,14 @@ def decoding(config: ModelConfig, device: torch.device) -> Operation:
     if config.attention.has_index:
         k_index, _, k, v = buffers[:4]
         ranking = random(2, config.kv_heads, sizes[0])
-        inputs: tuple[Tensor | None, ...] = q, k_index, None, k, v, None, None, None, at, ranking
+        inputs: tuple[Tensor | None, ...] = q, ranking, k_index, None, k, v, None, None, None, at
     else:
-        inputs = q, *buffers, gates, at, None
+        inputs = q, None, *buffers, gates, at
 
     @torch.no_grad()
-    def attend(*inputs: Any, backend: str) -> Tensor:
-        *call, ranking = inputs
-        how: Any = {"spec": spec, "branches": config.attention.branch_names, "backend": backend}
-        return decode.decode_attention(*call, q_cmp=ranking, **how)
+    def attend(*tensors: Any, backend: str) -> Tensor:
+        rest = spec, config.attention.branches, config.head_dim**-0.5
+        return decode_attention(DecodeInputs(*tensors, *rest), backend)
 
     return Operation("decode_attention", inputs, attend)
 

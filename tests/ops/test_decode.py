@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa.constants import BRANCHES
 from nsa.model.config import SUBSETS
+from nsa.ops.inputs import DecodeInputs
 from nsa.ops.triton import decode
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
@@ -230,7 +231,7 @@ def test_launches_depend_on_the_capacity_and_read_no_length() -> None:
     lengths = torch.empty(len(LENGTHS), dtype=torch.int64, device="meta")
     with recording() as launches:
         decode.decode_forward(
-            decode.DecodeInputs(x.q, None, *x.tensors()[1:], lengths, SPEC, "+".join(BRANCHES), 0.5)
+            DecodeInputs(x.q, None, *x.tensors()[1:], lengths, SPEC, "+".join(BRANCHES), 0.5)
         )
     names = [launch.kernel.fn.__name__.split("_")[1] for launch in launches]
     assert names == ["compressed", "importance", "rank", "parts", "mix"]
@@ -247,35 +248,11 @@ def test_the_op_matches_its_declaration_with_and_without_each_branch() -> None:
     check_calls(lambda: by_own_queries(case, x, backend="triton"))
 
 
-WRONG: dict[str, dict[str, Any]] = {
-    r"^branches = \('cmp', 'sel', 'win'\): pass k_win and v_win$": {"k_win": None},
-    r"^k_cmp = None: the selected branch needs it; pass k_cmp$": {
-        "k_cmp": None,
-        "names": ("sel",),
-    },
-    r"^gates has shape \(2, 4, 2\); it must be \(2, 4, 3\)": {"gates": torch.ones(2, 4, 2)},
-    r"^gates = None: branches = .* are mixed by gates": {"gates": None},
-    r"^lengths is torch.int32 \(2,\); it must be int64 \[2\]$": {
-        "lengths": torch.ones(2, dtype=torch.int32)
-    },
-    r"^v_sel is torch.float32": {"v_sel": torch.zeros(2, 14, 2, 5)},
-    r"^backend = 'fast': choose one of auto": {"backend": "fast"},
-    r"^backend = 'triton' does not support decode_attention: ": {"backend": "triton"},
-    r"q_cmp: ranks blocks of the branch sel alone": {"q_cmp": torch.ones(2, 2, 6)},
-    r"q_cmp has shape \(2, 4, 6\); it must be \(2, 2, 6\)": {
-        "q_cmp": torch.ones(2, 4, 6),
-        "names": ("sel",),
-        "gates": None,
-    },
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_an_error_names_the_wrong_argument(message: str) -> None:
-    case = Case(NSASpec(4, 2, 4, 3, 1, 1, 6), (9, 4), key_dim=6, value_dim=5)
-    x = buffers(case, sequences(case, "blockwise"))
-    with pytest.raises(ValueError, match=message):
-        decoded(case, x, **WRONG[message])
+def test_a_backend_that_cannot_decode_is_refused() -> None:
+    x = buffers(SMALL, sequences(SMALL, "blockwise"))
+    for name, message in (("fast", "choose one of auto"), ("triton", "does not support decode_")):
+        with pytest.raises(ValueError, match=rf"^backend = '{name}'.* {message}"):
+            decoded(SMALL, x, backend=name)
 
 
 def test_a_backend_by_name_gives_the_same() -> None:

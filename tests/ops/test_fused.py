@@ -23,7 +23,6 @@ from nsa.ops import (
 )
 from nsa.ops import swiglu as ops_swiglu
 from nsa.ops.pooling import pool as ops_pool
-from nsa.ops.pooling import pool_blocks
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
@@ -384,15 +383,6 @@ def test_the_projection_is_not_saved_for_the_backward_pass() -> None:
 
 
 # φ `pool`.
-
-
-def test_blocks_that_are_cut_already_give_the_same() -> None:
-    documents = Documents((37,), l=8, d=4)
-    operation = pool(documents, 3, 5, False)
-    x, *parameters = operation.inputs()
-    blocks = x[:, documents.tables()[0]]
-    expected = operation.run("blockwise", x, *parameters)
-    torch.testing.assert_close(pool_blocks(blocks, *parameters), expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(

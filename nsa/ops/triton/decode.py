@@ -13,8 +13,6 @@ nor capacity: a token's result is bitwise the same in any batch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from nsa.constants import BRANCHES
 from nsa.ops.custom_op import register
+from nsa.ops.inputs import DecodeInputs
 from nsa.ops.triton.common import (
     LOG2E,
     constants_of,
@@ -37,7 +36,6 @@ from nsa.ops.triton.common import (
 from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 from nsa.ops.triton.select import LEAST, TAKEN, first_overlap, overlap
-from nsa.spec import NSASpec
 
 
 @triton.jit
@@ -293,28 +291,6 @@ def decode_mix_kernel(
 PART = 128  # compressed keys, or positions of the window, that one program attends to
 BLOCKS = 64  # selection blocks that one program ranks
 ELEMENTS = 2048  # elements of o that the last kernel joins at a time
-
-
-class DecodeInputs(NamedTuple):
-    """Inputs of the op, as `nsa.ops.decode.decode_attention` describes and checks them."""
-
-    q: Tensor  # [B, Hq, Dk]
-    q_cmp: Tensor | None  # [B, Hkv, Dk]: queries of k_cmp; None: q
-    k_cmp: Tensor | None
-    v_cmp: Tensor | None
-    k_sel: Tensor | None
-    v_sel: Tensor | None
-    k_win: Tensor | None
-    v_win: Tensor | None
-    gates: Tensor | None  # [B, Hq, branches]; None: one branch without a gate
-    lengths: Tensor  # int64 [B]
-    spec: NSASpec
-    branches: str  # names joined by +
-    scale: float
-
-    def pair(self, branch: str) -> tuple[Tensor, Tensor]:
-        """A branch's buffers of keys and values."""
-        return getattr(self, f"k_{branch}"), getattr(self, f"v_{branch}")
 
 
 def decode_forward(x: DecodeInputs) -> Tensor:

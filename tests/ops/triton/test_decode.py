@@ -7,7 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+from nsa.constants import BRANCHES
 from nsa.ops.decode import decode_attention
+from nsa.ops.inputs import DecodeInputs
 from nsa.ops.triton import decode
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
@@ -38,14 +40,16 @@ def test_a_captured_step_is_right_for_other_tokens_and_lengths() -> None:
     x = buffers(case, sequences(case, dtype=torch.bfloat16))
     lengths = torch.tensor(case.lengths, device=DEVICE)
     expected = decoded(case, x, backend="triton")
-    given, counts = [y.clone() for y in x.tensors()], torch.ones_like(lengths)
-    given[0].zero_()
-    decode_attention(*given, counts, case.spec, backend="triton")
+    q, *kv_and_gates = [y.clone() for y in x.tensors()]
+    scale, counts = q.shape[-1] ** -0.5, torch.ones_like(lengths)
+    q.zero_()
+    given = DecodeInputs(q, None, *kv_and_gates, counts, case.spec, "+".join(BRANCHES), scale)
+    decode_attention(given, "triton")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = decode_attention(*given, counts, case.spec, backend="triton")
-    given[0].copy_(x.q)
+        o = decode_attention(given, "triton")
+    q.copy_(x.q)
     counts.copy_(lengths)
     graph.replay()
     assert torch.equal(o, expected)
