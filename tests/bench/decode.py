@@ -26,8 +26,6 @@ from tests.bench.harness import (
     Step,
     add_gpu_flags,
     lengths,
-    print_results,
-    ratio,
     time_step,
 )
 from tests.bench.train import KINDS
@@ -65,16 +63,8 @@ def _case(length: int, batch: int, report: Report) -> None:
         result["attention_ms"] = time_step(call, report.device, report.flags.seconds, graph=True)
 
     calls = {kind: partial(layer, config, length, draw) for kind, config in configs.items()}
-    results = report.each(calls, FIGURES, measure)
-    ratios = {
-        f"dense_over_{kind}": {
-            what: ratio(results["dense"][what], results[kind][what]) for what in FIGURES
-        }
-        for kind in ("nsa", "index")
-    }
     row = {"length": length, "batch": batch, "layers": configs["dense"].layers}
-    report.add(row | {"implementations": results} | ratios)
-    print_results(f"T={length} batch {batch}", FIGURES, results, ratios)
+    report.compare(row, calls, FIGURES, measure, base="index")
 
 
 def read_bytes(config: ModelConfig, length: int, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -139,15 +139,18 @@ class Report:
         self.save()
         print(f"{case} NOT MEASURED: {reason}", flush=True)
 
-    def each(
+    def compare(
         self,
+        row: Mapping[str, Any],
         builders: Mapping[str, Callable[[], T]],
-        figures: Iterable[str],
+        figures: Sequence[str],
         measure: Callable[[str, T, Result], None],
-    ) -> dict[str, Result]:
-        """Build and measure each implementation of a case; return their results.
+        base: str,
+    ) -> None:
+        """Build and measure each implementation of a case; add them to its row, and print them.
 
         An error ends the implementation's figures, is listed beside them, and ends no other's.
+        Ratios are those of a figure to that of `base`, if it is among them.
         """
         results: dict[str, Result] = {}
         for name, build in builders.items():
@@ -157,10 +160,25 @@ class Report:
                 measure(name, build(), result)
             except Exception as error:
                 result["errors"]["all"] = self._recover(error)
-        return results
+        ratios = {
+            name: {what: ratio(result[what], results[base][what]) for what in figures}
+            for name, result in results.items()
+            if base in results and name != base
+        }
+        self.add({**row, "implementations": results, "ratios": ratios})
+        title = " ".join(f"{name} {value}" for name, value in row.items())
+        cells = [[name, *(cell(x[what]) for what in figures)] for name, x in results.items()]
+        print(title)
+        print_table([["", *figures], *cells])
+        for name, result in results.items():
+            for error in result["errors"].values():
+                print(f"  {name}: {error}")
+        for name, quotients in ratios.items():
+            shown = ", ".join(f"{what} {cell(x)}" for what, x in quotients.items())
+            print(f"  {name} over {base}: {shown}", flush=True)
 
     def peak_bytes(self, step: Step) -> int | None:
-        """Return the peak memory of a step of `each` implementation, less what the case holds.
+        """Return the peak memory of a step of an implementation, less what the case holds.
 
         None on a CPU, where PyTorch counts nothing.
         """
@@ -207,23 +225,6 @@ def cell(value: float | None) -> str:
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns."""
     print(*align(rows), "", sep="\n", flush=True)
-
-
-def print_results(
-    title: str,
-    figures: Iterable[str],
-    results: Mapping[str, Result],
-    ratios: Mapping[str, Mapping[str, float | None]],
-) -> None:
-    """Print a table of the implementations of a case, their errors, and ratios between them."""
-    rows = [[name, *(cell(x[what]) for what in figures)] for name, x in results.items()]
-    print_table([[title, *figures], *rows])
-    for name, result in results.items():
-        for error in result["errors"].values():
-            print(f"  {name}: {error}")
-    for name, quotients in ratios.items():
-        print(f"  {name}:", ", ".join(f"{x} {cell(y)}" for x, y in quotients.items()))
-    print(flush=True)
 
 
 def margin(values: Sequence[float]) -> float:

@@ -24,7 +24,6 @@ from tests.bench.harness import (
     Step,
     add_gpu_flags,
     lengths,
-    print_results,
     ratio,
     words_of,
 )
@@ -109,19 +108,9 @@ def _case(seq_len: int, report: Report) -> None:
     steppers = {
         kind: partial(Stepper, config, device, report.dtype) for kind, config in configs.items()
     }
-    results = report.each(steppers, FIGURES, measure)
-    over = {
-        f"{kind}_over_dense": {
-            what: ratio(result[what], results["dense"][what])
-            for what in ("tokens_per_s", "peak_bytes")
-        }
-        for kind, result in results.items()
-        if "dense" in results and kind != "dense"
-    }
     row = {"length": seq_len, "batch": len(ids), "layers": flags.layers, "vocab_size": flags.vocab}
     row["checkpointing"] = flags.checkpointing
-    report.add(row | {"implementations": results} | over)
-    print_results(f"T={seq_len} batch {len(ids)}", FIGURES, results, over)
+    report.compare(row, steppers, FIGURES, measure, base="dense")
 
 
 def random_batch(
