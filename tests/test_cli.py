@@ -50,6 +50,7 @@ def test_the_version_is_the_packages_and_a_clone_that_is_not_installed_has_none(
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == "nsa (not installed)\n"
+    assert nsa.__version__ == "unknown: not installed"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from nsa.system import (
+    LOOPBACK,
     existing_or_resource,
     free_port,
     in_background,
@@ -80,7 +81,7 @@ def test_an_address_is_reached_by_the_interface_that_has_it(
     decoys = [SimpleNamespace(address=f"{address}1") for address in own]
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"decoy": decoys} | real)
     assert {address: interface_towards(address) for address in own} == own
-    assert [interface_towards(address) for address in ("127.0.0.1", "localhost")] == [None, None]
+    assert [interface_towards(address) for address in LOOPBACK] == [None, None, None]
 
 
 def test_a_tables_columns_are_aligned_and_its_cells_harmless() -> None:

@@ -9,6 +9,7 @@ import pytest
 from nsa import withdrawn
 from nsa.cli import main
 from nsa.engine.config import RunConfig, read_saved_config, resolve_config, to_yaml
+from nsa.model.hf_config import NSAConfig
 
 
 @pytest.fixture
@@ -71,6 +72,10 @@ def test_a_saved_model_that_this_version_cannot_compute_is_refused(tmp_path: Pat
         ValueError, match=r"sinks = 4: withdrawn .* use the version that trained it"
     ):
         read_saved_config(file)
+    with pytest.raises(
+        ValueError, match=r"^config\.json: .*sinks = 4: .* use the version that exported it"
+    ):
+        NSAConfig(attention={"sinks": 4})
 
 
 @pytest.mark.usefixtures("_table")

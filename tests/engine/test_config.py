@@ -238,7 +238,7 @@ def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not YAML"):
         resolve_config(RunConfig(), broken)
     broken.write_text("train: {warmup_steps: 1:30}\n")
-    with pytest.raises(ValueError, match=r"broken\.yaml: not YAML: '1:30' is 90 in YAML 1\.1"):
+    with pytest.raises(ValueError, match=r"broken\.yaml: not YAML: '1:30' is 90 in .* line 1"):
         resolve_config(RunConfig(), broken)
     with pytest.raises(ValueError, match=r"Is a directory.*; give a YAML file"):
         resolve_config(RunConfig(), tmp_path)

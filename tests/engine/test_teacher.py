@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nsa.cli import main
+from nsa.data.batches import Batch
 from nsa.engine.config import RunConfig
-from nsa.engine.teacher import check_tokenizer, find_teacher
+from nsa.engine.teacher import Teacher, check_tokenizer, find_teacher
 from tests.engine.runs import TINY, ds_config, losses, on_one_rank, on_two_ranks, refused, succeed
+from tests.model.models import build, packed, tiny, tokens
 
 STEPS = ["--profile=demo", "--steps=6", "--set=data.seq_len=256", "--set=monitor.log_every=1"]
 STEPS += ["--set=train.eval_every=3"]
@@ -87,6 +90,15 @@ def test_a_model_that_is_its_own_teacher_does_not_differ_from_it(
         assert row["loss"] == row["teacher_loss"]
         assert row["kl"] == pytest.approx(0, abs=1e-6)
         assert row["same_top1"] == 1
+
+
+def test_a_teachers_documents_do_not_see_each_other() -> None:
+    teacher, ids = Teacher(build(tiny("dense")), RunConfig()), tokens(30)
+    together, *alone = (
+        teacher.arguments(Batch(part, part, offsets))["teacher"][0]
+        for part, offsets in ((ids, packed(11, 19)), (ids[:, :11], None), (ids[:, 11:], None))
+    )
+    torch.testing.assert_close(together, torch.cat(alone))
 
 
 def test_the_plan_counts_the_teacher(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:

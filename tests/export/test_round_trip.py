@@ -126,7 +126,9 @@ def test_another_model_types_fields_of_attention_are_left_out(tmp_path: Path) ->
     assert not {"sliding_window", "auto_map"} & config.keys()
 
 
-def test_the_card_of_an_untrained_import_claims_no_training(original: Path, tmp_path: Path) -> None:
+def test_the_card_of_an_untrained_import_claims_no_training(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (source := tmp_path / "tiny-llama").mkdir()
     shutil.copytree(original, source, dirs_exist_ok=True)
     for license, sentence in (
@@ -135,9 +137,11 @@ def test_the_card_of_an_untrained_import_claims_no_training(original: Path, tmp_
     ):
         named = settings(source) | {"_name_or_path": "someone/tiny"}
         (source / "config.json").write_text(json.dumps(named))
-        (source / "README.md").write_text(f"---\nlicense: {license}\n---\n" if license else "")
+        stated = f"---\nlicense: {license}\nmodel-index: wrong\n---\n" if license else ""
+        (source / "README.md").write_text(stated)
         imported(source, tmp_path / f"run-{license}", *SMALL)
         folder = export(tmp_path / f"run-{license}", tmp_path / f"hf-{license}")
+        assert "_name_or_path" not in capsys.readouterr().out, "no change to report"
         card = ModelCard.load(folder / "README.md")
         assert card.data.license == (license or "other")
         assert card.data.base_model == "someone/tiny"

@@ -57,10 +57,10 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> No
     stamp = replace(STAMP, vocab_size=100, eos_id=99)
     folder = tmp_path / "prepared"
     folder.mkdir()
-    tokens = np.array([5, 60_000, 99], np.uint16)
+    tokens = np.array([5, 100, 99], np.uint16)
     shard = write_shard(folder, SHARD, "train", stamp, [tokens], 3)
     write_index(folder, Index(stamp, {}, [shard]))
-    message = r"prepared/train-000-00000\.bin: holds the id 60000 at or after token 0, and"
+    message = r"prepared/train-000-00000\.bin: holds the id 100 at or after token 0, and"
     with pytest.raises(DataError, match=message):
         open_shards(str(folder), "train").read(0, 3)
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -35,8 +36,10 @@ def test_snapshots_are_taken_around_the_first_step_and_every_tenth(tmp_path: Pat
     memory.close()
     taken = [(line["step"], line["when"]) for line in lines(tmp_path, rank=2)]
     assert taken == [(step, when) for step in (7, 10, 20) for when in ("before", "after")]
+    total = psutil.virtual_memory().total / 1e9
     for line in lines(tmp_path, rank=2):
-        assert 0.01 < line["resident_gb"] < line["resident_gb"] + line["available_gb"] < 1e5
+        assert line["resident_gb"] > 0.01
+        assert 0 < line["available_gb"] < total
         assert {"time", "allocated_gb", "reserved_gb", "peak_gb"} <= line.keys()
 
 

@@ -33,12 +33,12 @@ def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path
 
 
 def test_a_validation_loss_of_an_earlier_step_names_the_step(tmp_path: Path) -> None:
-    write_metrics(tmp_path, 84)
+    write_metrics(tmp_path, 134)
     line = compare_runs(read_runs([tmp_path]), tmp_path / "out.png")[1]
-    assert line.split()[1:7] == ["84", "3.036", "3.160", "(step", "50)", "1.160"]
+    assert line.split()[1:7] == ["134", "3.022", "3.130", "(step", "100)", "1.130"]
     text = write_report(tmp_path).read_text()
-    assert "| final training loss | 3.0357 |" in text
-    assert "| final validation loss | 3.1600 (step 50) |" in text
+    assert "| final training loss | 3.0224 |" in text
+    assert "| final validation loss | 3.1300 (step 100) |" in text
 
 
 def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning(

@@ -116,10 +116,10 @@ def test_cross_entropy_takes_as_many_threads_as_a_block_may_have(chip: str, warp
 
 
 @pytest.mark.parametrize(("rocm", "binaries"), [("7.0", 2), (None, 1)])
-def test_a_tensor_of_2_gb_has_a_binary_of_its_own(
+def test_a_tensor_of_2_gb_or_at_an_odd_address_has_a_binary_of_its_own(
     rocm: str | None, binaries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMD's compiler takes 32-bit offsets into smaller ones."""
+    """AMD's compiler takes 32-bit offsets into smaller ones; loads of 16 bytes are aligned."""
     compiled: list[Any] = []
 
     def compile_and_run(*_: Any) -> Any:
@@ -134,6 +134,11 @@ def test_a_tensor_of_2_gb_has_a_binary_of_its_own(
         x = torch.empty(size, dtype=torch.int8, device="meta")
         launcher._run(kernel, (1,), (x,), 1, Config(1, 1, 4, 1))
     assert len(compiled) == binaries
+    compiled.clear()
+    aligned = torch.empty(64, dtype=torch.int8)
+    for x in (aligned, aligned[16:], aligned[1:], aligned[2:]):
+        launcher._run(kernel, (1,), (x,), 1, Config(1, 1, 4, 1))
+    assert len(compiled) == 2
 
 
 def test_runs_record_amds_chip_and_rocm(on_chip: OnChip, monkeypatch: pytest.MonkeyPatch) -> None:
