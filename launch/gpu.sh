@@ -14,7 +14,7 @@
 #   --stage NAME         run one stage; repeatable. Those of neither run:
 #                          aot, aot-tiles compile what the benchmarks launch, or what `tiles` does;
 #                          tests, tests-bench, sanitizer (every memory access, minutes) are tests;
-#                          kernels times each function;
+#                          kernels times each function, flex is FlexAttention;
 #                          step-nsa, step-dense, each with -reentrant: a step in its own process;
 #                          recipe-zero2
 #   --limit SECONDS      time limit of each stage
@@ -50,7 +50,7 @@ stages() {
     stage B bits 20 "${pytest[@]}" tests/ops/triton/test_gpu.py \
         -k "twenty_runs and bfloat16 and not packed and not few"
     bench B peers 105 module "${attention[@]}" --shapes 64x4x128 --lengths 8k,64k \
-        --kinds peers,same-pattern,module --against sdpa-cudnn
+        --kinds peers,same-pattern,module --against sdpa-cudnn,flex-causal,flex-flash
     stage B recipe-zero1 70 run_recipe zero1 30 60 20
     bench B ncu 40 train "${step[@]}" --kinds nsa --layers 2 --seconds 0
     stage B real $run_seconds "$python" -m tests.bench real --folder "$results/real" \
@@ -63,6 +63,7 @@ stages() {
     stage - tests-bench 45 "${pytest[@]}" tests/bench/test_benches.py
     stage - sanitizer 540 "${pytest[@]}" "$sanitizer"
     bench - kernels 50 module "${attention[@]}" --kinds parts
+    bench - flex 60 module "${attention[@]}" --kinds module --against flex-causal
     bench - step-nsa 60 train "${step[@]}" --kinds nsa
     bench - step-nsa-reentrant 60 train "${step[@]}" --kinds nsa --checkpointing reentrant
     bench - step-dense 30 train "${step[@]}" --kinds dense

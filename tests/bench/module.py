@@ -57,10 +57,18 @@ FIGURES = ("forward", "forward_backward", "peak_bytes")
 # Implementations whose outputs are equal except for rounding and near-ties.
 REFERENCES = {
     "sdpa-cudnn": "sdpa-flash",
+    "flex-causal": "sdpa-flash",
+    "flex-flash": "sdpa-flash",
     "fla": "nsa",
     "scalable-flash-nsa": "nsa",
 }
 LIBRARIES = ("fla-core", "flash-nsa")
+AGAINST: dict[str, Callable[[Inputs], Implementation]] = {
+    "sdpa-flash": partial(peers.sdpa, "sdpa-flash"),
+    "sdpa-cudnn": partial(peers.sdpa, "sdpa-cudnn"),
+    "flex-causal": peers.flex,
+    "flex-flash": partial(peers.flex, BACKEND="FLASH"),  # FlashAttention-4, if installed
+}
 
 
 class Heads(NamedTuple):
@@ -95,8 +103,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--shapes", type=shapes, default="m7c,64x4x128", help=about)
     add("--lengths", type=lengths, default=every, help="of sequences (%(default)s)")
     add("--kinds", type=words_of(*KINDS), default=",".join(KINDS), help="of case (%(default)s)")
-    about = "dense attention of the kind module (%(default)s)"
-    add("--against", type=words_of(*peers.KERNELS), default=",".join(peers.KERNELS), help=about)
+    about = "dense attention of the kind module; FlexAttention compiles for a minute (%(default)s)"
+    default = "sdpa-flash,sdpa-cudnn,flex-causal"
+    add("--against", type=words_of(*AGAINST), default=default, help=about)
     about = "which of each kernel's candidates of tile sizes to take; 0: the first that runs (0)"
     add("--tile", type=int, choices=range(MAX_CANDIDATES), default=0, help=about)
 
@@ -105,6 +114,8 @@ def run(report: Report) -> None:
     """Measure every case within the time limit; print a table per case."""
     report.data["libraries"] = {name: package_version(name) for name in LIBRARIES}
     for name, heads in report.flags.shapes.items():
+        if report.on_gpu:
+            torch.compiler.reset()  # lengths of one shape share FlexAttention's compiled code
         for seq_len in report.flags.lengths:
             for kind in report.flags.kinds:
                 case = partial(_case, kind, name, heads, seq_len, report)
@@ -182,7 +193,7 @@ def _module(inputs: Inputs, report: Report) -> Builders:
         index = x.q[:, :, : x.k_sel.shape[2]], compress_mean(x.k_sel, INDEXED)
         one_branch = partial(_indexed, *index, backend=report.backend)
         builders[f"index{suffix}"] = partial(Implementation, one_branch, x.q, x.k_sel, x.v_sel)
-    return builders | {x: partial(peers.sdpa, x, inputs) for x in report.flags.against}
+    return builders | {name: partial(AGAINST[name], inputs) for name in report.flags.against}
 
 
 def _indexed(

@@ -1,4 +1,4 @@
-"""Implementations to time: PyTorch's SDPA, and other libraries' NSA.
+"""Implementations to time: PyTorch's SDPA and FlexAttention, and other libraries' NSA.
 
 The latter are optional and imported on use, installed or from a folder on PYTHONPATH; if one is
 missing, the reason is its result. Their branches share keys and values, and mean pooling is timed
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nsa.ops import NSASpec, window_attention
 from tests.inputs import Inputs
@@ -22,6 +24,7 @@ KERNELS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+FLEX_BLOCK = 128  # the only block size that all of FlexAttention's tile sizes divide
 # fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
 FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
 
@@ -62,6 +65,42 @@ def sdpa(kernel: str, inputs: Inputs) -> Implementation:
         return o.transpose(1, 2)
 
     return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel)
+
+
+def flex(inputs: Inputs, **options: str) -> Implementation:
+    """Return causal FlexAttention, on a GPU compiled for each length and mode.
+
+    One kernel for all lengths would mask every tile. `fullgraph` turns the silent fallback to T x T
+    scores into an error. `options` are FlexAttention's kernel options.
+    """
+    mask = causal_mask(inputs.q.shape[1], inputs.q.device)
+    attend: Callable[..., Tensor] = flex_attention
+    if inputs.q.is_cuda:
+        torch._dynamo.config.recompile_limit = 64
+        attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        more: Any = {"kernel_options": options} if options else {}
+        return attend(q, k, v, block_mask=mask, enable_gqa=True, **more).transpose(1, 2)
+
+    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel)
+
+
+def causal_mask(seq_len: int, device: torch.device) -> BlockMask:
+    """Build the mask from its block table; `create_block_mask` would write a T x T mask first."""
+    blocks = torch.arange(-(-seq_len // FLEX_BLOCK), dtype=torch.int32, device=device)
+    # Row r has r full blocks, 0 to r - 1, and one partial block, r.
+    order = (blocks + blocks[:, None]) % len(blocks)
+    return BlockMask.from_kv_blocks(
+        torch.ones_like(blocks)[None, None],
+        order[None, None],
+        blocks[None, None],
+        blocks.expand(len(blocks), -1).contiguous()[None, None],
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda batch, head, query, key: query >= key,
+        seq_lengths=(seq_len, seq_len),
+    )
 
 
 def fla(inputs: Inputs) -> Implementation:

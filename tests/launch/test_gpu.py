@@ -24,7 +24,7 @@ RUNS = {
     "B": ["doctor", "bits", "peers", "recipe-zero1", "ncu", "real"],
 }
 NAMED = [
-    *("aot", "aot-tiles", "tests", "tests-bench", "sanitizer", "kernels"),
+    *("aot", "aot-tiles", "tests", "tests-bench", "sanitizer", "kernels", "flex"),
     *("step-nsa", "step-nsa-reentrant", "step-dense", "step-dense-reentrant", "recipe-zero2"),
 ]
 
