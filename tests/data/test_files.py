@@ -236,19 +236,10 @@ def test_a_truncated_archive_is_an_error_not_an_early_end(
             list(open_files(path, "text").read_all())
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("x.jsonl.gz", b"no archive"),
-        ("x.txt.zst", b"no archive"),
-        ("x.parquet", b"something else altogether, and long enough to look at"),
-    ],
-)
-def test_a_file_of_another_format_is_refused_by_name(
-    name: str, content: bytes, tmp_path: Path
-) -> None:
-    path = write(tmp_path, name, content)
-    with pytest.raises(DataError, match=rf"{name}"):
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.txt.zst", "x.parquet"])
+def test_a_file_of_another_format_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, name, b"something else altogether, and long enough to look at")
+    with pytest.raises(DataError, match=name):
         list(open_files(path, "text").read_all())
 
 
@@ -416,11 +407,8 @@ def test_a_document_that_would_fill_the_memory_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = "x" * 100
-    contents = {
-        "txt": text.encode(),
-        "jsonl": lines("first", text),
-    }
-    path = write(tmp_path, name, pack(contents[name.split(".")[1]]))
+    content = text.encode() if ".txt" in name else lines("first", text)
+    path = write(tmp_path, name, pack(content))
     for setting in ("MAX_FILE_BYTES", "MAX_LINE_BYTES"):
         monkeypatch.setattr(f"nsa.data.files.{setting}", longest)
     with pytest.raises(DataError, match=rf"{name}: cannot be read \({complaint}"):

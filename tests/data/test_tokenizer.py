@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pickle
 import re
@@ -33,6 +32,7 @@ from nsa.data.tokenizer import (
     split_text,
 )
 from tests.data.texts import train_tokenizer
+from tests.ranks import ROOT
 
 PROSE = (
     "It was the best of times, it was the worst of times;\n\nit wasn't THE age of 1,859 things.\r\n"
@@ -193,31 +193,32 @@ def test_fingerprints_differ_if_ids_differ(
     assert all(re.fullmatch("[0-9a-f]{64}", each) for each in fingerprints)
 
 
-def test_a_pickled_tokenizer_needs_no_files(trained: Tokenizer) -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        text = PROSE.encode() + b"<|endoftext|>"
-        ids = pool.apply(trained.encode, (text,))
-    assert np.array_equal(ids, trained.encode(text))
-
-
-def test_a_pickled_tokenizer_keeps_its_start_of_a_document(trained: Tokenizer) -> None:
-    name, backend, eos, _ = pickle.loads(pickle.dumps(trained)).definition
+def test_a_pickled_tokenizer_needs_no_files_and_keeps_its_start_of_a_document(
+    trained: Tokenizer, folder: Path, tmp_path: Path
+) -> None:
+    moved = Path(shutil.copytree(folder, tmp_path / "moved"))
+    pickled = pickle.dumps(build_tokenizer(DataConfig(tokenizer=f"hf:{moved}")))
+    shutil.rmtree(moved)
+    copy, text = pickle.loads(pickled), PROSE.encode() + b"<|endoftext|>"
+    assert np.array_equal(copy.encode(text), trained.encode(text))
+    name, backend, eos, _ = copy.definition
     tokenizer = HubTokenizer(name, backend, eos, start="a")
-    copy = pickle.loads(pickle.dumps(tokenizer))
-    assert copy.start_id == tokenizer.start_id is not None
-    assert copy.fingerprint == tokenizer.fingerprint
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.start_id == tokenizer.start_id is not None
+    assert again.fingerprint == tokenizer.fingerprint
 
 
-def test_an_unknown_tokenizer_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"data\.tokenizer = 'words'.*byte"):
-        build_tokenizer(DataConfig(tokenizer="words"))
-    with pytest.raises(DataError, match=r"data\.tokenizer = 'hf:/no/where'.*no such folder"):
-        build_tokenizer(DataConfig(tokenizer="hf:/no/where"))
-
-
-def test_a_folder_that_holds_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"data\.tokenizer = 'hf:{tmp_path}'.*save_pretrained"):
-        build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path}"))
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("words", r"data\.tokenizer = 'words'.*byte"),
+        ("hf:/no/where", r"data\.tokenizer = 'hf:/no/where'.*no such folder"),
+        (f"hf:{ROOT}/ds_configs", rf"data\.tokenizer = 'hf:{ROOT}/ds_configs'.*save_pretrained"),
+    ],
+)
+def test_a_name_or_folder_that_is_no_tokenizer_is_refused(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        build_tokenizer(DataConfig(tokenizer=name))
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nsa.engine.build import build_model, parameter_groups
+from nsa.engine.build import parameter_groups
 from nsa.model import LanguageModel
-from tests.engine.small import small
 from tests.model.models import tiny
 
 CPU = torch.device("cpu")
@@ -24,14 +23,6 @@ def test_matrices_decay_and_norms_and_position_embeddings_do_not() -> None:
     assert all("norm" in name or name.endswith((".position", ".bias")) for name in without)
     assert any("norm" in name for name in without)
     assert any(name.endswith(".position") for name in without)
-
-
-def test_the_seed_determines_the_first_weights() -> None:
-    config = small()
-    first, again = (build_model(config, CPU).state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    config.train.seed += 1
-    assert not torch.equal(build_model(config, CPU).embed.weight, first["embed.weight"])
 
 
 def test_values_learn_at_a_rate_of_their_own_with_weight_decay() -> None:

@@ -10,7 +10,7 @@ from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.loop import executed_flops
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
-from tests.engine.small import small, small_request
+from tests.engine.small import small_request
 
 SELECTOR = AttentionConfig(
     branches="sel", selector_loss=1.0, spec=NSASpec(select_top=8, local_blocks=4)
@@ -50,15 +50,6 @@ def test_auto_begins_dense_for_half_the_steps_where_that_trains_the_selector(
     assert config.resolved().train.dense_steps == dense_steps
     given = RunConfig(ModelConfig(attention=attention), train=replace(train, dense_steps=7))
     assert given.resolved().train.dense_steps == 7
-
-
-def test_the_tokens_of_a_step_count_each_sequence_once() -> None:
-    config = small()
-    config.data.seq_len = 96
-    config.train = TrainConfig(micro_batch=2, accumulation=3)
-    assert config.tokens_per_step(4) == 2 * 3 * 4 * 96
-    config.train = TrainConfig(micro_batch="auto", accumulation=8)  # not resolved yet
-    assert config.tokens_per_step(2) == 8 * 2 * 96
 
 
 def test_the_flops_of_a_step_are_those_of_its_phase() -> None:

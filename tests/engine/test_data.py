@@ -21,6 +21,7 @@ from tests.data.processes import workers_of
 from tests.data.test_shards import STAMP
 from tests.engine.runs import (
     TINY,
+    Finished,
     cut_back,
     losses,
     on_one_rank,
@@ -82,39 +83,28 @@ def test_a_named_cache_is_shared_by_runs_of_different_folders(books: Path, tmp_p
     assert config["data"]["cache"] == str(tmp_path / "tokens"), "resumes from any folder"
 
 
-def test_samples_continue_in_a_resumed_run_with_another_accumulation(tmp_path: Path) -> None:
-    arguments = [*TINY, "--set=train.micro_batch=1", "--steps=4"]
-    succeed(on_one_rank("m7c.py", *arguments, "--until=2", "--run-dir=run", folder=tmp_path))
-    change = "--set=train.accumulation=3"
-    succeed(on_one_rank("m7c.py", "--run-dir=run", "--resume", change, folder=tmp_path))
-    saved = json.loads((tmp_path / "run/checkpoints/step00000004/state.json").read_text())
-    assert saved["state"]["samples"] == 2 * 1 + 2 * 3
-    assert saved["state"]["tokens"] == 96 * (2 * 1 + 2 * 3)
-
-
-def test_new_data_on_resume_starts_at_its_first_sample_with_a_note(tmp_path: Path) -> None:
-    succeed(
-        on_one_rank("m7c.py", *TINY, "--steps=3", "--until=1", "--run-dir=run", folder=tmp_path)
-    )
-    again = ["--run-dir=run", "--resume", "--set=data.source=synthetic"]
-    output = succeed(on_one_rank("m7c.py", *again, folder=tmp_path))
-    assert "the new data starts at its first sample" in output
-    saved = json.loads((tmp_path / "run/checkpoints/step00000003/state.json").read_text())
-    assert saved["state"]["samples"] == 2 * 2
-
-
-def test_data_that_changed_since_the_run_started_is_refused_on_resume(
+def test_samples_continue_on_resume_and_start_again_with_other_data_unless_that_is_a_changed_file(
     books: Path, tmp_path: Path
 ) -> None:
-    text = tmp_path / "text.jsonl"
-    text.write_text(books.read_text())
-    source = f"--set=data.source={text}"
-    arguments = [*TINY, source, "--steps=3", "--until=1", "--run-dir=run"]
-    arguments += ["--set=model.vocab_size=259"]  # just enough for bytes
-    succeed(on_one_rank("m7c.py", *arguments, folder=tmp_path))
+    (text := tmp_path / "text.jsonl").write_text(books.read_text())
+
+    def train(*flags: str) -> Finished:
+        return on_one_rank("m7c.py", "--run-dir=run", *flags, folder=tmp_path)
+
+    def state(step: int) -> dict[str, int]:
+        file = tmp_path / f"run/checkpoints/step{step:08d}/state.json"
+        return json.loads(file.read_text())["state"]
+
+    settings = [f"--set={x}" for x in (f"data.source={text}", "train.micro_batch=1")]
+    settings += ["--set=model.vocab_size=259"]  # just enough for bytes
+    succeed(train(*TINY, *settings, "--steps=6", "--until=2"))
+    succeed(train("--resume", "--set=train.accumulation=3", "--until=4"))
+    assert (state(4)["samples"], state(4)["tokens"]) == (2 * 1 + 2 * 3, 96 * (2 * 1 + 2 * 3))
     text.write_text(books.read_text().replace("line", "row"))
-    result = on_one_rank("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
-    assert "its content changed since the run started" in refused(result)
+    assert "its content changed since the run started" in refused(train("--resume"))
+    output = succeed(train("--resume", "--set=data.source=synthetic"))
+    assert "the new data starts at its first sample" in output
+    assert state(6)["samples"] == 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -149,7 +139,9 @@ def hanging(tmp_path: Path) -> Iterator[list[str]]:
     pipe = os.open(tmp_path / "slow.jsonl", os.O_RDWR)
     Thread(target=lambda: os.write(pipe, lines.encode()), daemon=True).start()  # waits for readers
     settings = (f"data.source={tmp_path}/slow.jsonl", "data.seq_len=1024", "train.eval_samples=1")
-    yield [f"--set={setting}" for setting in (*settings, "train.eval_every=0")]
+    quick = ("train.eval_every=0", "attention.kind=dense", "model.layers=1", "model.width=16")
+    quick += ("model.heads=1", "model.mlp_width=16", "model.activation_checkpointing=none")
+    yield [f"--set={setting}" for setting in (*settings, *quick)]
     os.close(pipe)
 
 

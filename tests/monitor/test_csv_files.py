@@ -76,22 +76,6 @@ def test_the_table_of_a_resumed_run_is_that_of_an_uninterrupted_one(
     assert path.read_text() == uninterrupted
 
 
-def test_a_torn_row_is_dropped_on_resume(tmp_path: Path) -> None:
-    records = [make_record(step) for step in range(1, 5)]
-    path = log(metrics_csv(), tmp_path, records)
-    text = path.read_text()
-    for torn_at in (len(text) - 1, len(text) - 9, len(text) - 60):
-        path.write_text(text[:torn_at])
-        assert len(read_metrics(path.parent)) == 3
-        log(metrics_csv(), tmp_path, records[3:], start_step=3)
-        assert path.read_text() == text
-
-
-def test_a_fresh_run_in_an_old_folder_starts_an_empty_table(tmp_path: Path) -> None:
-    log(metrics_csv(), tmp_path, [make_record(step) for step in range(1, 5)])
-    assert log(metrics_csv(), tmp_path, []).read_text() == HEADER + "\n"
-
-
 @pytest.mark.parametrize("content", ["precious\n", f"{HEADER}\n"])
 def test_no_file_is_written_through_a_symbolic_link(content: str, tmp_path: Path) -> None:
     (target := tmp_path / "target").write_text(content)

@@ -237,12 +237,6 @@ def test_only_the_first_pass_since_arming_counts() -> None:
     assert recorder.read() == [], "a reading covers the passes since the last"
 
 
-def test_a_recorder_without_layers_returns_nothing() -> None:
-    recorder = HealthRecorder({}, SPEC)
-    recorder.arm()
-    assert recorder.read() == []
-
-
 def test_samples_keep_no_activation_alive() -> None:
     recorder, (layer,) = armed_recorder(1)
     gates, blocks = make_gates(1, 90), make_blocks(1, 90, SPEC)

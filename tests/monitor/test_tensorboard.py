@@ -1,6 +1,9 @@
+"""TensorBoard's event files: each number once, over restarts, on a disk that fills up."""
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,11 +12,15 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from nsa.monitor.observer import BackgroundWriter, Observers
 from nsa.monitor.outputs import TrackerObserver
-from tests.monitor.records import NO_FREE_BLOCKS, make_layers, make_record
-from tests.ranks import launch
-
-RANK = Path(__file__).with_name("tensorboard_rank.py")
+from tests.monitor.records import (
+    NO_FREE_BLOCKS,
+    drain,
+    files_no_longer_than,
+    make_layers,
+    make_record,
+)
 
 Event = tuple[str, float, int]  # tag, value, x
 
@@ -45,10 +52,34 @@ def read_texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
     }
 
 
+class ScalarMonitor:
+    """DeepSpeed's monitor without a process group."""
+
+    def __init__(self, summary_writer: SummaryWriter) -> None:
+        self.tb_monitor = SimpleNamespace(summary_writer=summary_writer)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for event in event_list:
+            self.tb_monitor.summary_writer.add_scalar(*event)
+        self.tb_monitor.summary_writer.flush()
+
+
+@contextmanager
+def tracker(folder: Path, texts: dict[str, str], suffix: str = "") -> Iterator[TrackerObserver]:
+    """An observer of one process that writes to TensorBoard in `folder`."""
+    with SummaryWriter(str(folder), filename_suffix=suffix) as summary_writer:
+        yield TrackerObserver(ScalarMonitor(summary_writer), {}, texts)
+
+
 def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
-    outputs = launch(RANK, str(tmp_path), "healthy", world_size=2)
-    assert all(output.endswith("steps 3 failed False\n") for output in outputs)
-    assert len(list((tmp_path / "tb").iterdir())) == 1, "only rank 0 writes"
+    texts = {"config.yaml": "model:\n  layers: 2\n", "ds_config.json": "{}\n"}
+    with tracker(tmp_path / "tb", texts) as observer:
+        observer.on_start(tmp_path, 0)
+        for step in range(1, 4):
+            evaluated = {"val_loss": 2.5, "bits_per_byte": 1.25} if step == 2 else {}
+            warm = {"mfu": 0.125, "layers": make_layers(1)} if step > 1 else {"tokens_per_s": None}
+            observer.on_step(make_record(step, skipped_steps=step - 1, **evaluated, **warm))
+        observer.on_end("finished")
     scalars = read_scalars(tmp_path / "tb")
     single = pytest.approx  # event files hold float32
     steps = (1, 2, 3)
@@ -89,15 +120,12 @@ def test_steps_taken_again_are_shown_once(tmp_path: Path) -> None:
     """Three steps without a checkpoint, then ten, then again from step 6."""
     begun = ((0, [1, 2, 3]), (0, range(1, 11)), (6, range(7, 12)))
     for number, (start, taken) in enumerate(begun):
-        summary_writer = SummaryWriter(str(tmp_path / "tensorboard"), filename_suffix=f".{number}")
-        rate = {"train": {"learning_rate": 0.5 + start}}
         texts = {"config.yaml": f"began at {start}\n"}
-        observer = TrackerObserver(ScalarMonitor(summary_writer), rate, texts)
-        observer.on_start(tmp_path, start)
-        for step in taken:
-            observer.on_step(make_record(step, loss=start + step, layers=make_layers(1)))
-        observer.on_end("preempted: SIGTERM" if start == 0 else "finished")
-        summary_writer.close()
+        with tracker(tmp_path / "tensorboard", texts, suffix=f".{number}") as observer:
+            observer.on_start(tmp_path, start)
+            for step in taken:
+                observer.on_step(make_record(step, loss=start + step, layers=make_layers(1)))
+            observer.on_end("preempted: SIGTERM" if start == 0 else "finished")
     points = read_scalars(tmp_path / "tensorboard")["train/loss"]
     assert points == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
     assert read_texts(tmp_path / "tensorboard") == {
@@ -105,48 +133,35 @@ def test_steps_taken_again_are_shown_once(tmp_path: Path) -> None:
     }
 
 
-class ScalarMonitor:
-    """DeepSpeed's monitor without a process group."""
-
-    enabled = True
-
-    def __init__(self, summary_writer: SummaryWriter) -> None:
-        self.tb_monitor = SimpleNamespace(summary_writer=summary_writer)
-
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        for event in event_list:
-            self.tb_monitor.summary_writer.add_scalar(*event)
-        self.tb_monitor.summary_writer.flush()
-
-
-class KeptEvents:
-    """DeepSpeed's monitor and its board: keeps all events."""
-
-    enabled = True
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.tb_monitor = SimpleNamespace(summary_writer=self)
-
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        self.events.extend(event_list)
-
-
-def test_missing_values_have_no_scalar() -> None:
-    board = KeptEvents()
-    TrackerObserver(board, {}, {}).on_step(
-        make_record(1, layers=make_layers(1, **NO_FREE_BLOCKS, gate_win=None))
-    )
-    tags = {tag for tag, _, _ in board.events}
+def test_missing_values_have_no_scalar(tmp_path: Path) -> None:
+    with tracker(tmp_path, {}) as observer:
+        layers = make_layers(1, **NO_FREE_BLOCKS, gate_win=None)
+        observer.on_step(make_record(1, layers=layers))
+    tags = read_scalars(tmp_path)
     assert {tag for tag in tags if tag.startswith("selection/")} == {"selection/layer00/choosing"}
     assert {tag for tag in tags if tag.endswith(("/cmp", "/sel", "/win"))} == {
         f"gates/{layer}{branch}" for layer in ("", "layer00/") for branch in ("cmp", "sel")
     }
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_fills_up_under_tensorboard_costs_events_and_not_the_run(
     tmp_path: Path,
 ) -> None:
-    (output,) = launch(RANK, str(tmp_path), "full", world_size=1)
-    assert output.endswith("steps 6 failed True\n")
+    summary_writer = SummaryWriter(str(tmp_path / "tb"))
+    writer = BackgroundWriter("TensorBoard")
+    observers = Observers([(TrackerObserver(ScalarMonitor(summary_writer), {}, {}), writer)])
+    observers.on_start(tmp_path, 0)
+    for step in (1, 2, 3):
+        observers.on_step(make_record(step))
+    drain(writer)
+    (event_file,) = (tmp_path / "tb").iterdir()
+    with files_no_longer_than(event_file.stat().st_size + 10):
+        for step in (4, 5, 6):
+            observers.on_step(make_record(step))
+        drain(writer)
+    observers.close()
+    with suppress(OSError):
+        summary_writer.close()  # which ends its thread
+    assert writer.failed > 0
     assert [step for step, _ in read_scalars(tmp_path / "tb")["train/loss"]] == [1, 2, 3]
