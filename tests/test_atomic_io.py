@@ -48,12 +48,14 @@ def test_a_folder_that_cannot_be_synced_is_an_error_unless_its_file_system_never
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", fsync)
+    open_files = os.listdir("/proc/self/fd")
     if ignored:
         fsync_dir(tmp_path)
     else:
         with pytest.raises(OSError, match="Input/output error"):
             fsync_dir(tmp_path)
     assert synced == [str(tmp_path)]
+    assert os.listdir("/proc/self/fd") == open_files, "the folder is closed"
 
 
 def test_no_file_is_written_through_a_symbolic_link(tmp_path: Path) -> None:

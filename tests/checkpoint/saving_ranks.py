@@ -106,7 +106,7 @@ def draw() -> list[float]:
 def one_rank_fails(trial: Trial) -> dict[str, Any]:
     """Rank 1 can write no file above 100 bytes."""
     folder = trial.root / "one_rank"
-    saver = trial.saver(folder)
+    saver = trial.saver(folder, keep=1)
     trial.attempt(saver, folder, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if trial.rank == 1:

@@ -57,3 +57,4 @@ def test_if_one_rank_cannot_write_all_raise_and_the_next_save_works(saved: Saved
         assert row["latest"] == "step00000001"
         assert row["then"]["error"] is None
         assert row["then"]["newest"] == "step00000003"
+        assert row["then"]["left"] == ["latest", "step00000003"], "keep = 1"

@@ -15,6 +15,7 @@ from nsa.engine.ds_config import (
     OTHER_WAYS,
     REFUSED,
     WITHDRAWN,
+    leave_to_recipe,
     load_ds_config,
     resolve_ds_config,
 )
@@ -228,6 +229,12 @@ def test_a_misleading_key_is_refused_with_a_fix(
     assert "mine.json" in message
     if "DeepSpeed refuses it" not in message:
         assert key.replace("__", ".") in message
+
+
+def test_a_resumed_run_drops_its_recipes_values_and_withdrawn_blocks_of_its_checkpoint() -> None:
+    saved = {"csv_monitor": {"enabled": True}, "train_batch_size": 8, "bf16": {"enabled": True}}
+    kept = {"zero_optimization": {"stage": 2}, "fp16": {"loss_scale_window": 500}}
+    assert leave_to_recipe(saved | kept) == kept | {"bf16": {}, "optimizer": {"params": {}}}
 
 
 def test_every_refused_key_is_tried_above() -> None:

@@ -144,11 +144,11 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
 def test_a_tokenizer_larger_than_the_embedding_is_refused(
     chat_llama: Path, tmp_path: Path, refused: Refused
 ) -> None:
-    llama(tmp_path / "llama", vocab_size=200)
+    llama(tmp_path / "llama", vocab_size=259)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(chat_llama / name, tmp_path / "llama" / name)
     error = refused(tmp_path / "llama")
-    assert "has ids up to 259, but the model's vocabulary is 200" in error
+    assert "has ids up to 259, but the model's vocabulary is 259" in error
 
 
 def test_a_chat_without_a_template_is_refused(

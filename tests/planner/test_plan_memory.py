@@ -13,6 +13,7 @@ import torch
 from nsa.engine.config import RunConfig
 from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.model.config import ModelConfig
+from nsa.model.count import flops_per_token
 from nsa.planner.activations import activations, count_layers, loss_bytes
 from nsa.planner.forecast import traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
@@ -193,6 +194,11 @@ def test_a_teacher_adds_its_head_input_and_both_models_logits() -> None:
     assert more.before_loss - alone.before_loss == head_input
     assert more.last_layer - alone.last_layer == pytest.approx(gradients + head_input, rel=0.3)
     assert more.loss > gradients + alone.loss
+    flops, more_flops = (one.flops("nsa")["step"] for one in (model, taught))
+    assert taught.teacher is not None
+    forward = flops_per_token(taught.teacher, model.seq_len) / 3
+    head = 6 * model.embedding  # the gradient of the divergence, by logits of its own
+    assert more_flops - flops == pytest.approx(forward + head)
 
 
 @pytest.mark.parametrize(

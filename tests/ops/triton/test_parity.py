@@ -120,7 +120,7 @@ def test_another_scale_and_64_bit_offsets() -> None:
 @pytest.mark.parametrize("tiling", [GATHERED, DENSE], ids=["gathered", "dense"])
 @pytest.mark.parametrize("lengths", default(1, [(1, 20, 0, 15), (40,)]), ids=str)
 def test_any_block_index_is_valid(lengths: tuple[int, ...], tiling: dict[str, int]) -> None:
-    """Rows without blocks, with one twice, or with blocks of the future.
+    """Rows without blocks, with one twice, or with blocks of the future, laid out by head.
 
     With parts of two queries, so that naming blocks again would make lists longer than there are
     queries.
@@ -134,7 +134,7 @@ def test_any_block_index_is_valid(lengths: tuple[int, ...], tiling: dict[str, in
     index[:, 3::6, :, 2] = index[:, 3::6, :, 0]
     index[:, 4::11] = 10
     index[:, ::7] = -1
-    index = index.to(DEVICE)
+    index = by_head(index.to(DEVICE))
     x = inputs(case)
     with settings(**tiling, chunk=2):
         actual, usual, exact = (
