@@ -50,32 +50,19 @@ PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
 PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 
 
-@dataclass(frozen=True)
-class ChipLimits:
-    """A GPU's limits; bytes of shared memory per block and per multiprocessor."""
-
-    shared: int
-    shared_per_sm: int
-    registers_per_sm: int = 65_536
-    warps_per_sm: int = 64
-    blocks_per_sm: int = 32
-    tensor_memory: int = 512  # columns; only sm_100 has any
-    shared_reserved: int = 1024  # bytes of each block's, by CUDA
-
-
-# What a consumer or workstation card has: RTX 30, A10 and A6000; RTX 40, L4 and L40S; RTX 50.
-SMALL: dict[str, int] = {"shared": 99 * 1024, "shared_per_sm": 100 * 1024, "warps_per_sm": 48}
-ON_AMD = {"registers_per_sm": 131_072, "warps_per_sm": 32, "shared_reserved": 0}
+# Bytes of shared memory that a block may have; 99 KiB on RTX 30, A10 and A6000; RTX 40, L4 and L40S;
+# RTX 50.
 CHIPS = {
-    "sm_80": ChipLimits(163 * 1024, 164 * 1024),
-    "sm_86": ChipLimits(**SMALL, blocks_per_sm=16),
-    "sm_89": ChipLimits(**SMALL, blocks_per_sm=24),
-    "sm_90": ChipLimits(227 * 1024, 228 * 1024),
-    "sm_100": ChipLimits(227 * 1024, 228 * 1024),
-    "sm_120": ChipLimits(**SMALL, blocks_per_sm=24),
-    "gfx942": ChipLimits(64 * 1024, 64 * 1024, **ON_AMD),
-    "gfx950": ChipLimits(160 * 1024, 160 * 1024, **ON_AMD),
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024,
+    "gfx950": 160 * 1024,
 }
+TENSOR_MEMORY = 512  # columns of a block's; only sm_100 has any
 
 
 @dataclass(frozen=True)
@@ -132,7 +119,6 @@ class BinaryStats:
     products: int  # matrix products in the source
     plain_products: int  # of these, without tensor cores
     tensor_core: int  # tensor-core instructions
-    blocks_per_sm: int
     asynchronous: int = 0  # of these, wgmma and tcgen05, which need tiles of 64 rows or more
     serialised: int = 0  # ptxas' warnings that asynchronous products wait for each other
 
@@ -143,26 +129,14 @@ def compile_variant(variant: Variant) -> BinaryStats:
         compiled: Any = triton.compile(
             variant.source(), target=_target(variant.chip), options=variant.options
         )
-    chip, shared, warps = CHIPS[variant.chip], compiled.metadata.shared, compiled.metadata.num_warps
-    asm = compiled.asm
-    binary = _read_hsaco(asm) if "hsaco" in asm else _read_cubin(asm, variant.chip)
-    tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
-    registers = max(8, -(-binary["registers"] // 8) * 8)  # they come in units of 8
-    threads = warps * _target(variant.chip).warp_size
+    asm, metadata = compiled.asm, compiled.metadata
     return BinaryStats(
-        **binary,
-        threads=threads,
-        shared=shared,
-        tensor_memory=tensor_memory,
+        **(_read_hsaco(asm) if "hsaco" in asm else _read_cubin(asm, variant.chip)),
+        threads=metadata.num_warps * _target(variant.chip).warp_size,
+        shared=metadata.shared,
+        tensor_memory=getattr(metadata, "tmem_size", None) or 0,
         products=len(PRODUCT.findall(asm["ttir"])),
         plain_products=len(PLAIN_PRODUCT.findall(asm["ttgir"])),
-        blocks_per_sm=min(
-            chip.blocks_per_sm,
-            chip.warps_per_sm // warps,
-            chip.registers_per_sm // (registers * threads),
-            chip.shared_per_sm // max(1, shared + chip.shared_reserved),
-            chip.tensor_memory // max(tensor_memory, 1),
-        ),
     )
 
 
@@ -265,16 +239,15 @@ def check(
     return rows, failures
 
 
-def _exceeded(stats: BinaryStats, chip_name: str, case: Case, max_spilled: int) -> list[str]:
-    chip = CHIPS[chip_name]
+def _exceeded(stats: BinaryStats, chip: str, case: Case, max_spilled: int) -> list[str]:
     if case.dtype == "fp32" and max(case.key, case.value) > 128:
         max_spilled = MAX_SPILLED_FP32
     errors = [
         f"{figure:,} {what}, limit {limit:,}"
         for what, figure, limit in (
             ("threads a block", stats.threads, MAX_THREADS),
-            ("bytes of shared memory a block", stats.shared, chip.shared),
-            ("columns of tensor memory a block", stats.tensor_memory, chip.tensor_memory),
+            ("bytes of shared memory a block", stats.shared, CHIPS[chip]),
+            ("columns of tensor memory a block", stats.tensor_memory, TENSOR_MEMORY),
             ("bytes spilled a thread", stats.spilled, max_spilled),
             ("matrix products without tensor cores", stats.plain_products, 0),
             ("warnings of serialised products", stats.serialised, 0),
