@@ -20,14 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa.model import ModelConfig
 from nsa.ops.decode import decode_attention
 from nsa.ops.inputs import DecodeInputs
-from tests.bench.harness import (
-    Report,
-    Result,
-    Step,
-    add_gpu_flags,
-    lengths,
-    time_step,
-)
+from tests.bench.harness import Report, Result, Step, add_gpu_flags, lengths, time_step
 from tests.bench.train import KINDS
 
 FIGURES = ("attention_ms", "read_bytes_per_token")

@@ -38,15 +38,7 @@ from nsa.ops import (
 from nsa.ops.triton.configs import MAX_CANDIDATES, Config, override_choices
 from nsa.system import package_version
 from tests.bench import peers
-from tests.bench.harness import (
-    Report,
-    Result,
-    Step,
-    add_gpu_flags,
-    lengths,
-    time_step,
-    words_of,
-)
+from tests.bench.harness import Report, Result, Step, add_gpu_flags, lengths, time_step, words_of
 from tests.bench.peers import Implementation
 from tests.bench.profile import summary, trace
 from tests.inputs import Inputs

@@ -18,15 +18,7 @@ from torch import Tensor
 from nsa.gpus import peak_flops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.model.config import ACTIVATION_CHECKPOINTING, INDEXED
-from tests.bench.harness import (
-    Report,
-    Result,
-    Step,
-    add_gpu_flags,
-    lengths,
-    ratio,
-    words_of,
-)
+from tests.bench.harness import Report, Result, Step, add_gpu_flags, lengths, ratio, words_of
 
 KINDS = {
     "nsa": AttentionConfig(),  # three branches

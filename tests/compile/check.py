@@ -50,7 +50,7 @@ PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
 PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 
 
-# Bytes of shared memory that a block may have; 99 KiB on RTX 30, A10 and A6000; RTX 40, L4 and L40S;
+# Bytes of shared memory that a block may have; 99 KiB: RTX 30, A10 and A6000; RTX 40, L4 and L40S;
 # RTX 50.
 CHIPS = {
     "sm_80": 163 * 1024,

@@ -12,12 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import nsa.model.hf  # noqa: F401 (registers its classes with transformers)
 from nsa.cli import main

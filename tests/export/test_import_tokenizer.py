@@ -10,9 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import (
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 
 from nsa.cli import main
 from nsa.data.config import DataConfig

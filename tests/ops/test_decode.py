@@ -21,13 +21,7 @@ from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops import decoding
 from tests.ops.cases import Case, Inputs, check_calls, default, random_spec
-from tests.ops.decoding import (
-    buffers,
-    by_own_queries,
-    decoded,
-    defined,
-    defined_by_own_queries,
-)
+from tests.ops.decoding import buffers, by_own_queries, decoded, defined, defined_by_own_queries
 from tests.ops.triton.parity import DEVICE, assert_exact_enough, by_head
 
 SPEC = NSASpec(4, 2, 5, 3, 1, 1, 7)

@@ -12,22 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.ops import (
-    NSASpec,
-    compressed_attention,
-    nsa_attention,
-    reference,
-)
+from nsa.ops import NSASpec, compressed_attention, nsa_attention, reference
 from nsa.ops.inputs import AttentionInputs, compressed_slices, document_slices
 from nsa.ops.triton.configs import Config, override_choices
-from tests.ops.cases import (
-    Case,
-    branches,
-    exact_score,
-    same_selection,
-    selection,
-    with_gradients,
-)
+from tests.ops.cases import Case, branches, exact_score, same_selection, selection, with_gradients
 from tests.ops.triton.parity import (
     BRANCHES,
     DENSE,

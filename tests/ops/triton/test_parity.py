@@ -13,12 +13,7 @@ from torch.nn import functional as F
 
 from nsa.ops import nsa_attention, nsa_attention_and_blocks
 from nsa.ops.inputs import AttentionInputs, GatedInputs
-from nsa.ops.triton.band import (
-    band_backward,
-    band_forward,
-    gated_forward,
-    triton_gated,
-)
+from nsa.ops.triton.band import band_backward, band_forward, gated_forward, triton_gated
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
