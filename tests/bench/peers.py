@@ -20,10 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from nsa.ops import NSASpec, window_attention
 from tests.inputs import Inputs
 
-KERNELS = {
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-}
+KERNELS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 FLEX_BLOCK = 128  # the only block size that all of FlexAttention's tile sizes divide
 # fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
 FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)

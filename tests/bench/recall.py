@@ -119,11 +119,7 @@ def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: fl
 
 
 def _build(
-    rng: torch.Generator,
-    seq_len: int,
-    positions: Tensor,
-    questions: Tensor,
-    fact_index: Tensor,
+    rng: torch.Generator, seq_len: int, positions: Tensor, questions: Tensor, fact_index: Tensor
 ) -> TaskBatch:
     """Place facts at `positions` [B, facts]; at `questions` ask for the facts `fact_index`."""
     batch, facts = positions.shape

@@ -69,9 +69,7 @@ def test_without_root_the_error_says_what_is_needed() -> None:
         os.seteuid(0)
 
 
-def test_the_page_has_the_measured_table(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_page_has_the_measured_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["comm", "--show", str(MEASURED)])
     table = capsys.readouterr().out
     assert table.count("\n") == 2 + len(CONFIGS)

@@ -207,9 +207,7 @@ def _target(chip: str) -> GPUTarget:
 
 
 def check(
-    launches: Iterable[tuple[Case, Launch, str]],
-    jobs: int = 1,
-    max_spilled: int = MAX_SPILLED,
+    launches: Iterable[tuple[Case, Launch, str]], jobs: int = 1, max_spilled: int = MAX_SPILLED
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Compile each distinct launch for its chip, print a line of each; return rows and failures."""
     assert not triton.knobs.runtime.interpret, "interpreted kernels cannot be compiled"

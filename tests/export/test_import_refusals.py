@@ -47,11 +47,7 @@ from tests.export.llamas import Refused, command, imported
     ],
 )
 def test_an_unsupported_model_is_refused_by_what_differs(
-    changes: dict[str, Any],
-    message: str,
-    llama_folder: Path,
-    tmp_path: Path,
-    refused: Refused,
+    changes: dict[str, Any], message: str, llama_folder: Path, tmp_path: Path, refused: Refused
 ) -> None:
     folder = shutil.copytree(llama_folder, tmp_path / "llama")
     tree = json.loads((folder / "config.json").read_text())

@@ -193,10 +193,7 @@ def test_a_snapshot_of_the_hubs_cache_links_to_its_blobs(
 
 
 def test_a_second_configuration_file_is_neither_read_nor_run(
-    original: Path,
-    tmp_path: Path,
-    refused: Refused,
-    monkeypatch: pytest.MonkeyPatch,
+    original: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers would read it instead of config.json, and ask whether to run its code."""
     folder = tmp_path / "model"
@@ -218,11 +215,7 @@ def test_a_second_configuration_file_is_neither_read_nor_run(
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", '{"eos_token_id": ' * 200])
 def test_generation_settings_that_are_no_settings_are_refused(
-    content: str,
-    original: Path,
-    tmp_path: Path,
-    refusal: Refused,
-    refused: Refused,
+    content: str, original: Path, tmp_path: Path, refusal: Refused, refused: Refused
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(original, folder)

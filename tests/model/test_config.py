@@ -21,59 +21,36 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"head_dim": 7}, r"^model\.head_dim = 7: RoPE rotates pairs; make it even$"),
     ({"value_dim": 4.5}, r"^model\.value_dim = 4\.5: "),
-    (
-        {"activation_checkpointing": "full"},
-        r"^model\.activation_checkpointing = 'full': choose one of none, reentrant, ",
-    ),
-    (
-        {"attention": AttentionConfig(kind="sparse")},
-        r"^model\.attention\.kind = 'sparse': choose one of nsa, dense$",
-    ),
-    (
-        {"attention": AttentionConfig(compressor="max")},
-        r"^model\.attention\.compressor = 'max': choose one of mean, pool, mlp$",
-    ),
-    (
-        {"attention": AttentionConfig(backend="cuda")},
-        r"^model\.attention\.backend = 'cuda': choose one of auto, triton, blockwise, reference$",
-    ),
-    *(
-        ({"attention": AttentionConfig(branches=x)}, r"attention\.branches = .*: choose one of cmp")
-        for x in ("sel+cmp", "", "window", "cmp+cmp")
-    ),
-    (
-        {"attention": AttentionConfig(branches="sel+win", compressor="mlp")},
-        r"branches = 'sel\+win'; add cmp, or set it to mean$",
-    ),
-    *(
-        (
-            {"attention": AttentionConfig(selector_loss=1.0, **x)},
-            r"selector_loss = 1\.0: needs kind",
-        )
-        for x in ({"branches": "cmp+sel"}, {"kind": "dense"})
-    ),
-    (
-        {"attention": AttentionConfig(selector_loss=-1.0)},
-        r"^model\.attention\.selector_loss = -1\.0: must be 0 or more",
-    ),
-    (
-        {"attention": AttentionConfig(spec=SPEC, branches="sel")},
-        r"window = 6: branches=sel has no window; remove it and set local_blocks",
-    ),
-    (
-        {"attention": AttentionConfig(spec=NSASpec(4, 4, 4, 2, 1, 1), branches="sel")},
-        r"select_top = 2: leaves the index nothing .* to 3 or",
-    ),
-    (
-        {"attention": AttentionConfig(spec=ONE_KEY, branches="sel", compressor="mlp")},
-        r"compressor = 'mlp': .* set it to pool or mean",
-    ),
-    (
-        {"attention": AttentionConfig(spec=PER_TOKEN, branches="sel", compressor="pool")},
-        r"compressor = 'pool': .* set it to mean",
-    ),
+    ({"activation_checkpointing": "full"}, "'full': choose one of none, reentrant, "),
     ({"rope_theta": 0.0}, r"^model\.rope_theta = 0\.0: "),
     ({"norm_eps": -1e-5}, r"^model\.norm_eps = -1e-05: "),
+]
+OF_ATTENTION: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "sparse"}, "kind = 'sparse': choose one of nsa, dense$"),
+    ({"compressor": "max"}, "compressor = 'max': choose one of mean, pool, mlp$"),
+    ({"backend": "cuda"}, "backend = 'cuda': choose one of auto, triton, blockwise, reference$"),
+    *(
+        ({"branches": x}, "branches = .*: choose one of cmp")
+        for x in ("sel+cmp", "", "window", "cmp+cmp")
+    ),
+    ({"branches": "sel+win", "compressor": "mlp"}, r".*'sel\+win'; add cmp, or set it to mean$"),
+    ({"selector_loss": 1.0, "branches": "cmp+sel"}, r"selector_loss = 1\.0: needs kind"),
+    ({"selector_loss": 1.0, "kind": "dense"}, r"selector_loss = 1\.0: needs kind"),
+    ({"selector_loss": -1.0}, r"selector_loss = -1\.0: must be 0 or more"),
+]
+OF_AN_INDEX: list[tuple[NSASpec, str, str]] = [
+    (SPEC, "mean", "spec.window = 6: branches=sel has no window; remove it and set local_blocks"),
+    (NSASpec(4, 4, 4, 2, 1, 1), "mean", "spec.select_top = 2: leaves the index nothing .* to 3 or"),
+    (ONE_KEY, "mlp", "compressor = 'mlp': .* set it to pool or mean"),
+    (PER_TOKEN, "pool", "compressor = 'pool': .* set it to mean"),
+]
+OF_ATTENTION += [
+    ({"branches": "sel", "spec": spec, "compressor": compressor}, message)
+    for spec, compressor, message in OF_AN_INDEX
+]
+REFUSED += [
+    ({"attention": AttentionConfig(**changes)}, rf"^model\.attention\.{message}")
+    for changes, message in OF_ATTENTION
 ]
 
 

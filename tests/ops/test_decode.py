@@ -114,10 +114,7 @@ def test_any_pattern_length_and_capacity_give_the_last_position(seed: int) -> No
         value_dim=draw.choice([1, 5]),
         seed=seed,
     )
-    buffered = {
-        "spare": draw.choice([0, 1, 20]),
-        "ring": draw.choice([None, 70, 2 * spec.window]),
-    }
+    buffered = {"spare": draw.choice([0, 1, 20]), "ring": draw.choice([None, 70, 2 * spec.window])}
     assert_is_the_last_position(case, "blockwise", **buffered)
     assert_own_queries_rank(case, "blockwise", **buffered)
 

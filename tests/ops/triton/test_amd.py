@@ -61,15 +61,6 @@ def test_an_old_triton_is_refused_on_amds_chips(
     assert backend._find_device_problem.__wrapped__(GPU) == "AMD's GPUs need Triton 3.5"
 
 
-def test_nvidias_chip_of_the_same_capability_keeps_its_tiles(
-    on_chip: OnChip, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_chip("gfx942")
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert (amd_chip(GPU), chip_of(GPU), warp_size(GPU)) == (None, "sm_94", 32)
-    assert amd_chip(torch.device("cpu")) is None
-
-
 def test_an_a100_is_new_enough_and_a_t4_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = {(8, 0): None, (7, 5): "the GPU is older than compute capability 8.0"}
     for capability, problem in problems.items():
@@ -77,14 +68,16 @@ def test_an_a100_is_new_enough_and_a_t4_is_not(monkeypatch: pytest.MonkeyPatch) 
         assert backend._find_device_problem.__wrapped__(GPU) == problem
 
 
-def test_each_gpu_of_a_machine_has_its_own_chip(
+def test_each_of_nvidias_gpus_has_its_own_chip_if_of_a_capability_of_amds_too(
     on_chip: OnChip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_chip("gfx942")
     monkeypatch.setattr(torch.version, "hip", None)
-    capabilities = {GPU: (9, 0), torch.device("cuda", 1): (8, 6)}
+    capabilities = {GPU: (9, 4), torch.device("cuda", 1): (8, 6)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
-    assert [chip_of(gpu) for gpu in capabilities] == ["sm_90", "sm_86"]
+    assert [chip_of(gpu) for gpu in capabilities] == ["sm_94", "sm_86"]
+    assert (amd_chip(GPU), warp_size(GPU)) == (None, 32)
+    assert amd_chip(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -26,9 +26,7 @@ REAL = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, torch.bfloat16) for name in REAL), ("M7C", torch.float32)],
-    ids=str,
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in REAL), ("M7C", torch.float32)], ids=str
 )
 def test_real_sizes_lose_what_pytorch_loses(name: str, dtype: torch.dtype) -> None:
     with mock.patch.multiple(decode, PART=128, BLOCKS=64, ELEMENTS=2048):

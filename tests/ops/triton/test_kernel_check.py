@@ -82,9 +82,6 @@ def test_the_kernels_of_a_run_with_an_index_pass(packed: bool) -> None:
     assert set(names) == expected
     assert names.count("rotary_pool") == 1, "the layer's projection has the index's columns too"
     assert names.count("pool") == 1, "keys alone"
-    decoded = checks.check(m7c_kernels.decoding(INDEXED, DEVICE), torch.float32)
-    assert decoded is not None
-    assert (decoded.operation, decoded.problem) == ("decode_attention", "")
 
 
 def test_blocks_that_an_index_does_not_rank_best_are_a_problem(
@@ -291,16 +288,13 @@ def test_a_run_on_long_sequences_checks_the_kernels_of_long_ones(
     assert kernels[0] != kernels[1]
 
 
-def test_decoding_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    operation = m7c_kernels.decoding(CONFIG, DEVICE)
-    *_, lengths, _ = operation.inputs
-    assert lengths is not None
-    assert lengths[0] > SPEC.window
-    assert lengths[1] < SPEC.block_len
+@pytest.mark.parametrize("config", [CONFIG, INDEXED], ids=["three branches", "index"])
+def test_decoding_is_checked_too(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = m7c_kernels.decoding(config, DEVICE)
     right = checks.check(operation, torch.bfloat16)
+    assert right is not None
+    assert (right.operation, right.problem) == ("decode_attention", "")
     monkeypatch.setattr(decode, "triton_decode", unsteady(decode.triton_decode))
     faulty = checks.check(operation, torch.bfloat16)
-    assert right is not None
     assert faulty is not None
-    assert (right.operation, right.problem) == ("decode_attention", "")
     assert faulty.problem.startswith(("its error is", "two runs give different bits"))

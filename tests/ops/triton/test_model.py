@@ -18,11 +18,7 @@ from tests.ops.triton.parity import DEVICE, assert_exact_enough
 
 LAYERS = 2
 # A layer's forward launches; full recomputation repeats them.
-FORWARD = {
-    "band_forward_kernel": 1,
-    "select_kernel": 1,
-    "selected_forward_kernel": 1,
-}
+FORWARD = {"band_forward_kernel": 1, "select_kernel": 1, "selected_forward_kernel": 1}
 
 
 def step(attention: str, backend: str, mode: str, dtype: torch.dtype) -> list[Tensor]:
