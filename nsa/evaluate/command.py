@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from nsa.data.tokenizer import Tokenizer
     from nsa.engine.config import RunConfig
     from nsa.engine.load_run import StoredRun
-    from nsa.evaluate.perplexity import EvalData
-    from nsa.evaluate.results import Result, Row
+    from nsa.evaluate.perplexity import EvalData, Losses
+    from nsa.evaluate.results import Row
 
 SPLITS = {"held_out": "val", "train": "train", "all": "all"}
 
@@ -78,7 +78,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
     from nsa.data.cache import cache_folder
     from nsa.data.dataset import open_dataset
     from nsa.engine.load_run import find_run, load_run
-    from nsa.evaluate.results import make_folder, write
+    from nsa.evaluate.results import Result, make_folder, write
     from nsa.report.compare import labelled
 
     positive_flags(args, "seq_len", "tokens")
@@ -103,10 +103,10 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
     make_folder(out)
     results: list[Result] = []
     for name, stored in runs.items():
-        run = load_run(stored, device=device)
+        run, run_data = load_run(stored, device=device), data[tokenizers[name].fingerprint]
         for length in lengths:
-            run_data = data[tokenizers[name].fingerprint]
-            results.append(_evaluate(name, run, run_data, length))
+            losses = _evaluate(name, run, run_data, length)
+            results.append(Result(name, stored, length, run_data, losses))
     source = {"source": settings.source, "split": split, "packing": settings.packing}
     rows = [result.row(results) for result in results]
     return rows, write(rows, source, out)
@@ -208,11 +208,10 @@ def _open_data(
     return opened
 
 
-def _evaluate(name: str, run: StoredRun, data: EvalData, seq_len: int) -> Result:
+def _evaluate(name: str, run: StoredRun, data: EvalData, seq_len: int) -> Losses:
     from tqdm import tqdm
 
     from nsa.evaluate.perplexity import eval_batches, evaluate
-    from nsa.evaluate.results import Result
 
     trained = run.config.data.seq_len
     rows = max(1, run.config.train.rows * trained // seq_len)  # tokens as in training
@@ -221,12 +220,4 @@ def _evaluate(name: str, run: StoredRun, data: EvalData, seq_len: int) -> Result
     batches = eval_batches(data, seq_len, rows)
     total = -(-data.tokens // seq_len // rows)
     progress = tqdm(batches, name, total, disable=None, leave=False)
-    return Result(
-        run=name,
-        path=run.folder,
-        step=run.step,
-        trained_len=trained,
-        seq_len=seq_len,
-        data=data,
-        losses=evaluate(run.model, progress, data.count, seq_len),
-    )
+    return evaluate(run.model, progress, data.count, seq_len)

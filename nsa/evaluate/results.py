@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
+from nsa.engine.load_run import StoredRun
 from nsa.evaluate.perplexity import EvalData, Losses, Mean, perplexity
 from nsa.monitor.artifacts import finite_number
 from nsa.report.plots import Panel, draw
@@ -31,10 +32,8 @@ Row = dict[str, Any]  # of eval.json
 class Result:
     """One run, evaluated at one length."""
 
-    run: str  # name in tables
-    path: Path
-    step: int | None
-    trained_len: int  # data.seq_len in training
+    name: str  # in tables
+    run: StoredRun
     seq_len: int
     data: EvalData  # in the run's tokens
     losses: Losses
@@ -45,12 +44,12 @@ class Result:
         baseline, over = self._baseline(results), None
         if baseline is not None:
             difference = _to_json(self.losses.minus(baseline.losses))
-            over = {"run": baseline.run, "seq_len": baseline.seq_len, **difference}
+            over = {"run": baseline.name, "seq_len": baseline.seq_len, **difference}
         return {
-            "run": self.run,
-            "place": str(self.path),
-            "step": self.step,
-            "trained_seq_len": self.trained_len,
+            "run": self.name,
+            "place": str(self.run.folder),
+            "step": self.run.step,
+            "trained_seq_len": self.run.config.data.seq_len,
             "seq_len": self.seq_len,
             "tokens": self.losses.tokens,
             "samples": len(self.losses.sums),

@@ -6,7 +6,6 @@ DIR/config.json, model.safetensors  ->  RunConfig, weights under this package's 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +63,28 @@ class SourceModel:
     """A model to import."""
 
     config: RunConfig
-    read_weights: Callable[[], dict[str, Tensor]]  # under this package's names; slow
-    tokenizer_files: list[Path]
-    default_attention: str  # attention.kind of an import without --attention
-    hf_config: dict[str, Any] | None  # config.json of a folder without config.yaml
+    folder: Path  # of the weights
+    hf_config: dict[str, Any] | None = None  # config.json of a folder without config.yaml
+
+    @property
+    def is_llama(self) -> bool:
+        """Whether it is of one of LLAMAS."""
+        return self.hf_config is not None and self.hf_config["model_type"] != "nsa"
+
+    def read_weights(self) -> dict[str, Tensor]:
+        """Read the weights, under this package's names."""
+        weights = read_weights(self.folder)
+        if self.is_llama:
+            weights = rename_llama_weights(weights, self.folder, self.config.model.tied_head)
+        return weights
+
+    def tokenizer_files(self) -> list[Path]:
+        names = (*TOKENIZER_FILES, ORIGIN)
+        return [self.folder / name for name in names if (self.folder / name).is_file()]
 
     @property
     def has_tokenizer(self) -> bool:
-        return any(file.name in VOCABULARIES for file in self.tokenizer_files)
+        return any((self.folder / name).is_file() for name in VOCABULARIES)
 
 
 def read_model(folder: Path) -> SourceModel:
@@ -85,13 +98,14 @@ def read_model(folder: Path) -> SourceModel:
         raise ValueError(f"'{folder}': there is no such folder; {fix}")
     if not path.is_file():
         weights = find_weights(folder)
-        config = read_config(weights)
-        return _source_model(weights, config, config.model.attention.kind)
+        check_links(weights)
+        return SourceModel(read_config(weights), weights)
     if not has_safetensors(folder):
         raise ValueError(
             f"{folder}: {CONFIG} without model.safetensors; save the model with transformers' "
             "save_pretrained"
         )
+    check_links(folder)
     tree = read_object(path)
     model_type = tree.get("model_type")
     if tree.get("configuration_files", [CONFIG]) != [CONFIG]:
@@ -147,7 +161,7 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     else:
         config.data.seq_len = saved.max_position_embeddings
     config.model = model
-    return _source_model(folder, config, model.attention.kind, None if has_run_config else tree)
+    return SourceModel(config, folder, None if has_run_config else tree)
 
 
 def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
@@ -174,11 +188,7 @@ def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
         tied_head=llama.tie_word_embeddings,
         attention=AttentionConfig(kind="dense"),
     )
-    source = _source_model(folder, config, "nsa", tree)
-    source.read_weights = lambda: rename_llama_weights(
-        read_weights(folder), folder, llama.tie_word_embeddings
-    )
-    return source
+    return SourceModel(config, folder, tree)
 
 
 def rope_settings(llama: Any) -> dict[str, Any]:
@@ -264,11 +274,3 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
             raise ValueError(f"{folder}: weight {name}: this model has no such weight")
         renamed[new_name] = weight
     return renamed
-
-
-def _source_model(
-    folder: Path, config: RunConfig, attention: str, hf_config: dict[str, Any] | None = None
-) -> SourceModel:
-    check_links(folder)
-    files = [folder / name for name in (*TOKENIZER_FILES, ORIGIN) if (folder / name).is_file()]
-    return SourceModel(config, lambda: read_weights(folder), files, attention, hf_config)

@@ -26,7 +26,7 @@ def import_run(args: argparse.Namespace) -> int:
     with output_folder(args.to) as draft:
         source = read_model(args.source)
         old = source.config.model.attention
-        new_kind = args.attention or source.default_attention
+        new_kind = args.attention or ("nsa" if source.is_llama else old.kind)
         if (old.kind, new_kind) == ("nsa", "dense") and not old.has_index:
             raise ValueError(
                 f"--attention dense: {args.source} has the keys and values of several branches, "
@@ -44,7 +44,7 @@ def import_run(args: argparse.Namespace) -> int:
                 raise ValueError(
                     f"{args.source}: weight {name} is not finite everywhere; copy it again"
                 )
-        copy_files(source.tokenizer_files, draft)
+        copy_files(source.tokenizer_files(), draft)
         write_weights(dict(model.state_dict()), draft)
         if source.hf_config is not None:
             write_origin(args.source, source.hf_config, draft)

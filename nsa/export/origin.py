@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from nsa.data.tokenizer import ORIGIN
 from nsa.export.from_hf import HUB_NAME, rope_settings
+from nsa.model.config import ModelConfig
 from nsa.model.hf_config import SHAPE, NSAConfig
 from nsa.text import printable
 from nsa.untrusted import matches, read_object, read_text, short_repr
@@ -81,29 +82,20 @@ def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
 
 
 def merge(
-    config: PretrainedConfig, source: dict[str, Any], original: PretrainedConfig
+    config: PretrainedConfig, model: ModelConfig, source: dict[str, Any], original: PretrainedConfig
 ) -> dict[str, Any]:
     """Return config.json: the model's shape from `config`, and every other field of the source.
 
-    `original` is the source as transformers reads it.
+    `config` is `model`, and `original` the source, as transformers reads them.
     """
     dropped = set(DROPPED)
     if config.model_type != source["model_type"]:
         dropped |= OF_MODEL_TYPE
-    if _rope(config) != rope_settings(original):
+    if any(getattr(model, name) != value for name, value in rope_settings(original).items()):
         dropped |= ROPE
     kept = {name: value for name, value in source.items() if name not in dropped}
     own = config.to_dict()
     return config.to_diff_dict() | kept | {name: own[name] for name in OWN & own.keys()}
-
-
-def _rope(config: PretrainedConfig) -> dict[str, Any]:
-    if isinstance(config, NSAConfig):
-        model = config.model_config()
-        return {
-            name: getattr(model, name) for name in ("rope_theta", "rope_type", "rope_extension")
-        }
-    return rope_settings(config)
 
 
 def changes(tree: dict[str, Any], source: dict[str, Any] | None) -> Iterator[str]:

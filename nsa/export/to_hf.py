@@ -72,7 +72,7 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
         texts |= {"config.yaml": to_yaml(run.config), **remote_code()}
     tree = config.to_diff_dict()
     if source is not None and original is not None:
-        tree = merge(config, source, original)
+        tree = merge(config, run.config.model, source, original)
     if not dense:
         tree |= {"auto_map": AUTO_MAP}
     texts["config.json"] = _json(tree)

@@ -75,36 +75,28 @@ def queries_per_tile(heads: int, group: int) -> int:
     return max(1, TILE_ROWS // (heads * group))
 
 
-def compressed_tiles(seq_len: int, spec: NSASpec, step: int, device: torch.device) -> list[Tile]:
-    """Tiles of the compressed branch; rows that see no compressed key are in none."""
-    tiles = []
-    for start in range(spec.block_len - 1, seq_len, step):
-        stop = min(start + step, seq_len)
-        row = torch.arange(start, stop, device=device)[:, None]
-        first, last = spec.visible_compressed(start), spec.visible_compressed(stop - 1)
-        end = torch.arange(first, last, device=device) * spec.block_stride + spec.block_len - 1
-        hidden = (slice(None), slice(first, last), _bias(end > row))
-        tiles.append(Tile(slice(start, stop), slice(0, last), [hidden]))
-    return tiles
+def band_tiles(
+    seq_len: int, length: int, stride: int, window: int, step: int, device: torch.device
+) -> list[Tile]:
+    """Tiles of the compressed branch and of the window; rows that see no key are in none.
 
-
-def window_tiles(seq_len: int, window: int, step: int, device: torch.device) -> list[Tile]:
-    """Tiles of the window branch; only the first and last keys of a tile need a mask."""
+    A row sees key n iff n · stride + length - 1 <= row and n > row - window. Only the first and the
+    last keys of a tile need a mask.
+    """
     tiles = []
-    for start in range(0, seq_len, step):
+    for start in range(length - 1, seq_len, step):
         stop = min(start + step, seq_len)
         low = max(0, start - window + 1)
+        first, last = ((t + 1 - length) // stride + 1 for t in (start, stop - 1))
         row = torch.arange(start, stop, device=device)[:, None]
         hidden = []
-        entering = slice(low, max(low, stop - window))
-        leaving = slice(start, stop)
-        for part in (entering, leaving):
-            key = torch.arange(part.start, part.stop, device=device)
-            if len(key):
-                columns = slice(part.start - low, part.stop - low)
-                outside = (key > row) | (key <= row - window)
+        for keys in (range(low, stop - window), range(first, last)):
+            if keys:
+                key = torch.arange(keys.start, keys.stop, device=device)
+                outside = (key * stride + length - 1 > row) | (key <= row - window)
+                columns = slice(keys.start - low, keys.stop - low)
                 hidden.append((slice(None), columns, _bias(outside)))
-        tiles.append(Tile(slice(start, stop), slice(low, stop), hidden))
+        tiles.append(Tile(slice(start, stop), slice(low, last), hidden))
     return tiles
 
 
@@ -243,9 +235,9 @@ def _tiles(
         length = rows.stop - rows.start
         tiles: Iterable[Tile] = []
         if x.branch == "compressed":
-            tiles = compressed_tiles(length, spec, step, device)
+            tiles = band_tiles(length, spec.block_len, spec.block_stride, length, step, device)
         elif x.branch == "window":
-            tiles = window_tiles(length, spec.window, step, device)
+            tiles = band_tiles(length, 1, 1, spec.window, step, device)
         for kv_heads in head_slices(count):
             if x.branch == "selected":
                 tiles = selected_tiles(index[kv_heads, rows], spec, group)
@@ -307,16 +299,11 @@ def _backward(
         )
 
 
-def _fake(x: AttentionInputs) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(x.q.dtype, torch.float32)
-    return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), x.q.new_empty(x.q.shape[:3], dtype=dtype)
-
-
 blockwise_attention = register(
     "nsa::blockwise_attention",
     AttentionInputs,
     _forward,
-    _fake,
+    AttentionInputs.empty_outputs,
     outputs=2,
     gradient=Gradient(_backward, inputs=3, outputs=2),
 )

@@ -75,9 +75,9 @@ class AttentionInputs(NamedTuple):
     scale: float
 
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
-        """Return uninitialised (o, lse)."""
-        lse = self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
-        return self.q.new_empty(*self.q.shape[:3], self.v.shape[-1]), lse
+        """Return uninitialised (o, lse), lse in at least float32."""
+        dtype, rows = torch.promote_types(self.q.dtype, torch.float32), self.q.shape[:3]
+        return self.q.new_empty(*rows, self.v.shape[-1]), self.q.new_empty(rows, dtype=dtype)
 
 
 class SelectionInputs(NamedTuple):

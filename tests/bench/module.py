@@ -35,13 +35,14 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.triton.configs import MAX_CANDIDATES, Config, override_choices
+from nsa.ops.triton.configs import MAX_CANDIDATES, Config
 from nsa.system import package_version
 from tests.bench import peers
 from tests.bench.harness import Report, Result, Step, add_gpu_flags, lengths, time_step, words_of
 from tests.bench.peers import Implementation
 from tests.bench.profile import summary, trace
 from tests.inputs import Inputs
+from tests.ops.tiles import override_choices
 
 Builders = dict[str, Callable[[], Implementation]]
 SPEC, M7C = NSASpec(), "12x2x64"

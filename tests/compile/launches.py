@@ -25,13 +25,14 @@ from nsa.ops.custom_op import IMPLEMENTATIONS
 from nsa.ops.inputs import DecodeInputs
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import pool_limit
-from nsa.ops.triton.configs import MAX_CANDIDATES, choosing_for, override_choices
+from nsa.ops.triton.configs import MAX_CANDIDATES
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.bench.module import candidate
 from tests.bench.train import KINDS
 from tests.operations import record_operations
 from tests.ops import m7c_kernels
+from tests.ops.tiles import choosing_for, override_choices
 
 PAPER, DOCUMENTS = NSASpec(), 5
 

@@ -19,15 +19,10 @@ def result(run: str, seq_len: int, losses: list[list[float]], data: Any) -> Resu
     means = torch.tensor(losses, dtype=torch.float64)
     edges = [0, 64, seq_len] if len(losses[0]) == 2 else [0, seq_len]
     counts = torch.full_like(means, 20 / len(losses[0]))
-    return Result(
-        run=run,
-        path=Path("runs") / run,
-        step=1_200 if run == "a" else None,
-        trained_len=128,
-        seq_len=seq_len,
-        data=data,
-        losses=Losses(means * counts, counts, edges),
-    )
+    config = SimpleNamespace(data=SimpleNamespace(seq_len=128))
+    step = 1_200 if run == "a" else None
+    stored: Any = SimpleNamespace(folder=Path("runs") / run, step=step, config=config)
+    return Result(run, stored, seq_len, data, Losses(means * counts, counts, edges))
 
 
 def rows() -> list[dict[str, Any]]:

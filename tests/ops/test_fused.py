@@ -23,7 +23,7 @@ from nsa.ops import (
 )
 from nsa.ops import swiglu as ops_swiglu
 from nsa.ops.pooling import pool as ops_pool
-from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.compile.launches import Launchers
@@ -44,6 +44,7 @@ from tests.ops.fused import (
     sampled,
     swiglu,
 )
+from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import DEVICE
 
 ALL, PACKED = LAYOUTS["all branches"], PATTERNS["packed"]

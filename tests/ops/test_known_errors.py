@@ -169,7 +169,7 @@ OF_BLOCK_128 = "(block > own - spec.local_blocks) & (own < 128)"
 PLANTED: dict[tuple[Check, str], dict[str, Into]] = {
     (outputs_are_those_of_the_definition, "blockwise"): {
         "compressed causality inverted": wrong(blockwise, "_bias", mask=torch.logical_not),
-        "window of w + 1": wrong(blockwise, "window_tiles", window=lambda w: w + 1),
+        "window of w + 1": wrong(blockwise, "band_tiles", window=lambda w: w + 1),
         "query heads interleaved":
             in_source(blockwise, "by_group", "(groups or x_BTHD.shape[2], -1))",
                       "(-1, groups or x_BTHD.shape[2])).transpose(2, 3)"),

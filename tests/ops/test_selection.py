@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa.ops import compressed_attention, select_blocks
-from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
@@ -20,6 +20,7 @@ from tests.ops.cases import (
     selection,
     small_blockwise_tiles,
 )
+from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import DEVICE, inputs, reference_blocks
 
 RANDOM = random_cases(14 if DEVICE.type == "cpu" else 7, longest=36, seed=2)

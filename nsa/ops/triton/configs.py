@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -40,11 +38,8 @@ class Tile(Config):
 
 
 Key = tuple[str, tuple[int, int], torch.dtype, str]  # operation, padded head sizes, dtype, chip
-Choice = Callable[[str, list[Config]], Config]
 MAX_CANDIDATES = 4
-_override: Choice | None = None
 _too_large: dict[Key, set[Config]] = {}  # candidates that could not launch in this process
-_chip: str | None = None
 
 
 def choose_config(operation: str, sizes: tuple[int, int], like: Tensor) -> Config:
@@ -52,10 +47,7 @@ def choose_config(operation: str, sizes: tuple[int, int], like: Tensor) -> Confi
 
     `like` has the dtype and is on the device. `operation` is a branch and a kernel: `window_keys`.
     """
-    chip = _chip or chip_of(like.device)
-    if _override is not None:
-        return _override(operation, candidates(operation, sizes, like.dtype, chip))
-    return _first_that_runs((operation, sizes, like.dtype, chip))
+    return _first_that_runs((operation, sizes, like.dtype, chip_of(like.device)))
 
 
 @lru_cache(maxsize=1024)
@@ -68,8 +60,8 @@ def _first_that_runs(key: Key) -> Config:
 def exclude(tile: Config, kernel: str, reason: str) -> bool:
     """Take the operation's next candidate from now on, because this one cannot launch here.
 
-    Return False if no operation chose it, as under `override_choices`. Raise a ValueError if it is
-    the last candidate, which stays, so that a later call says the same.
+    Return False if it is of no operation's table. Raise a ValueError if it is the last candidate,
+    which stays, so that a later call says the same.
     """
     key = tile.key if isinstance(tile, Tile) else None
     if key is None:
@@ -249,27 +241,5 @@ def amd_chip(device: torch.device) -> str | None:
 
 
 def warp_size(device: torch.device) -> int:
-    """Threads of a warp on this device, or on the chip that is compiled for."""
-    return 64 if (_chip or chip_of(device)) in AMD else 32
-
-
-@contextmanager
-def choosing_for(chip: str) -> Iterator[None]:
-    """Choose tile sizes for this chip, which the machine may lack, to compile for it."""
-    global _chip
-    before, _chip = _chip, AMD.get(chip, chip)
-    try:
-        yield
-    finally:
-        _chip = before
-
-
-@contextmanager
-def override_choices(choice: Choice) -> Iterator[None]:
-    """Let `choice(operation, options)` choose inside the block, to measure or compile them all."""
-    global _override
-    before, _override = _override, choice
-    try:
-        yield
-    finally:
-        _override = before
+    """Threads of a warp on this device."""
+    return 64 if chip_of(device) in AMD else 32

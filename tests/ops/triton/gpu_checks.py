@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.ops import NSASpec, compressed_attention, nsa_attention, reference
 from nsa.ops.inputs import AttentionInputs, compressed_slices, document_slices
-from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.configs import Config
 from tests.ops.cases import Case, branches, exact_score, same_selection, selection, with_gradients
+from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import (
     BRANCHES,
     DENSE,

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import decode, selected
-from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.configs import Config
 from nsa.ops.triton.selected import queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, with_gradients
 from tests.ops.decoding import buffers, decoded, sequences
 from tests.ops.fused import LAYOUTS, Documents, norm, pool, rotary, selector, swiglu
+from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import DEVICE, Run, computed, inputs, settings
 
 Check = Callable[[], object]

@@ -13,8 +13,9 @@ from nsa.monitor import environment as run_environment
 from nsa.ops import triton as backend
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import launch as launcher
-from nsa.ops.triton.configs import Config, amd_chip, candidates, chip_of, choosing_for, warp_size
+from nsa.ops.triton.configs import Config, amd_chip, candidates, chip_of, warp_size
 from nsa.ops.triton.launch import recording
+from tests.ops.tiles import choosing_for
 from tests.ops.triton.parity import KERNELS
 
 GPU = torch.device("cuda", 0)

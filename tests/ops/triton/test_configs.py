@@ -7,14 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from nsa.ops.triton.configs import (
-    CHIPS,
-    Config,
-    candidates,
-    choose_config,
-    choosing_for,
-    override_choices,
-)
+from nsa.ops.triton.configs import CHIPS, Config, candidates, choose_config
+from tests.ops.tiles import choosing_for, override_choices
 from tests.ops.triton.parity import KERNELS
 
 SIZES, BF16 = (64, 64), torch.bfloat16

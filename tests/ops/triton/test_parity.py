@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from nsa.ops import nsa_attention, nsa_attention_and_blocks
 from nsa.ops.inputs import AttentionInputs, GatedInputs
 from nsa.ops.triton.band import band_backward, band_forward
-from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Calls,
@@ -27,6 +27,7 @@ from tests.ops.cases import (
     selection,
     with_gradients,
 )
+from tests.ops.tiles import override_choices
 from tests.ops.triton.gpu_checks import runs_are_the_same_to_the_bit
 from tests.ops.triton.parity import (
     BRANCHES,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from nsa.ops import select_blocks
 from nsa.ops.triton import band, common, per_token, pooling, rotary, select, selected, selector_loss
-from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
 from tests.ops import fused
 from tests.ops.cases import (
@@ -29,6 +29,7 @@ from tests.ops.fused import LAYOUTS, PATTERNS, Documents
 from tests.ops.planted_errors import Check, Into, in_source, wrong
 from tests.ops.test_cross_entropy import assert_cross_entropy_parity
 from tests.ops.test_selection import assert_selects_as_well
+from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import (
     DEVICE,
     RULE,

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from nsa.ops.triton import selected
-from nsa.ops.triton.configs import CHIPS, Config, candidates, override_choices
+from nsa.ops.triton.configs import CHIPS, Config, candidates
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import Calls, Case, default
+from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import BRANCHES, DENSE, GATHERED, KERNELS, assert_parity, settings
 
 # Several tiles of everything, full and partial ones, even where a tile is large.
