@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
+from nsa.untrusted import text_or_empty
+
 if TYPE_CHECKING:
     import psutil  # imported late: benchmarks of a machine without it need the other functions
 
@@ -32,13 +34,6 @@ def output_of(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return result.stdout if result.returncode == 0 else ""
-
-
-def text_or_empty(path: str | Path) -> str:
-    """Return a file's text, or "" if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return Path(path).read_text(errors="replace")
-    return ""
 
 
 def resource_path(name: str) -> Path:

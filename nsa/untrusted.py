@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 MAX_TEXT_BYTES = 2**28  # of a text file; this project's are far smaller
+MAX_RUN_FILE_BYTES = 2**25  # of a table or JSON file of a run; those of a long run have half
 MAX_YAML_CHARS = 2**18  # PyYAML is slow
 OTHER_BASE = re.compile("[-+]?(0[0-9_xXbB]|.*:)")  # octal, hexadecimal, binary, base 60
 FORCE_DATA, FORCE_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -61,6 +62,14 @@ def read_text(path: Path, errors: str = "strict", limit: int = MAX_TEXT_BYTES) -
         except OSError as error:  # an error of read() names no file
             error.filename = str(path)
             raise
+
+
+def text_or_empty(path: str | Path) -> str:
+    """Return a file's text, with invalid bytes replaced; "" if it cannot be read or is huge."""
+    try:
+        return read_text(Path(path), "replace", MAX_RUN_FILE_BYTES)
+    except (OSError, ValueError):
+        return ""
 
 
 def check_links(folder: Path) -> None:

@@ -21,10 +21,10 @@ from nsa.system import (
     is_alive,
     output_of,
     package_version,
-    text_or_empty,
     with_timeout,
 )
 from nsa.text import align, first_line, markdown_table
+from nsa.untrusted import text_or_empty
 from tests.ranks import ROOT
 
 

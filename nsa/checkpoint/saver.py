@@ -96,17 +96,25 @@ class Saver:
 
         Raise SaveFailed on all ranks if one cannot write its files.
         """
+        import deepspeed
+
         start = time.monotonic()
-        draft = draft_of(self.folder, step)
+        draft, topology = draft_of(self.folder, step), engine_topology(self.engine)
         self._on_all_ranks(step, lambda: self._rank == 0 and new_draft(self.folder, step))
         files = capture(self.engine, draft)
         files[rng_file(self._rank)] = rng_state()
         if self._rank == 0:
-            topology = engine_topology(self.engine)
             files[STATE] = Checkpoint(draft, state, topology, self.tokenizer).to_json()
             files.update(self.attachments)
         self._on_all_ranks(step, lambda: self._write(draft, files))
-        self._on_all_ranks(step, lambda: self._rank == 0 and self._commit(step))
+        of_manifest = {
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "saved_under": asdict(topology),
+        }
+        self._on_all_ranks(
+            step, lambda: self._rank == 0 and commit(self.folder, step, self._ranks, of_manifest)
+        )
         if self._rank == 0:
             self._finish(step, time.monotonic() - start)
 
@@ -138,16 +146,6 @@ class Saver:
                 with (draft / name).open("wb") as file:  # given a path, torch.save hides errors
                     torch.save(content, file)
         write_part(draft, self._rank, files)
-
-    def _commit(self, step: int) -> Path:
-        import deepspeed
-
-        fields = {
-            "torch": torch.__version__,
-            "deepspeed": deepspeed.__version__,
-            "saved_under": asdict(engine_topology(self.engine)),
-        }
-        return commit(self.folder, step, self._ranks, fields)
 
     def _finish(self, step: int, stall: float) -> None:
         """Prune, report; errors are warnings, as the step is saved."""

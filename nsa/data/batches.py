@@ -147,7 +147,7 @@ class Samples:
         """Return the samples at these positions of the order as one batch."""
         located = [self.locate(position) for position in positions]
         rows = [store.read(start, start + self.seq_len + 1) for store, start in located]
-        return to_batch(np.stack(rows), self.stores[0].eos_id, self.packing)
+        return to_batch(np.stack(rows), self.stores[0].stamp.eos_id, self.packing)
 
     def locate(self, position: int) -> tuple[TokenStore, int]:
         """Return the store of a sample, and the index of its first token.

@@ -112,17 +112,15 @@ class CachedSource:
         settings = {**asdict(plan.stamp), **plan.settings, "tokenizer": None}
         self._key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         slug = re.sub(r"[^\w.-]+", "_", source.name.rstrip("/").rpartition("/")[2])[:40]
-        self._name, self._folder = source.name, root / f"{slug}-{self._key}"
-        self.stamp = plan.stamp
-        self._needs: dict[str, int] = {}  # {}: the whole source
-        self._job = Job(source, tokenizer, self._folder, plan, self._needs)
+        self.stamp, self._folder = plan.stamp, root / f"{slug}-{self._key}"
+        self._job = Job(source, tokenizer, self._folder, plan)
         self._index, self._version = plan, (0, 0)  # of the file that it was read from
         self._writer: Writer | None = None
 
     def need(self, split: str, tokens: int) -> None:
         """Let the next writer write this many tokens of a split, unless it writes all anyway."""
         if not self._job.source.is_small:
-            self._needs[split] = max(tokens, self._needs.get(split, 0))
+            self._job.needs[split] = max(tokens, self._job.needs.get(split, 0))
 
     def start(self) -> None:
         """Start a writer if tokens are missing and no process writes them."""
@@ -132,17 +130,18 @@ class CachedSource:
     def store(self, split: str) -> TokenStore:
         """Return a split, as soon as it has tokens."""
         # A small source is complete first, and then shuffled like a prepared one.
-        source = self._job.source
-        index = self._wait_for(split, math.inf if source.is_small else 1)
-        wait = None if source.is_small else partial(self._wait_for, split)
-        store = TokenStore(self._folder, self._name, index, split, wait)
+        source, folder = self._job.source, self._folder
         if source.is_small:
+            store = TokenStore(folder, source.name, self._wait_for(split, math.inf), split)
             tokens = store.read(0, len(store)).astype(np.uint32)
             store.fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()
-        else:
-            revision = (index.cursor or {}).get("revision")  # of a dataset of the hub
-            store.fingerprint = f"{hash64('growing', self._key, str(revision)):016x}"
-            store.size = source.size
+            return store
+        wait = partial(self._wait_for, split)
+        index = wait(1)
+        store = TokenStore(folder, source.name, index, split, wait)
+        revision = (index.cursor or {}).get("revision")  # of a dataset of the hub
+        store.fingerprint = f"{hash64('growing', self._key, str(revision)):016x}"
+        store.size = source.size
         return store
 
     def _wait_for(self, split: str, tokens: float) -> Index:
@@ -150,7 +149,7 @@ class CachedSource:
 
         Raise the writer's error, or one if no document is read for data.timeout seconds.
         """
-        config = self._job.source.config
+        source, config = self._job.source, self._job.source.config
         if math.isfinite(tokens):
             self.need(split, int(tokens))
         progress, since = (0, ""), time.monotonic()
@@ -162,7 +161,7 @@ class CachedSource:
                 progress, since = newest, time.monotonic()
             elif time.monotonic() - since > config.timeout:
                 raise DataError(
-                    f"data.source = {self._name!r}: no document for {config.timeout:g} seconds "
+                    f"data.source = {source.name!r}: no document for {config.timeout:g} seconds "
                     f"(data.timeout); the last one read was {newest[1]}. Raise data.timeout, or "
                     f"{PREPARE}"
                 )
@@ -219,11 +218,10 @@ class ValidationData:
         total, ranks = self.sequences, self._world_size
         positions = range(rank * total // ranks, (rank + 1) * total // ranks)
         longest = -(-total // ranks)  # of the ranks' ranges
-        starts = range(0, longest, self._micro_batch)
-        return [self._batch(positions[start : start + self._micro_batch]) for start in starts]
-
-    def _batch(self, positions: range) -> Batch:
-        missing = self._micro_batch - len(positions)
-        batch = self._samples.batch([*positions, *[0] * missing])
-        batch.labels.view(self._micro_batch, -1)[len(positions) :] = IGNORE_INDEX
-        return batch
+        batches = []
+        for start in range(0, longest, self._micro_batch):
+            rows = [*positions[start : start + self._micro_batch]]
+            batch = self._samples.batch([*rows, *[0] * (self._micro_batch - len(rows))])
+            batch.labels.view(self._micro_batch, -1)[len(rows) :] = IGNORE_INDEX
+            batches.append(batch)
+        return batches

@@ -11,7 +11,7 @@ from typing import Any
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
-from nsa.data.hub import check_hub_name, open_hub
+from nsa.data.hub import Hub, check_hub_name
 from nsa.data.shards import is_prepared
 from nsa.data.source import HeldOut, Source, is_builtin, is_path
 
@@ -100,5 +100,5 @@ def open_source(config: DataConfig, name: str) -> Source:
     if name == "synthetic":
         return synthetic()
     if name == "fineweb_edu" or name.startswith("hf:"):
-        return open_hub(config, name)
+        return Hub(config, name)
     return open_files(Path(name).expanduser(), config.text_field, config.pattern, config.on_error)

@@ -37,15 +37,6 @@ WITHOUT_HUB = (
 )
 
 
-def open_hub(config: DataConfig, name: str) -> Source:
-    """Open `fineweb_edu`, or `hf:` and the name of a dataset."""
-    check_hub_name(name)
-    path, subset = name.removeprefix("hf:"), config.subset
-    if name == "fineweb_edu":
-        path, subset = FINEWEB_EDU[0], config.subset or FINEWEB_EDU[1]
-    return Hub(name, path, subset, config)
-
-
 def check_hub_name(name: str) -> None:
     """Raise a DataError if a source names local files, which `datasets` could read too."""
     path = name.removeprefix("hf:")
@@ -57,14 +48,16 @@ def check_hub_name(name: str) -> None:
 
 
 class Hub(Source):
-    """The documents of a dataset.
+    """The documents of a dataset: `fineweb_edu`, or `hf:` and a name.
 
     Their size is unknown: the sizes that a hub lists include all columns.
     """
 
-    def __init__(self, name: str, path: str, subset: str | None, config: DataConfig) -> None:
-        self.name, self._field = name, config.text_field
-        self._path, self._subset, self._config = path, subset, config
+    def __init__(self, config: DataConfig, name: str) -> None:
+        self.name, self._config = name, config
+        self._path, self._subset = name.removeprefix("hf:"), config.subset
+        if name == "fineweb_edu":
+            self._path, self._subset = FINEWEB_EDU[0], config.subset or FINEWEB_EDU[1]
         self._opened = self._open(None)
 
     def _open(self, revision: str | None) -> tuple[Any, str]:
@@ -122,7 +115,7 @@ class Hub(Source):
         try:
             for record in islice(stream, given, None):
                 total, given = total + 1, given + 1
-                if text := text_of(record, self._field, self.name):
+                if text := text_of(record, self._config.text_field, self.name):
                     consumed = {"rows": total, "dataset": state, "given": given}
                     location = f"{self.name}: row {total}"
                     yield Document(text.encode("utf-8", "replace"), location), cursor | consumed

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from nsa.atomic_io import atomic_write
-from nsa.data.source import NOTHING, Cursor, DataError, Skipped
+from nsa.data.source import Cursor, DataError, Skipped
 from nsa.data.tokenizer import TokenArray
 from nsa.untrusted import matches, open_regular, parse_json, read_text, short_repr
 
@@ -80,7 +80,7 @@ class Index:
     settings: dict[str, Any]  # the other settings that determine its content
     shards: list[Shard]
     cursor: Cursor | None = None  # after the last document in the shards; None: at the start
-    skipped: Skipped = NOTHING
+    skipped: Skipped = Skipped()  # noqa: RUF009 (frozen)
     finished: bool = True  # the source has no further documents
 
     def of(self, split: str) -> list[Shard]:
@@ -240,10 +240,6 @@ class TokenStore:
         self._extend(index, 1 if self.grows else math.inf)
         digests = "/".join(shard.sha256 for shard in self._shards)
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()  # of the tokens
-
-    @property
-    def eos_id(self) -> int:
-        return self.stamp.eos_id
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -78,9 +78,6 @@ class Source:
         return None
 
 
-NOTHING = Skipped()
-
-
 def is_validation(text: bytes, fraction: float) -> bool:
     """Return whether a document is in the validation split; copies share a hash and so a split."""
     digest = hashlib.blake2b(text, digest_size=8).digest()

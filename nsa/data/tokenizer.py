@@ -113,7 +113,7 @@ class HubTokenizer(Tokenizer):
         specials = [eos] if start is None else [eos, start]
         digest = hashlib.sha256(json.dumps([*specials, parts], sort_keys=True).encode())
         self.fingerprint = digest.hexdigest()
-        if self.eos_id in self._ids(f"one {eos} two"):
+        if self.eos_id in self.encode(f"one {eos} two".encode()):
             raise DataError(
                 f"data.tokenizer = {name!r}: text that spells {eos!r} would end the document; "
                 "choose another tokenizer"
@@ -143,10 +143,6 @@ class HubTokenizer(Tokenizer):
         valid = array[(array >= 0) & (array < self.vocab_size)]
         with name_in_errors(f"data.tokenizer = {self.name!r}"):
             return self._backend.decode(valid.tolist(), skip_special_tokens=True).encode()
-
-    def _ids(self, text: str) -> list[int]:
-        with name_in_errors(f"data.tokenizer = {self.name!r}"):
-            return self._backend.encode(text, add_special_tokens=False).ids
 
 
 @contextmanager

@@ -22,9 +22,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO
@@ -71,7 +70,8 @@ class Job:
     tokenizer: Tokenizer
     folder: Path
     plan: Index  # without shards
-    needs: Mapping[str, int]  # tokens of each split at which it stops; {}: at the source's end
+    # Tokens of each split at which it stops; {}: at the source's end.
+    needs: dict[str, int] = field(default_factory=dict)
 
     def full_shard(self, index: Index) -> int:
         """Return the tokens of the next shard."""
@@ -319,9 +319,7 @@ def check_same(folder: Path, index: Index, plan: Index) -> None:
             )
 
 
-def prepare(
-    config: DataConfig, out: Path, *, shard_tokens: int = 100_000_000, progress: bool = True
-) -> Index:
+def prepare(config: DataConfig, out: Path, *, shard_tokens: int = 100_000_000) -> Index:
     """Write the source's tokens into the folder `out`; continue a folder that is unfinished."""
     config.validate()
     if isinstance(config.source, dict):
@@ -350,7 +348,7 @@ def prepare(
         if time.monotonic() > end:
             raise DataError(f"{out}: another process is writing into it")
         time.sleep(0.05)
-    for line in dataset.notes if progress else ():
+    for line in dataset.notes:
         print(line)
     bar = tqdm(
         total=source.size,
@@ -358,9 +356,8 @@ def prepare(
         unit_scale=True,
         desc=f"{out}",
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
-        disable=not progress,
     )
-    with bar, closing(Writer(Job(source, tokenizer, out, plan, needs={}), locked)) as writer:
+    with bar, closing(Writer(Job(source, tokenizer, out, plan), locked)) as writer:
         while writer.is_running():
             bar.update(progress_of(out)[0] - bar.n)
             time.sleep(0.05)

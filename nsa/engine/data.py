@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.data.batches import Batch, BatchLoader
+from nsa.data.batches import BatchLoader
 from nsa.data.cache import TokenCache, ValidationData, cache_folder
 from nsa.data.dataset import open_dataset
 from nsa.engine.config import RunConfig
@@ -25,10 +25,6 @@ class Data:
     notes: list[str]  # for the log
     first_seconds: float  # until the first batch was ready
     rank: int
-
-    def validation_batches(self) -> list[Batch]:
-        """Return this rank's validation batches; every rank has the same number."""
-        return self.validation.batches(self.rank)
 
     def close(self) -> None:
         """End the tokenising process, and log what data.on_error left out."""
@@ -57,7 +53,13 @@ def open_data(
 
     dataset = open_dataset(config.data)
     cache = TokenCache(dataset, cache_folder(config.data, run_dir))
-    _check_vocabulary(config, cache)
+    largest = max(cache.stamps, key=lambda stamp: stamp.vocab_size)
+    if largest.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {config.model.vocab_size}: too small for the tokens of "
+            f"data.source = {config.data.source!r}, tokenizer {largest.tokenizer!r}; set "
+            f"model.vocab_size to {largest.vocab_size} or more"
+        )
     shape = {"micro_batch": config.train.rows, "world_size": ranks.world_size}
     step = config.train.rows * config.train.accumulation * ranks.world_size
     consumed = state.samples + (config.train.steps - state.step) * step
@@ -86,13 +88,3 @@ def open_data(
     seconds = time.monotonic() - start
     notes += [*dataset.notes, *samples.describe(consumed)]
     return Data(cache, loader, validation, notes, seconds, ranks.rank)
-
-
-def _check_vocabulary(config: RunConfig, cache: TokenCache) -> None:
-    largest = max(cache.stamps, key=lambda stamp: stamp.vocab_size)
-    if largest.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size = {config.model.vocab_size}: too small for the tokens of "
-            f"data.source = {config.data.source!r}, tokenizer {largest.tokenizer!r}; set "
-            f"model.vocab_size to {largest.vocab_size} or more"
-        )

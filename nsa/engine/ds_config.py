@@ -100,15 +100,13 @@ class ZeroMode:
     offload: bool  # of optimizer or parameters, to the CPU or NVMe
 
     @property
-    def bf16_optimizer(self) -> bool:
-        """Whether BF16_Optimizer runs: stage 1, bf16 weights, fp32 accumulation."""
-        mode = (self.stage, self.precision, self.accumulation)
-        return mode == (1, "bf16", "fp32") and not self.offload
-
-    @property
     def buckets(self) -> bool:
-        """Whether gradients are reduced in buckets of `reduce_bucket_size` elements."""
-        return self.stage > 0 and not self.bf16_optimizer
+        """Whether gradients are reduced in buckets of `reduce_bucket_size` elements.
+
+        BF16_Optimizer has none: stage 1, bf16 weights, fp32 accumulation.
+        """
+        mode = (self.stage, self.precision, self.accumulation)
+        return self.stage > 0 and (mode != (1, "bf16", "fp32") or self.offload)
 
 
 def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:

@@ -150,7 +150,7 @@ def _judge_if_due(run: Run) -> None:
             with run.throughput.paused():
                 histories = run.collectives.gather(run.telemetry.history(), RankHistory)
                 no_go = _judge(run, gate, histories) if run.ranks.rank == 0 else None
-                no_go = run.collectives.broadcast(no_go, str | None)
+                no_go = run.collectives.gather(no_go, str | None)[0]
             if no_go is not None:
                 raise RunAborted(no_go)
 
@@ -197,7 +197,7 @@ def fetch_on_all_ranks(
     except ValueError as raised:
         error = raised
     count = sum(batch.label_count or 0 for batch in batches)
-    reason, labels = run.collectives.barrier_and_sum(count, error, run.shutdown.reason)
+    reason, labels = run.collectives.barrier(error, run.shutdown.reason, count)
     return reason, batches, labels
 
 
@@ -278,7 +278,8 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     teacher = run.teacher
     total = torch.zeros(2, device=run.device, dtype=torch.float64)  # loss, tokens
     by_position = torch.zeros((), device=run.device, dtype=torch.float64)
-    stop_reason, batches, _ = fetch_on_all_ranks(run, run.data.validation_batches)
+    fetch = partial(run.data.validation.batches, run.ranks.rank)
+    stop_reason, batches, _ = fetch_on_all_ranks(run, fetch)
     if stop_reason is not None:
         return None, []
     run.engine.eval()
@@ -288,7 +289,8 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
         for batch in batches:
             # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run
             # has to save.
-            if run.collectives.barrier(None, run.shutdown.reason) is not None:
+            stop_reason, _ = run.collectives.barrier(stop=run.shutdown.reason)
+            if stop_reason is not None:
                 return None, []
             batch = batch.to(run.device)
             forward = partial(run.engine, labels=batch.labels, cu_seqlens=batch.cu_seqlens)

@@ -19,9 +19,9 @@ from nsa.planner.forecast import (
     MFU,
     Forecast,
     Hardware,
-    fits,
     flops_with_recomputation,
     forecast,
+    required,
 )
 from nsa.planner.inputs import BatchShape, Model, Zero
 from nsa.system import existing_or_resource, resource_path
@@ -116,7 +116,7 @@ def _plan(flags: argparse.Namespace) -> int:
     config, notes = resolve_auto(config, zero, flags.gpus, target.memory)
     model, batch = model_of(config), batch_of(config)
     step = forecast(model, zero, batch, target, flags.gpus)
-    fit = fits(step.memory, target)
+    fit = required(step.memory) <= target.memory
     assumed = [*_assumptions(flags, target, zero), *assumed]
     if flags.json:
         plans = [_row(source.stem, batch, step, steps) | {"fits": fit}]
@@ -227,7 +227,7 @@ def _lines(
         f"{hardware.flops / 1e12:g} TFLOP/s{by_host}",
         f"  {'communication, ms':<18}{1e3 * step.communication:>10,.1f}",
         f"  {'exposed, ms':<18}{1e3 * step.exposed:>10,.1f}"
-        f"  {100 * step.exposed_fraction:.1f}% of the step",
+        f"  {100 * step.exposed / step.seconds:.1f}% of the step",
         *([dense] if step.dense_steps else []),
         f"  {'tokens/s':<18}{step.tokens_per_second:>10,.0f}",
         f"  {f'days, {steps:,} steps':<18}{step.days(steps):>10.2f}",

@@ -216,17 +216,13 @@ class CpuCollectives:
             timeout = PEER_TIMEOUT + timedelta(seconds=max_seconds)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def barrier(self, error: ValueError | None = None, stop: str | None = None) -> str | None:
-        """Wait for all ranks; raise any rank's error on all, or return any rank's reason to stop.
-
-        If only one rank raised or stopped, the others would wait for it.
-        """
-        return self.barrier_and_sum(0, error, stop)[0]
-
-    def barrier_and_sum(
-        self, number: int, error: ValueError | None = None, stop: str | None = None
+    def barrier(
+        self, error: ValueError | None = None, stop: str | None = None, number: int = 0
     ) -> tuple[str | None, int]:
-        """Return what `barrier` returns, and the sum of all ranks' `number`, in one all-reduce."""
+        """Wait for all ranks; return any rank's reason to stop, and the sum of all `number`s.
+
+        Raise any rank's error on all: if only one raised or stopped, the others would wait for it.
+        """
         crashed = isinstance(error, WorkerDied)
         if self._group is None:
             if error is not None:
@@ -274,10 +270,6 @@ class CpuCollectives:
                     "run, or runs other code; start the run again"
                 ) from None
         return values
-
-    def broadcast(self, value: T, kind: Any) -> T:
-        """Return rank 0's value on every rank; the values of the others are ignored."""
-        return self.gather(value, kind)[0]
 
 
 def stop_ranks() -> NoReturn:

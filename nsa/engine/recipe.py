@@ -174,7 +174,6 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         config=config,
         ds_config=ds_config,
         run_dir=run_dir,
-        resume=flags.resume,
         checkpoint=checkpoint,
         resumed_config=None if saved is None else base,
         data_changed=data_changed,

@@ -154,4 +154,4 @@ def convert_to_universal(
         except ValueError as raised:
             error = raised
     collectives.barrier(error)
-    return collectives.broadcast(saved, Checkpoint)
+    return collectives.gather(saved, Checkpoint)[0]

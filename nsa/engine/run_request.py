@@ -19,7 +19,6 @@ class RunRequest:
     config: RunConfig
     ds_config: dict[str, Any]  # DeepSpeed's, with every "auto" filled in
     run_dir: Path
-    resume: bool
     checkpoint: Path | None  # that the run resumes from
     resumed_config: RunConfig | None  # of a resumed run before this launch's changes
     data_changed: bool  # a resumed run reads another dataset, or the same in another order

@@ -111,21 +111,16 @@ class ShutdownMonitor:
                     self._request_stop("--time-limit")
                 elif self._launcher and not is_alive(self._launcher):
                     self._request_stop("launcher exited")
-            peer_loss = self._find_lost_peer()
-            if peer_loss is not None and not self._stopped.wait(PEER_LOSS_GRACE_SECONDS):
-                warn(f"{peer_loss}; this rank cannot continue alone")
-                os._exit(1)  # the main thread may hang in a collective
+            for rank, process in self._processes.items():
+                if not is_alive(process) and not self._stopped.wait(PEER_LOSS_GRACE_SECONDS):
+                    lost = f"lost rank {rank} (process {process.pid})"
+                    warn(f"{lost}; this rank cannot continue alone")
+                    os._exit(1)  # the main thread may hang in a collective
 
     def _request_stop(self, reason: str) -> None:
         """Set the reason and signal the main thread, which may wait for data."""
         self.reason, self._reason_time = reason, time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def _find_lost_peer(self) -> str | None:
-        for rank, process in self._processes.items():
-            if not is_alive(process):
-                return f"lost rank {rank} (process {process.pid})"
-        return None
 
 
 def _find_launcher() -> psutil.Process | None:

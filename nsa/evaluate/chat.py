@@ -12,8 +12,8 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nsa.system import text_or_empty
 from nsa.text import first_line
+from nsa.untrusted import text_or_empty
 
 TEMPLATE_SECONDS = 10.0  # of a CPU
 TEMPLATE_BYTES = 2**30  # beyond what the process has

@@ -81,7 +81,9 @@ def eval_batches(data: EvalData, seq_len: int, rows: int) -> Iterator[EvalBatch]
     windows = _windows(data, seq_len)
     while group := list(islice(windows, rows)):
         samples, tokens = zip(*group, strict=True)
-        batch = to_batch(np.stack(tokens), data.samples.stores[0].eos_id, data.samples.packing)
+        batch = to_batch(
+            np.stack(tokens), data.samples.stores[0].stamp.eos_id, data.samples.packing
+        )
         yield batch, torch.tensor(samples).repeat_interleave(seq_len), batch.positions()
 
 

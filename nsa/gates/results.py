@@ -15,9 +15,8 @@ from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
 from nsa.constants import SHORT_RUN
-from nsa.monitor.artifacts import try_read_text
 from nsa.monitor.config import LadderConfig
-from nsa.untrusted import matches, parse_json
+from nsa.untrusted import matches, parse_json, text_or_empty
 
 PREFLIGHT = "preflight"
 SANITY_STEP = 1
@@ -145,7 +144,7 @@ def record_result(run_dir: Path, result: GateResult) -> None:
 def read_results(run_dir: Path) -> list[GateResult]:
     """Read the results so far, in the order of the gates; skip unreadable ones."""
     try:
-        entries = parse_json(try_read_text(run_dir / FILE_NAME) or "[]")
+        entries = parse_json(text_or_empty(run_dir / FILE_NAME) or "[]")
     except ValueError:
         return []
     results = []

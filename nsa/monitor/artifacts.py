@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa import untrusted
-from nsa.untrusted import open_limited, parse_json
+from nsa.untrusted import MAX_RUN_FILE_BYTES, open_limited, parse_json, read_text, text_or_empty
 
 PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle")  # of heartbeats
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
@@ -27,7 +26,6 @@ _MAY_BE_NULL = ("loss", "memory_gb", "gpu_busy")
 _MAX_PID = 2**31 - 1
 _TAIL = 64 * 1024  # bytes at a heartbeat file's end that hold its last complete line
 MAX_HEARTBEAT_BYTES = 2**30  # a million steps have less
-MAX_FILE_BYTES = 2**25  # of a table or a JSON file; those of a long run have half as much
 
 Row = dict[str, float]  # by column; cells that are empty or hold no number are left out
 
@@ -50,7 +48,7 @@ def read_table(path: Path) -> Table:
     """
     table = Table()
     try:
-        text = untrusted.read_text(path, "replace", MAX_FILE_BYTES)
+        text = read_text(path, "replace", MAX_RUN_FILE_BYTES)
     except (OSError, ValueError) as error:
         table.problem = f"{path.name} cannot be read: {getattr(error, 'strerror', error)}"
         return table
@@ -129,18 +127,10 @@ def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
-        value = parse_json(try_read_text(path) or "")
+        value = parse_json(text_or_empty(path))
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def try_read_text(path: Path) -> str | None:
-    """Return a file's text, with invalid bytes replaced; None if it cannot be read."""
-    try:
-        return untrusted.read_text(path, "replace", MAX_FILE_BYTES)
-    except (OSError, ValueError):
-        return None
 
 
 def finite_number(value: object) -> float | None:
@@ -179,11 +169,6 @@ class RankHistory:
         """The mean over samples taken in steps."""
         return self.gpu_busy / self.gpu_samples if self.gpu_samples else None
 
-    def begin_process(self) -> None:
-        """Note that another process continues the run."""
-        self.processes += 1
-        self.status, self.pause, self.pause_at = "", 0.0, ""
-
     def add(self, beat: dict[str, Any], first_step: bool) -> None:
         """Add a process's next heartbeat; `first_step`: it has not completed a step yet."""
         step, event, phase = int(beat["step"]), beat["event"], beat["phase"]
@@ -219,8 +204,9 @@ def read_rank(run_dir: Path, rank: int) -> RankHistory:
             lines = (line for line in io.BufferedReader(file) if b'"step_start"' not in line)
             for beat in valid_beats(lines):
                 if beat["event"] == "start" or beat["pid"] != pid:
-                    history.begin_process()
                     pid, first_step = beat["pid"], True
+                    history.processes += 1
+                    history.status, history.pause, history.pause_at = "", 0.0, ""
                 history.add(beat, first_step)
                 first_step = first_step and beat["event"] != "step_end"
     except FileNotFoundError:

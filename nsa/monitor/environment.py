@@ -18,8 +18,9 @@ import torch
 
 from nsa.atomic_io import atomic_write_text
 from nsa.monitor.observer import warn
-from nsa.system import output_of, package_version, text_or_empty
+from nsa.system import output_of, package_version
 from nsa.text import align
+from nsa.untrusted import text_or_empty
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
 # Prefixes of the variables to record, unless their names match _SECRET.
@@ -36,8 +37,6 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Return the hardware, software and code of this process."""
-    cores = os.cpu_count()
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [sys.executable, *sys.argv],
@@ -48,8 +47,8 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "cpu": {
             "model": cpu_model(),
-            "cores": cores,
-            "usable_cores": len(affinity(0)) if affinity else cores,
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
             "threads": torch.get_num_threads(),
             "memory_gb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
         },

@@ -65,8 +65,20 @@ class MemorySnapshots:
             self._writer.close()
 
     def _line(self, when: str) -> str:
-        moment = {"time": round(time.time(), 3), "step": self._step, "when": when}
-        return json.dumps(moment | _counters()) + "\n"
+        import psutil  # late: only snapshots need it
+
+        cuda = initialized_cuda()
+        snapshot = {
+            "time": round(time.time(), 3),
+            "step": self._step,
+            "when": when,
+            "allocated_gb": cuda.memory_allocated() / 1e9 if cuda else None,
+            "reserved_gb": cuda.memory_reserved() / 1e9 if cuda else None,
+            "peak_gb": cuda.max_memory_allocated() / 1e9 if cuda else None,
+            "resident_gb": psutil.Process().memory_info().rss / 1e9,
+            "available_gb": psutil.virtual_memory().available / 1e9,
+        }
+        return json.dumps(snapshot) + "\n"
 
 
 def initialized_cuda() -> Any | None:
@@ -79,8 +91,7 @@ def memory_gb(device: int | None = None) -> float:
     """Return the peak memory so far in 10^9 bytes: of the CUDA device, else of the process."""
     if (cuda := initialized_cuda()) is not None:
         return cuda.max_memory_allocated(device) / 1e9
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -89,16 +100,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(message in text for message in _OOM_MESSAGES)
-
-
-def _counters() -> dict[str, float | None]:
-    import psutil  # late: only snapshots need it
-
-    cuda = initialized_cuda()
-    return {
-        "allocated_gb": cuda.memory_allocated() / 1e9 if cuda else None,
-        "reserved_gb": cuda.memory_reserved() / 1e9 if cuda else None,
-        "peak_gb": cuda.max_memory_allocated() / 1e9 if cuda else None,
-        "resident_gb": psutil.Process().memory_info().rss / 1e9,
-        "available_gb": psutil.virtual_memory().available / 1e9,
-    }

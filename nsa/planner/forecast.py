@@ -125,10 +125,6 @@ class Forecast:
         dense = self.dense_steps * self.dense_seconds
         return (dense + (steps - self.dense_steps) * self.seconds) / 86_400
 
-    @property
-    def exposed_fraction(self) -> float:
-        return self.exposed / self.seconds
-
 
 def forecast(
     model: Model, zero: Zero, batch: BatchShape, hardware: Hardware, ranks: int
@@ -197,10 +193,6 @@ def communication_seconds(
 def required(memory: Memory) -> float:
     """Return the bytes of GPU memory that a run needs, with CUDA, NCCL and fragmentation."""
     return memory.peak * FRAGMENTATION + RESERVE
-
-
-def fits(memory: Memory, hardware: Hardware) -> bool:
-    return required(memory) <= hardware.memory
 
 
 def select_auto(

@@ -25,12 +25,11 @@ from nsa.monitor.artifacts import (
     read_json,
     read_rank,
     read_table,
-    try_read_text,
 )
 from nsa.monitor.outputs import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE
 from nsa.report.plots import Panel, draw
 from nsa.text import markdown_table, plain
-from nsa.untrusted import parse_yaml
+from nsa.untrusted import parse_yaml, text_or_empty
 
 FILE_NAME, PLOTS = "report.md", "report"
 _SETTINGS = {
@@ -89,7 +88,7 @@ class Summary:
     def config(self) -> object:
         """The tree of config.yaml; None if it cannot be read."""
         try:
-            return parse_yaml(try_read_text(self.run_dir / "config.yaml") or "")
+            return parse_yaml(text_or_empty(self.run_dir / "config.yaml"))
         except ValueError:
             return None
 
@@ -279,7 +278,7 @@ def _heartbeat_facts(histories: Sequence[RankHistory], status: str) -> list[tupl
 
 def _fallbacks(run_dir: Path) -> list[str]:
     # Python 3.10's csv refuses zero bytes, which a crash of the machine may leave.
-    text = (try_read_text(run_dir / FALLBACKS_FILE) or "").replace("\0", "")
+    text = text_or_empty(run_dir / FALLBACKS_FILE).replace("\0", "")
     rows = [row for row in csv.DictReader(text.splitlines()) if all(map(row.get, FALLBACK_COLUMNS))]
     line = "{operation} not on {backend}: {reason} ({calls} calls)"
     return [line.format_map(row) for row in rows[:20]]

@@ -226,7 +226,7 @@ def test_after_kill_9_the_next_run_continues_without_a_lost_or_repeated_sample(
 def test_a_mixture_of_prepared_and_other_sources_has_its_fractions(
     large: str, tmp_path: Path, open_cache: OpenCache
 ) -> None:
-    prepare(configure("synthetic"), tmp_path / "out", progress=False)
+    prepare(configure("synthetic"), tmp_path / "out")
     names = {large: 2.0, str(tmp_path / "out"): 1.0, "embedded": 1.0}
     samples = open_cache(configure(names), needs=400).open_samples("train", 3)
     located = [samples.locate(position)[0].name for position in range(400)]
@@ -240,7 +240,7 @@ def test_shards_of_different_tokenizers_are_not_mixed(
     large: str, tmp_path: Path, open_cache: OpenCache
 ) -> None:
     train_tokenizer(open_files(Path(large), "text"), 300, tmp_path / "bpe")
-    prepare(configure(large), tmp_path / "bytes", progress=False)
+    prepare(configure(large), tmp_path / "bytes")
     config = configure({str(tmp_path / "bytes"): 1, large: 1}, tokenizer=f"hf:{tmp_path / 'bpe'}")
     with pytest.raises(DataError, match=r"set data\.tokenizer to a prepared one's") as refused:
         open_cache(config)

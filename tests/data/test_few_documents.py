@@ -130,7 +130,7 @@ def test_how_a_run_divided_its_documents_is_known_without_the_hub(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`nsa eval` asks that of every run that it compares."""
-    monkeypatch.setattr("nsa.data.dataset.open_hub", Mock(side_effect=DataError("no network")))
+    monkeypatch.setattr("nsa.data.dataset.Hub", Mock(side_effect=DataError("no network")))
     config = DataConfig(source={str(folder): 0.5, "hf:some/dataset": 0.5})
     assert [x.division.by_position for x in open_dataset(config).sources] == [True, False]
 
@@ -144,7 +144,7 @@ def test_documents_are_counted_once_for_training_and_validation(
     config = small_request("--set=data.seq_len=8").config
     config.data.source, config.train.eval_samples = source, 1
     data = open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path / "run")
-    data.validation_batches()
+    data.validation.batches(0)
     data.close()
     assert counted == [source]
 
@@ -156,7 +156,7 @@ def test_enough_documents_keep_their_split_and_fingerprints(
     monkeypatch.chdir(tmp_path)
     source = write_lines(Path("a.jsonl"), texts(25))
     config = DataConfig(source=source, held_out=HELD_OUT, seq_len=16)
-    prepare(config, Path("out"), progress=False)
+    prepare(config, Path("out"))
     for name, expected in zip(("train", "val"), split(texts(25)), strict=True):
         assert documents_of(open_shards("out", name)) == expected
     fingerprints = [open_shards("out", name).fingerprint[:16] for name in ("train", "val")]

@@ -16,7 +16,7 @@ import zstandard
 
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
-from nsa.data.hub import open_hub
+from nsa.data.hub import Hub
 from nsa.data.source import DataError
 from tests.data.hub_server import REPO, serving
 from tests.ranks import ROOT, free_port
@@ -29,14 +29,14 @@ ENDINGS = {"json": "jsonl", "parquet": "parquet", "large": "parquet"}
 READ = """
 import json, os, sys
 from nsa.data.config import DataConfig
-from nsa.data.hub import hub_url, open_hub, probe
+from nsa.data.hub import hub_url, Hub, probe
 for job in json.loads(sys.argv[1]):
     texts, state = [], None
     try:
         if "what" in job:
             probe(job["what"], hub_url() + "/")
         else:
-            documents = open_hub(DataConfig(**job["config"]), job["name"]).read(job.get("state"))
+            documents = Hub(DataConfig(**job["config"]), job["name"]).read(job.get("state"))
             while len(texts) < job.get("count", 1e9) and (pair := next(documents, None)):
                 texts.append(pair[0].text.decode())
                 state = pair[1]
@@ -80,16 +80,16 @@ def write(folder: Path, kind: str, *sizes: int) -> list[str]:
 RESUME = """
 import json, sys
 from nsa.data.config import DataConfig
-from nsa.data.hub import open_hub
+from nsa.data.hub import Hub
 from tests.data.texts import check_resumption, contents_of
 (job,) = json.loads(sys.argv[1])
 config = DataConfig(pattern=job["pattern"])
-source = open_hub(config, job["name"])
+source = Hub(config, job["name"])
 if job["row"] is None:
     texts = check_resumption(source, 9)
     pairs = list(source.read())
     for number in range(62, 68):  # around the end of a block
-        rest = contents_of(open_hub(config, job["name"]), pairs[number][1])
+        rest = contents_of(Hub(config, job["name"]), pairs[number][1])
         assert rest == [document.text for document, _ in pairs[number + 1 :]]
 else:
     _, cursor = list(source.read())[job["row"]]
@@ -278,7 +278,7 @@ def test_an_unresponsive_hub_is_reported_without_retries(
         if mode == "silent":
             monkeypatch.setattr("nsa.data.hub.PROBE_SECONDS", 0.5)
         with pytest.raises(DataError, match=complaint):
-            open_hub(DataConfig(), "fineweb_edu")
+            Hub(DataConfig(), "fineweb_edu")
         assert server.requests == ["HEAD datasets/HuggingFaceFW/fineweb-edu/resolve/main/README.md"]
 
 

@@ -157,4 +157,4 @@ def test_nothing_but_broken_files_is_no_dataset(folder: Path, tmp_path: Path) ->
     with pytest.raises(DataError, match="holds no documents" + reason):
         open_store(config, "train")
     with pytest.raises(DataError, match="holds no documents" + reason):
-        prepare(config, tmp_path / "out", progress=False)
+        prepare(config, tmp_path / "out")

@@ -50,7 +50,7 @@ def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     """The content of a folder that `start` prepared without interruption."""
     out = tmp_path_factory.mktemp("uninterrupted") / "out"
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
-    prepare(config, out, shard_tokens=10_000, progress=False)
+    prepare(config, out, shard_tokens=10_000)
     return contents(out)
 
 
@@ -90,7 +90,7 @@ def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
 def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> None:
     texts = generated(1_000_000)
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
-    index = prepare(config, tmp_path, shard_tokens=50_000, progress=False)
+    index = prepare(config, tmp_path, shard_tokens=50_000)
     verify_shards(tmp_path, index)
     assert len(index.of("train")) > 8
     for split in SPLITS:
@@ -206,16 +206,16 @@ def test_a_finished_folder_is_not_rewritten(
         (out / name).write_bytes(content)
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    prepare(config, out, shard_tokens=10_000, progress=False)
+    prepare(config, out, shard_tokens=10_000)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
     index = read_index(out)
     write_index(out, replace(index, finished=False))  # as if stopped at the end
-    assert prepare(config, out, shard_tokens=10_000, progress=False) == index
+    assert prepare(config, out, shard_tokens=10_000) == index
     assert contents(out) == uninterrupted
     write_index(out, replace(index, finished=False))
     (out / index.shards[3].name).unlink()
     with pytest.raises(DataError, match=rf"{index.shards[3].name}: this shard is missing"):
-        prepare(config, out, shard_tokens=10_000, progress=False)
+        prepare(config, out, shard_tokens=10_000)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
     (writer,) = workers_of(process.pid)
     os.kill(writer, signal.SIGSTOP)
     with pytest.raises(DataError, match=r"another process is writing into it"):
-        prepare(config, out, shard_tokens=10_000, progress=False)
+        prepare(config, out, shard_tokens=10_000)
     process.kill()
     os.kill(writer, signal.SIGCONT)  # it notices the end
     process.communicate()
@@ -251,12 +251,12 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
         ),
     ):
         with pytest.raises(DataError, match=rf"{out} was started with {difference}.*another --out"):
-            prepare(other, out, shard_tokens=shard_tokens, progress=False)
+            prepare(other, out, shard_tokens=shard_tokens)
     plan = json.loads((out / INDEX).read_text())
     plan["stamp"]["tokenizer_fingerprint"] = "0"
     (out / INDEX).write_text(json.dumps(plan))
     with pytest.raises(DataError, match=r"tokenizer_fingerprint = '0', not '.*'; name another"):
-        prepare(config, out, shard_tokens=10_000, progress=False)
+        prepare(config, out, shard_tokens=10_000)
 
 
 def test_any_tokenizer_keeps_documents_apart(trained: Path, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_any_tokenizer_keeps_documents_apart(trained: Path, tmp_path: Path) -> N
     ]
     source = write_lines(tmp_path / "texts.jsonl", texts)
     config = DataConfig(source=source, tokenizer=f"hf:{trained}", held_out=HELD_OUT)
-    index = prepare(config, tmp_path / "out", progress=False)
+    index = prepare(config, tmp_path / "out")
     tokenizer = build_tokenizer(config)
     assert index.stamp.tokenizer_fingerprint == tokenizer.fingerprint
     prepared = [
@@ -283,7 +283,7 @@ def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:
     for name, text in {**texts, "empty": b""}.items():
         (folder / f"{name}.txt").write_bytes(text)
     config = DataConfig(source=str(folder), held_out=0.5)
-    prepare(config, tmp_path / "out", shard_tokens=1_000, progress=False)
+    prepare(config, tmp_path / "out", shard_tokens=1_000)
     assert texts_of(tmp_path / "out", "train", ByteTokenizer())
     prepared = [
         text for split in SPLITS for text in texts_of(tmp_path / "out", split, ByteTokenizer())
@@ -302,16 +302,16 @@ def test_after_an_early_error_a_corrected_command_may_use_the_folder(
     source = write_lines(tmp_path / "texts.jsonl", generated(10_000))
     wrong = DataConfig(source=source, text_field="body")
     with pytest.raises(DataError, match="no field 'body', but 'text'"):
-        prepare(wrong, tmp_path / "out", progress=False)
-    assert prepare(DataConfig(source=source), tmp_path / "out", progress=False).finished
+        prepare(wrong, tmp_path / "out")
+    assert prepare(DataConfig(source=source), tmp_path / "out").finished
 
 
 def test_an_empty_source_is_refused_and_may_be_filled_later(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [])
     with pytest.raises(DataError, match=r"texts\.jsonl' holds no documents"):
-        prepare(DataConfig(source=source), tmp_path / "out", progress=False)
+        prepare(DataConfig(source=source), tmp_path / "out")
     write_lines(tmp_path / "texts.jsonl", generated(10_000))
-    assert prepare(DataConfig(source=source), tmp_path / "out", progress=False).of("train")
+    assert prepare(DataConfig(source=source), tmp_path / "out").of("train")
 
 
 def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -323,12 +323,12 @@ def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> 
         (DataConfig(source=str(tmp_path / "no.jsonl")), r"no such file or folder"),
     ):
         with pytest.raises(ValueError, match=message):
-            prepare(config, out, progress=False)
+            prepare(config, out)
         assert not out.exists()
     out.mkdir()
     (out / "precious.txt").write_text("mine")
     with pytest.raises(DataError, match=r"it already holds 'precious.txt'"):
-        prepare(DataConfig(source="synthetic"), out, progress=False)
+        prepare(DataConfig(source="synthetic"), out)
 
 
 def test_documents_are_tokenized_up_to_a_thousand_or_a_size_at_a_time(tmp_path: Path) -> None:

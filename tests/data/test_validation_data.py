@@ -91,7 +91,7 @@ def test_validation_reads_only_documents_that_training_does_not(
 def test_prepared_and_cached_tokens_have_the_same_validation_samples(
     source: str, tmp_path: Path, validation_of: Callable[..., ValidationData]
 ) -> None:
-    prepare(configure(source), tmp_path / "prepared", progress=False)
+    prepare(configure(source), tmp_path / "prepared")
     cached, prepared = (
         validation_of(configure(name), 20, 3, 2) for name in (source, str(tmp_path / "prepared"))
     )

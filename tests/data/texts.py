@@ -139,7 +139,7 @@ def documents_in(tokens: np.ndarray, tokenizer: Tokenizer | None = None) -> list
 def documents_of(store: TokenStore, tokenizer: Tokenizer | None = None) -> list[bytes]:
     """All documents of a store, which ends with the end of the last one."""
     tokens = store.read(0, len(store))
-    assert tokens[-1] == store.eos_id
+    assert tokens[-1] == store.stamp.eos_id
     return documents_in(tokens, tokenizer)
 
 

@@ -58,9 +58,9 @@ options = collectives._group._get_backend(torch.device("cpu")).options
 assert options._timeout == timedelta(minutes=31), "half an hour after the slowest healthy rank"
 collectives.barrier(None)
 print("passed")
-stop, total = collectives.barrier_and_sum(2**40 + rank)
+stop, total = collectives.barrier(number=2**40 + rank)
 print("sum:", total - 2**41, stop)
-stop, _ = collectives.barrier_and_sum(5, stop="SIGTERM" if rank else None)
+stop, _ = collectives.barrier(None, "SIGTERM" if rank else None, 5)
 print("stop:", stop)
 try:
     error = ValueError("rank 1 got no batch") if rank == 1 else None
@@ -73,7 +73,7 @@ except AllRanksCrash as crash:
     print("crash:", crash)
 own = Entry(Path("ä" * 50), math.inf) if rank else Entry(None, 0.5)
 print("gathered:", *collectives.gather([own], list[Entry]))
-print("from rank 0:", collectives.broadcast(f"rank {rank}", str))
+print("from rank 0:", collectives.gather(f"rank {rank}", str)[0])
 folder, processes = agree_on_run(collectives, Path(f"runs/{rank}"), None)
 print("folder:", folder, [process_id for _, process_id in processes].index(os.getpid()) == rank)
 if rank == 1:

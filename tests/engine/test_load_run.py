@@ -40,7 +40,7 @@ def prepare_dataset(folder: Path, documents: int) -> Path:
     source = write_lines(folder / "lines.jsonl", texts(documents, 200))
     config = DataConfig(source=source, held_out=0.2)
     config.tokenizer = train_tokenizer(open_source(config, source), 300, folder / "bpe").name
-    prepare(config, folder / "prepared", progress=False)
+    prepare(config, folder / "prepared")
     return folder / "prepared"
 
 
