@@ -9,7 +9,7 @@ step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,13 +49,12 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device; the host does not wait until a GPU has it."""
         device = torch.device(device)
-        if device.type == "cuda":
-            return self._map(lambda x: x.pin_memory().to(device, non_blocking=True))
-        return self._map(lambda x: x.to(device))
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        cu_seqlens = None if self.cu_seqlens is None else change(self.cu_seqlens)
-        return Batch(change(self.input_ids), change(self.labels), cu_seqlens, self.label_count)
+        def copy(x: torch.Tensor) -> torch.Tensor:
+            return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+        cu_seqlens = None if self.cu_seqlens is None else copy(self.cu_seqlens)
+        return Batch(copy(self.input_ids), copy(self.labels), cu_seqlens, self.label_count)
 
 
 def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
@@ -149,6 +148,17 @@ class Samples:
         rows = [store.read(start, start + self.seq_len + 1) for store, start in located]
         return to_batch(np.stack(rows), self.stores[0].stamp.eos_id, self.packing)
 
+    def step(
+        self, consumed: int, *, rank: int, world_size: int, micro_batch: int, accumulation: int = 1
+    ) -> list[Batch]:
+        """Return a rank's batches of the step after the first `consumed` samples of all ranks.
+
+        Wait for their tokens, or raise a DataError.
+        """
+        first, stride = consumed + rank * micro_batch, world_size * micro_batch
+        starts = range(first, first + accumulation * stride, stride)
+        return [self.batch(range(start, start + micro_batch)) for start in starts]
+
     def locate(self, position: int) -> tuple[TokenStore, int]:
         """Return the store of a sample, and the index of its first token.
 
@@ -190,34 +200,3 @@ def block_of(index: int) -> range:
     size = min(MAX_BLOCK, max(MIN_BLOCK, power_of_2))
     start = index // size * size
     return range(start, start + size)
-
-
-class BatchLoader:
-    """A rank's batches, in order; the only state is the number of samples consumed."""
-
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        rank: int,
-        world_size: int,
-        micro_batch: int,
-        accumulation: int = 1,
-        consumed: int = 0,
-    ) -> None:
-        """Start with the step after the first `consumed` samples of all ranks."""
-        self.samples = samples
-        self.samples_per_step = micro_batch * accumulation * world_size  # of all ranks together
-        self._micro_batch, self._stride = micro_batch, micro_batch * world_size
-        self._accumulation = accumulation
-        self._next = consumed + rank * micro_batch
-
-    def next_batch(self) -> Batch:
-        """Return the next batch; wait for its tokens, or raise a DataError."""
-        batch = self.samples.batch(range(self._next, self._next + self._micro_batch))
-        self._next += self._stride
-        return batch
-
-    def next_step(self) -> list[Batch]:
-        """Return the batches of the next step."""
-        return [self.next_batch() for _ in range(self._accumulation)]

@@ -164,9 +164,13 @@ class RunConfig:
                     f"steps; set model.attention.branches=sel, or {name} to 0"
                 )
 
+    def samples_per_step(self, ranks: int) -> int:
+        """Return the samples of one optimizer step on `ranks` ranks."""
+        return self.train.rows * self.train.accumulation * ranks
+
     def tokens_per_step(self, ranks: int) -> int:
         """Return the tokens of one optimizer step on `ranks` ranks."""
-        return self.train.rows * self.train.accumulation * ranks * self.data.seq_len
+        return self.samples_per_step(ranks) * self.data.seq_len
 
     def resolved(self) -> RunConfig:
         """Return the config with train.dense_steps=auto as a number: 0 where it cannot be used."""

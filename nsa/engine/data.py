@@ -1,12 +1,14 @@
-"""Data of one rank: training loader and validation batches, opened at the run's position."""
+"""Data of one rank: training and validation batches, opened at the run's position."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from nsa.data.batches import BatchLoader
+from nsa.data.batches import Batch, Samples
 from nsa.data.cache import TokenCache, ValidationData, cache_folder
 from nsa.data.dataset import open_dataset
 from nsa.engine.config import RunConfig
@@ -20,7 +22,8 @@ class Data:
     """Training and validation batches of one rank."""
 
     cache: TokenCache
-    loader: BatchLoader
+    samples: Samples
+    step: Callable[[int], list[Batch]]  # of the step after this many samples of all ranks
     validation: ValidationData
     notes: list[str]  # for the log
     first_seconds: float  # until the first batch was ready
@@ -30,7 +33,7 @@ class Data:
         """End the tokenising process, and log what data.on_error left out."""
         self.cache.close()
         if self.rank == 0:
-            for store in self.loader.samples.stores:
+            for store in self.samples.stores:
                 for line in store.notes:
                     warn(line)
 
@@ -61,8 +64,8 @@ def open_data(
             f"model.vocab_size to {largest.vocab_size} or more"
         )
     shape = {"micro_batch": config.train.rows, "world_size": ranks.world_size}
-    step = config.train.rows * config.train.accumulation * ranks.world_size
-    consumed = state.samples + (config.train.steps - state.step) * step
+    steps_left = config.train.steps - state.step
+    consumed = state.samples + steps_left * config.samples_per_step(ranks.world_size)
     try:
         cache.start({"train": consumed, "val": config.train.eval_samples})
         samples = cache.open_samples("train", config.train.seed)
@@ -73,13 +76,6 @@ def open_data(
                 "new run without --resume"
             )
         validation = ValidationData(cache, sequences=config.train.eval_samples, **shape)
-        loader = BatchLoader(
-            samples,
-            rank=ranks.rank,
-            accumulation=config.train.accumulation,
-            consumed=state.samples,
-            **shape,
-        )
         samples.locate(state.samples)  # errors of the first documents surface here
     except BaseException:
         cache.close()
@@ -87,4 +83,6 @@ def open_data(
     state.data = samples.fingerprint
     seconds = time.monotonic() - start
     notes += [*dataset.notes, *samples.describe(consumed)]
-    return Data(cache, loader, validation, notes, seconds, ranks.rank)
+    accumulation = config.train.accumulation
+    step = partial(samples.step, rank=ranks.rank, accumulation=accumulation, **shape)
+    return Data(cache, samples, step, validation, notes, seconds, ranks.rank)

@@ -119,7 +119,8 @@ def _train_steps(run: Run) -> str | None:
         logs = logs or step == 1 or any(gate.step == step for gate in run.gates)
         run.telemetry.step_start(step)
         run.telemetry.enter("data")
-        stop_reason, batches, labels = fetch_on_all_ranks(run, run.data.loader.next_step)
+        fetch = partial(run.data.step, run.state.samples)
+        stop_reason, batches, labels = fetch_on_all_ranks(run, fetch)
         if stop_reason is not None:
             return stop_reason
         waited = run.data.first_seconds
@@ -231,7 +232,7 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
         engine.step()  # updates the weights after the last micro-batch only
         total += loss.detach().float()
     state.step += 1
-    state.samples += run.data.loader.samples_per_step
+    state.samples += run.config.samples_per_step(run.ranks.world_size)
     state.tokens += run.config.tokens_per_step(run.ranks.world_size)
     state.skipped += not engine.was_step_applied()
     return total / config.accumulation

@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from nsa.data.batches import BatchLoader
 from nsa.data.cache import TokenCache
 from nsa.data.dataset import OpenedSource, open_dataset
 from tests.data.texts import configure
@@ -30,11 +29,12 @@ def main(source: str, folder: Path, steps: int, pause_at: int, rank: int, world_
     cache = TokenCache(open_dataset(configure(source)), folder / "cache")
     cache.start({"train": steps * 4})
     shape = {"rank": rank, "world_size": world_size, "micro_batch": 4 // world_size}
-    loader = BatchLoader(cache.open_samples("train", 3), consumed=saved["step"] * 4, **shape)
+    samples = cache.open_samples("train", 3)
     with log.open("a") as rows:
         rows.truncate(saved["bytes"])  # steps after the checkpoint are lost
         for step in range(saved["step"] + 1, steps + 1):
-            rows.write(f"{loader.next_batch().input_ids.tolist()}\n")
+            (batch,) = samples.step((step - 1) * 4, **shape)
+            rows.write(f"{batch.input_ids.tolist()}\n")
             rows.flush()
             if step % SAVE_EVERY == 0:
                 state = {"step": step, "bytes": log.stat().st_size}

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.batches import Batch, BatchLoader, Samples
+from nsa.data.batches import Batch, Samples
 from nsa.data.order import Mixer, hash64, shuffled_index
 from tests.data.texts import MemoryStore
 
@@ -25,17 +25,12 @@ def counting(samples: int, seq_len: int = 4, seed: int = 3) -> Samples:
 
 
 def step_of(
-    samples: Samples,
-    consumed: int,
-    *,
-    micro_batch: int = 1,
-    accumulation: int = 1,
-    world_size: int = 1,
+    samples: Samples, consumed: int, *, world_size: int = 1, micro_batch: int = 1, **more: int
 ) -> list[list[int]]:
     """The samples of each batch of a step: of all ranks in micro-step 0, in micro-step 1, …"""
-    shape = {"world_size": world_size, "micro_batch": micro_batch, "consumed": consumed}
-    ranks = [BatchLoader(samples, rank=rank, **shape) for rank in range(world_size)]
-    batches = [rank.next_batch() for _ in range(accumulation) for rank in ranks]
+    shape = {"world_size": world_size, "micro_batch": micro_batch, **more}
+    ranks = [samples.step(consumed, rank=rank, **shape) for rank in range(world_size)]
+    batches = [batch for micro_step in zip(*ranks, strict=True) for batch in micro_step]
     return [(batch.input_ids[:, 0] // samples.seq_len).tolist() for batch in batches]
 
 

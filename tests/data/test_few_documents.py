@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.cli import main
-from nsa.data.batches import BatchLoader
 from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
@@ -55,8 +54,9 @@ def test_a_folder_of_four_documents_is_prepared_and_trained_on(
     assert main(["data", "check", str(out)]) == 0
     dataset = open_dataset(DataConfig(source=str(out), seq_len=2_048, packing=packing))
     cache = TokenCache(dataset, tmp_path)
-    loader = BatchLoader(cache.open_samples("train", 1), rank=1, world_size=2, micro_batch=2)
-    assert loader.next_batch().tokens == 2 * 2_048
+    samples = cache.open_samples("train", 1)
+    (batch,) = samples.step(0, rank=1, world_size=2, micro_batch=2)
+    assert batch.tokens == 2 * 2_048
     assert ValidationData(cache, sequences=1, micro_batch=1, world_size=2).sequences == 1
     for name in ("train", "val"):
         store = open_shards(str(out), name)

@@ -3,7 +3,7 @@
     FAULT='{"action": "kill", "where": "backward", "step": 5, "ranks": [1], "mark": "/tmp/x"}'
 
 The fault happens once: the rank writes a file `mark`.<rank> first and is healthy after a restart.
-Steps are counted by the batches fetched since the process started.
+Steps are counted since the process started.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def plant(fault: Fault) -> None:
     import torch
 
     from nsa.checkpoint import Saver
-    from nsa.data.batches import BatchLoader
+    from nsa.data.batches import Samples
     from nsa.model import LanguageModel
 
-    def next_batch(self: Any) -> None:
+    def start_step(*_: Any, **__: Any) -> None:
         fault.steps += 1
         fault.reach("data")
 
-    call_before(BatchLoader, "next_batch", next_batch)
+    call_before(Samples, "step", start_step)
     for owner, name, where in (
         (deepspeed.DeepSpeedEngine, "backward", "backward"),
         (deepspeed.DeepSpeedEngine, "step", "step"),
