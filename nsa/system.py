@@ -73,13 +73,6 @@ def isolated_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback address that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def interface_towards(address: str) -> str | None:
     """Return the network interface used to reach `address`; None for the loopback."""
     import psutil

@@ -26,7 +26,10 @@ from tests.fork_server import Forked, Server
 ROOT = Path(__file__).parents[1]
 TAIL = 4_000  # characters of a rank's stderr and stdout that a failure shows
 GRACE = 3.0  # seconds for the other ranks to end after one failed
-SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SET_BY_LAUNCHER = (
+    *("RANK", "CROSS_RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 # DeepSpeed defines Muon's functions with torch.compile, whose import takes a rank 1.4 s.
 WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 
@@ -122,7 +125,7 @@ def spawn_ranks(
 ) -> SpawnedRanks:
     """Start a program on `ranks` processes; 0: on one, without a launcher's variables."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
-    common |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+    common |= {"CROSS_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
     started = []
     for rank in range(max(1, ranks)):
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common} if ranks else {}

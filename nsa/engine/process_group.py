@@ -1,12 +1,8 @@
 """Ranks of a run: join the process group, agree over CPUs, leave, end the process with a code.
 
-The ranks of one machine meet at a file that only this user can reach. PyTorch's own rendezvous is a
-TCP port, which obeys every user of the machine: the first process to join is a rank.
-
-    rank 0    creates <temp>/nsa-<user id>/<run>.<process>.<start>    folder 0700, file 0600
-    others    wait for the file of a rank 0 that runs
-
-Over the file ranks exchange the loopback addresses at which they then connect.
+Ranks that DeepSpeed's launcher starts on one machine meet at a file in a folder that only this user
+can enter. PyTorch's own rendezvous is a TCP port, which obeys every user of the machine: the first
+process to join is a rank. Over the file they exchange the loopback addresses at which they connect.
 """
 
 from __future__ import annotations
@@ -36,16 +32,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from nsa.data.writer import WorkerDied
 from nsa.engine import disable_shared_memory_op
-from nsa.system import LOOPBACK, free_port, interface_towards
+from nsa.system import LOOPBACK, interface_towards
 
 # By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL
 # the first one it finds, which may be a container's.
 INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 ROOT_CAUSE_GRACE_SECONDS = 5  # for the rank that failed first to report before its peers do
-POLL_SECONDS = 0.02
 SCHEME = "private"  # of the rendezvous' init_method
-_created: list[Path] = []  # rendezvous files of this process, if it is rank 0
+_created: list[Path] = []  # rendezvous files to remove at the end, on rank 0
 
 
 T = TypeVar("T")
@@ -76,17 +71,17 @@ def start_ranks(ranks: Ranks) -> torch.device:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls the deprecated name of this collective at every step.
     warnings.filterwarnings("ignore", r".*all_gather_into_tensor", FutureWarning)
-    if "MASTER_ADDR" not in os.environ:  # no launcher: `python recipes/m7c.py`
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    defaults = {
+    defaults = {  # without a launcher: `python recipes/m7c.py`
         "RANK": str(ranks.rank),
         "LOCAL_RANK": str(ranks.local_rank),
         "WORLD_SIZE": str(ranks.world_size),
+        "MASTER_ADDR": LOOPBACK[0],
+        "MASTER_PORT": "29500",  # DeepSpeed asks for one; a single rank opens no port
     }
+    os.environ.update(defaults | os.environ)
     if interface := interface_towards(os.environ["MASTER_ADDR"]):
-        defaults |= {name: value.format(interface) for name, value in INTERFACE.items()}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+        for name, value in INTERFACE.items():
+            os.environ.setdefault(name, value.format(interface))
     if "OMP_NUM_THREADS" not in os.environ:
         local_ranks = int(os.environ.get("LOCAL_SIZE", ranks.world_size))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
@@ -97,12 +92,14 @@ def start_ranks(ranks: Ranks) -> torch.device:
 
 
 def _join(ranks: Ranks, backend: str) -> None:
-    one_machine = os.environ["MASTER_ADDR"] in LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
+    launched = ranks.world_size == 1 or "CROSS_RANK" in os.environ  # set by DeepSpeed's launcher
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ  # joins again after a restart
+    private = launched and not elastic and os.environ["MASTER_ADDR"] in LOOPBACK
     try:
         deepspeed.init_distributed(
             backend,
             verbose=False,
-            init_method=f"{SCHEME}://" if one_machine else None,
+            init_method=f"{SCHEME}://" if private else None,
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
@@ -130,62 +127,23 @@ def private_folder() -> Path:
     return folder
 
 
-def run_name() -> str:
-    """Return what the ranks of this run have in common: launcher and port.
+def rendezvous_file() -> Path:
+    """Return the file at which the ranks of a run meet, named after their launcher and port.
 
-    Without DeepSpeed's launcher ranks may have several parents.
+    With its start, a later process of the same number has another name.
     """
-    port = os.environ["MASTER_PORT"]
-    launcher = os.getppid() if "CROSS_RANK" in os.environ else 0
-    return f"{launcher}-{port}"
-
-
-def create_rendezvous(run: str) -> Path:
-    """Create the file at which the other ranks of `run` meet this process, rank 0."""
-    folder = private_folder()
-    for other in folder.glob(f"{run}.*"):
-        if _creator_runs(other):
-            _, port, process, _ = other.name.replace("-", ".").split(".")
-            raise ValueError(
-                f"--master_port {port}: in use by another run, process {process}; choose another "
-                "with deepspeed --master_port"
-            )
-        other.unlink(missing_ok=True)
-    path = folder / f"{run}.{os.getpid()}.{_start_time(os.getpid())}"
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-    _created.append(path)
-    return path
-
-
-def find_rendezvous(run: str, timeout: timedelta) -> Path:
-    """Wait for the file of the rank 0 of `run`, and return it."""
-    folder, deadline = private_folder(), time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        for path in folder.glob(f"{run}.*"):
-            if _creator_runs(path):
-                return path
-        time.sleep(POLL_SECONDS)
-    raise ValueError(f"{folder}: rank 0 did not come within {timeout}; read its error")
-
-
-def _creator_runs(path: Path) -> bool:
-    _, process, start = path.name.split(".")
-    return _start_time(int(process)) == start
-
-
-def _start_time(process: int) -> str | None:
-    """Return a process's start in ticks since boot; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
+    launcher, port = os.getppid(), os.environ["MASTER_PORT"]
+    start = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks
+    return private_folder() / f"{launcher}.{start}.{port}"
 
 
 def _rendezvous(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Any, int, int]]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    path = find_rendezvous(run_name(), timeout) if rank else create_rendezvous(run_name())
-    store = dist.FileStore(str(path), world_size)
+    store: dist.Store = dist.HashStore()
+    if world_size > 1:
+        path = rendezvous_file()
+        store = dist.FileStore(str(path), world_size)
+        _created.extend([path] if rank == 0 else [])
     store.set_timeout(timeout)
     yield store, rank, world_size
     raise RuntimeError("rendezvous ran twice; a run joins its ranks once")

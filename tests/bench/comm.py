@@ -19,10 +19,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.system import free_port, resource_path
+from nsa.system import resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report
 from tests.netns import RANKS, Link, link
+from tests.ranks import free_port
 
 if TYPE_CHECKING:
     from tests.bench.comm_ranks import Rank

@@ -96,8 +96,8 @@ def zero1(config: Any, report: Report) -> tuple[Any, Any]:
     """Return a model and a step of DeepSpeed's engine, of one rank."""
     from nsa.engine.build import build_engine
     from nsa.engine.ds_config import resolve_ds_config
-    from nsa.system import free_port
     from tests.bench.comm_ranks import join
+    from tests.ranks import free_port
 
     join(0, 1, "nccl" if report.on_gpu else "gloo", ("127.0.0.1", free_port()))
     raw = json.loads(resource_path("ds_configs/zero1_pcie.json").read_text())
