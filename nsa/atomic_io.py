@@ -7,24 +7,22 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically, with its parent folders."""
-    atomic_write(path, [text.encode("utf-8")])
+    atomic_write(path, text.encode("utf-8"))
 
 
-def atomic_write(path: Path, chunks: Iterable[Any]) -> None:
-    """Write bytes-like chunks to `path` atomically, with its parent folders."""
+def atomic_write(path: Path, data: bytes | memoryview) -> None:
+    """Write bytes to `path` atomically, with its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(draft, "wb", opener=no_symlink) as file:
-            for chunk in chunks:
-                file.write(chunk)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

@@ -14,8 +14,6 @@ import copy
 import io
 import random
 import shutil
-import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
@@ -73,8 +71,7 @@ class Saver:
 
     `barrier` takes this rank's error or None, waits for all ranks, and raises on all of them if one
     had an error. `tokenizer` holds name and fingerprint of the dataset's tokenizer, to use a
-    checkpoint without the dataset. On rank 0, `on_saved` receives step, folder and the seconds that
-    training waited.
+    checkpoint without the dataset.
     """
 
     engine: Any
@@ -84,21 +81,19 @@ class Saver:
     barrier: Callable[[ValueError | None], object]
     attachments: Mapping[str, str] = field(default_factory=dict)  # texts by file name
     tokenizer: Mapping[str, str] | None = None
-    on_saved: Callable[[int, Path, float], None] = lambda step, folder, stall: None
 
     def __post_init__(self) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         if self._rank == 0:
             remove_drafts(self.folder)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save the engine, and `state`, the same on all ranks.
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Save the engine, and `state`, the same on all ranks; return the checkpoint.
 
         Raise SaveFailed on all ranks if one cannot write its files.
         """
         import deepspeed
 
-        start = time.monotonic()
         draft, topology = draft_of(self.folder, step), engine_topology(self.engine)
         self._on_all_ranks(step, lambda: self._rank == 0 and new_draft(self.folder, step))
         files = capture(self.engine, draft)
@@ -116,7 +111,8 @@ class Saver:
             step, lambda: self._rank == 0 and commit(self.folder, step, self._ranks, of_manifest)
         )
         if self._rank == 0:
-            self._finish(step, time.monotonic() - start)
+            prune(self.folder, self.config.keep)
+        return self.folder / checkpoint_name(step)
 
     def _on_all_ranks(self, step: int, action: Callable[[], object]) -> None:
         """Run an action on every rank; if it fails on any, raise SaveFailed on all."""
@@ -146,15 +142,6 @@ class Saver:
                 with (draft / name).open("wb") as file:  # given a path, torch.save hides errors
                     torch.save(content, file)
         write_part(draft, self._rank, files)
-
-    def _finish(self, step: int, stall: float) -> None:
-        """Prune, report; errors are warnings, as the step is saved."""
-        path = self.folder / checkpoint_name(step)
-        try:
-            prune(self.folder, self.config.keep)
-            self.on_saved(step, path, stall)
-        except Exception as error:
-            warnings.warn(f"after saving {path}: {error!r}", stacklevel=2)
 
 
 def capture(engine: Any, draft: Path) -> dict[str, Any]:

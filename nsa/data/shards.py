@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa.atomic_io import atomic_write
+from nsa.atomic_io import atomic_write, atomic_write_text
 from nsa.data.source import Cursor, DataError, Skipped
 from nsa.data.tokenizer import TokenArray
 from nsa.untrusted import matches, open_regular, parse_json, read_text, short_repr
@@ -101,7 +101,7 @@ def write_shard(
 ) -> Shard:
     """Write documents, each of which ends with the end of text, as one shard."""
     tokens = np.concatenate(documents).astype(_little(stamp), copy=False)
-    atomic_write(folder / name, [tokens.data])
+    atomic_write(folder / name, tokens.data)
     digest = hashlib.sha256(tokens.data).hexdigest()
     return Shard(name, split, len(tokens), len(documents), text_bytes, digest)
 
@@ -192,7 +192,7 @@ def write_index(folder: Path, index: Index) -> None:
     """Write the index of a folder."""
     content = {"format": FORMAT, "version": VERSION, **asdict(index)}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    atomic_write(folder / INDEX, [text.encode()])
+    atomic_write_text(folder / INDEX, text)
 
 
 def no_documents(name: str, index: Index, split: str | None = None) -> DataError:

@@ -26,7 +26,6 @@ class Data:
     step: Callable[[int], list[Batch]]  # of the step after this many samples of all ranks
     validation: ValidationData
     notes: list[str]  # for the log
-    first_seconds: float  # until the first batch was ready
     rank: int
 
     def close(self) -> None:
@@ -81,8 +80,9 @@ def open_data(
         cache.close()
         raise
     state.data = samples.fingerprint
-    seconds = time.monotonic() - start
-    notes += [*dataset.notes, *samples.describe(consumed)]
+    notes += [*dataset.notes, *samples.describe(consumed), *filter(None, [validation.note])]
+    if (waited := time.monotonic() - start) >= 0.1:  # tokenised or downloaded
+        notes.append(f"first batch ready {waited:.1f} s after opening the dataset")
     accumulation = config.train.accumulation
     step = partial(samples.step, rank=ranks.rank, accumulation=accumulation, **shape)
-    return Data(cache, samples, step, validation, notes, seconds, ranks.rank)
+    return Data(cache, samples, step, validation, notes, ranks.rank)

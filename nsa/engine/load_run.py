@@ -47,8 +47,6 @@ def find_run(path: Path | str) -> StoredRun:
     except DataError as error:
         warnings.warn(f"no tokenizer: {printable(str(error))}", stacklevel=2)
         tokenizer = None
-    if tokenizer is not None and config.data.tokenizer == "byte":
-        config.data.tokenizer = tokenizer.name  # prepared data brings its own tokenizer
     return StoredRun(
         config=config,
         tokenizer=tokenizer,
@@ -88,18 +86,17 @@ def read_config(folder: Path) -> RunConfig:
 
     A checkpoint has a copy, except a universal checkpoint, which uses the run folder's.
     """
-    in_checkpoint, in_run = folder / CONFIG, folder.parent.parent / CONFIG
-    if in_checkpoint.is_file():
-        config, _ = read_saved_config(in_checkpoint)
-        recorded = read_tokenizer(folder)
-        if recorded is not None:
-            config.data.tokenizer = recorded["name"]
-        return config
-    if in_run.is_file() and not has_safetensors(folder):
-        return read_saved_config(in_run)[0]
-    hf = (folder / "config.json").is_file()
-    fix = f"; convert it: nsa import {folder} --to runs/imported" if hf else ""
-    raise ValueError(f"'{folder}' has no {CONFIG}{fix}")
+    file = folder / CONFIG
+    if not file.is_file() and not has_safetensors(folder):
+        file = folder.parent.parent / CONFIG
+    if not file.is_file():
+        hf = (folder / "config.json").is_file()
+        fix = f"; convert it: nsa import {folder} --to runs/imported" if hf else ""
+        raise ValueError(f"'{folder}' has no {CONFIG}{fix}")
+    config, _ = read_saved_config(file)
+    if recorded := read_tokenizer(folder):  # prepared data brings its own
+        config.data.tokenizer = recorded["name"]
+    return config
 
 
 def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:

@@ -13,6 +13,7 @@ the only collectives are DeepSpeed's and a few bytes between CPUs (process_group
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -40,6 +41,7 @@ from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import Gate, record_result
 from nsa.model import flops_per_token
 from nsa.monitor.artifacts import RankHistory, read_table
+from nsa.monitor.environment import write_dtypes
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import Observers, StepRecord
@@ -75,7 +77,6 @@ class Run:
 
     # Progress of the training loop.
     saved_step = 0  # of the newest checkpoint; 0: none
-    validation_note_logged = False
 
     def __init__(self, request: RunRequest, lock: FolderLock | None) -> None:
         self.request = request
@@ -110,7 +111,7 @@ def train(run: Run) -> str:
 
 def _train_steps(run: Run) -> str | None:
     """Run the remaining steps; return the reason for stopping early."""
-    config, stop_step, first_step = run.config, run.request.stop_step, run.state.step
+    config, stop_step, first_step = run.config, run.request.stop_step, run.state.step + 1
     _judge_if_due(run)  # a run resumed at a gate's step is judged again
     while run.state.step < stop_step:
         step = run.state.step + 1
@@ -123,13 +124,13 @@ def _train_steps(run: Run) -> str | None:
         stop_reason, batches, labels = fetch_on_all_ranks(run, fetch)
         if stop_reason is not None:
             return stop_reason
-        waited = run.data.first_seconds
-        if run.state.step == first_step and waited >= 0.1:  # tokenised or downloaded
-            run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
         if logs and run.state.step >= config.train.switch_step:
             run.health.arm()
         loss = train_step(run, batches, labels)
         run.telemetry.step_end(run.state)
+        if step == first_step and run.ranks.rank == 0:  # the optimizer has its states now
+            dtypes = run.request.run_dir / "dtypes.txt"
+            write_dtypes(dtypes, run.engine.module, run.engine.optimizer)
         if not run.engine.was_step_applied():
             run.guard.handle_skipped_step(run.state.step, run.collectives, run.observers.on_message)
         run.throughput.step(run.config.tokens_per_step(run.ranks.world_size))
@@ -327,9 +328,6 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
         run.telemetry.enter("idle")
     if val_loss is not None:
         bits_per_byte = val_loss / math.log(2) / run.data.validation.bytes_per_token
-        if run.data.validation.note and not run.validation_note_logged:
-            run.observers.on_message(run.data.validation.note)
-            run.validation_note_logged = True
     grad_norm, fp16 = run.engine.get_global_grad_norm(), run.config.train.precision == "fp16"
     run.observers.on_step(
         StepRecord(
@@ -354,10 +352,13 @@ def _save(run: Run, required: bool = True) -> None:
     """Save unless this step is saved already; a failure is only logged unless `required`."""
     if run.saved_step != run.state.step:
         run.telemetry.enter("save")
+        start = time.monotonic()
         try:
             with run.throughput.paused():
-                run.saver.save(run.state.step, asdict(run.state))
-            run.saved_step = run.state.step
+                folder = run.saver.save(run.state.step, asdict(run.state))
+            run.saved_step, seconds = run.state.step, time.monotonic() - start
+            pause = f"training paused for {seconds:.1f} s"
+            run.observers.on_message(f"step {run.state.step}: saved {folder}, {pause}")
         except SaveFailed as error:
             if required:
                 raise

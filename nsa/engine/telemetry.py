@@ -6,7 +6,6 @@ Observers write trackers, CSV files and progress. Telemetry uses no collectives.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.monitor.artifacts import RankHistory, read_rank
 from nsa.monitor.config import HEARTBEAT_SECONDS
-from nsa.monitor.environment import write_dtypes
 from nsa.monitor.heartbeat import Heartbeat, dump_stacks_on_signal
 from nsa.monitor.memory import MemorySnapshots
 from nsa.monitor.observer import BackgroundWriter, Observer, Observers, warn
@@ -52,11 +50,6 @@ class Telemetry:
         )
         self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every)
         self.profiler = StepProfiler(run_dir, rank, request.profile_steps)
-        self._write_dtypes: Callable[[], None] | None = None
-
-    def report_dtypes(self, engine: Any, path: Path) -> None:
-        """Write the dtypes to `path` after the next step, which creates the optimizer's states."""
-        self._write_dtypes = lambda: write_dtypes(path, engine.module, engine.optimizer)
 
     def step_start(self, step: int) -> None:
         """Record the start of `step`, counted from 1."""
@@ -74,9 +67,6 @@ class Telemetry:
         self.memory.take(state.step, "after")
         self.heartbeat.step_end(state.step, state.tokens, state.skipped)
         self.heartbeat.enter("idle")
-        if self._write_dtypes is not None:
-            self._write_dtypes()
-            self._write_dtypes = None
 
     def history(self) -> RankHistory:
         """Write this rank's pending lines, and return all that its files record."""

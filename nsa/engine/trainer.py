@@ -202,8 +202,6 @@ def _create_parts(run: Run) -> None:
     request, config, device = run.request, run.config, run.device
     rank, world_size = run.ranks.rank, run.ranks.world_size
     run.observers = build_observers(request, run.engine, run.telemetry.csv_files)
-    if rank == 0:
-        run.telemetry.report_dtypes(run.engine, request.run_dir / "dtypes.txt")
     run.guard = LossGuard(config.train, device)
     run.shutdown = ShutdownMonitor(request.time_limit)
     run.gates = schedule(config.monitor.ladder, config.train.steps)
@@ -223,7 +221,6 @@ def _create_parts(run: Run) -> None:
         barrier=run.collectives.barrier,
         attachments=request.config_files(),
         tokenizer={"name": stamp.tokenizer, "fingerprint": stamp.tokenizer_fingerprint},
-        on_saved=run.observers.on_checkpoint,
     )
 
 

@@ -79,9 +79,6 @@ class Observer:
     def on_step(self, record: StepRecord) -> None:
         """Called after each logged step."""
 
-    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        """Called once the checkpoint of `step` is on disk; saving paused training for `seconds`."""
-
     def on_message(self, text: str) -> None:
         """Called with a line for the user."""
 

@@ -41,7 +41,7 @@ _MIN_SECONDS = 10.0  # between two lines
 
 
 class Progress(Observer):
-    """Prints a line for some logged steps, for each validation, checkpoint and message."""
+    """Prints a line for some logged steps, for each validation and message."""
 
     def __init__(self, last_step: int) -> None:
         self._last_step = last_step
@@ -61,9 +61,6 @@ class Progress(Observer):
         self._unprinted = record
         if due:
             self._print_step(record)
-
-    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        self._print(f"step {step}: saved {path}, training paused for {seconds:.1f} s")
 
     def on_message(self, text: str) -> None:
         self._print(text)

@@ -63,7 +63,7 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
         figure.savefig(picture, format=out.suffix[1:] or "png")
     except ValueError as error:
         raise ValueError(f"{out}: {error}") from error
-    atomic_write(out, [picture.getvalue()])
+    atomic_write(out, picture.getvalue())
 
 
 def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> None:

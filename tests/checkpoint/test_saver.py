@@ -29,12 +29,9 @@ def test_a_checkpoint_holds_all_files_and_its_manifest_names_them(saved: Saved) 
     assert (state.train_state, state.topology) == ({"step": 6}, Topology("1 or 2", "bf16", 2))
 
 
-def test_on_saved_reports_each_checkpoint_and_its_stall_on_rank_0(saved: Saved) -> None:
-    _, (first, second) = saved
-    reported = first["two steps"]["saved"]
-    assert [row[:2] for row in reported] == [[3, "step00000003"], [6, "step00000006"]]
-    assert all(0 < stall < first["two steps"]["seconds"] for *_, stall in reported)
-    assert second["two steps"]["saved"] == []
+def test_every_rank_gets_the_folder_of_each_checkpoint(saved: Saved) -> None:
+    for trials in saved[1]:
+        assert trials["two steps"]["saved"] == ["step00000003", "step00000006"]
 
 
 def test_resumed_training_is_bit_identical_including_random_numbers(

@@ -31,9 +31,6 @@ class CallLog(Observer):
     def on_step(self, record: StepRecord) -> None:
         self.record(f"step {record.step}")
 
-    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        self.record(f"checkpoint {step}")
-
     def on_message(self, text: str) -> None:
         self.record(text)
 
@@ -57,15 +54,14 @@ def test_an_observer_that_hangs_or_fails_delays_neither_the_run_nor_the_others(
     observers = Observers(list(zip((hanging, full, healthy), writers, strict=True)))
     observers.on_start(tmp_path, 0)
     observers.on_step(make_record(1))
-    observers.on_checkpoint(1, tmp_path, 0.5)
     observers.on_message("hello")
     observers.on_end("done")  # returns, though `released` is not set
     assert hanging.calls == []
     released.set()
     observers.close()
-    calls = ["start", "step 1", "checkpoint 1", "hello", "done"]
+    calls = ["start", "step 1", "hello", "done"]
     assert hanging.calls == healthy.calls == full.calls == calls
-    assert [writer.failed for writer in writers] == [0, 5, 0]
+    assert [writer.failed for writer in writers] == [0, 4, 0]
 
 
 def test_submitting_returns_while_a_write_hangs_and_dropped_jobs_are_counted(
