@@ -202,16 +202,15 @@ class ValidationData:
         self.bytes_per_token = self._samples.bytes_per_token
 
     @property
-    def note(self) -> str | None:
+    def notes(self) -> list[str]:
         """Return a note for the log if there are fewer samples than requested."""
-        if self._exhausted is None:
-            return None
-        return (
+        text = (
             f"train.eval_samples = {self._requested}: the validation split of {self._exhausted} "
             f"ends after {self.sequences} sequences; lower train.eval_samples, take a larger "
             "source, or raise data.held_out if it is below 0.5 (of a prepared folder: prepare it "
             "again with a larger --held-out)"
         )
+        return [] if self._exhausted is None else [text]
 
     def batches(self, rank: int) -> list[Batch]:
         """Return a rank's batches, equally many on all ranks; ignored rows fill the last."""

@@ -80,7 +80,7 @@ def open_data(
         cache.close()
         raise
     state.data = samples.fingerprint
-    notes += [*dataset.notes, *samples.describe(consumed), *filter(None, [validation.note])]
+    notes += [*dataset.notes, *samples.describe(consumed), *validation.notes]
     if (waited := time.monotonic() - start) >= 0.1:  # tokenised or downloaded
         notes.append(f"first batch ready {waited:.1f} s after opening the dataset")
     accumulation = config.train.accumulation

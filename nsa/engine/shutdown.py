@@ -62,18 +62,18 @@ class ShutdownMonitor:
         self._processes: dict[int, psutil.Process] = {}  # other ranks on this host
         self._launcher = _find_launcher()
 
-    def start(self) -> None:
-        """Handle SIGTERM and SIGINT from here on; call it on the main thread."""
+    def start(self, processes: Sequence[tuple[str, int]]) -> None:
+        """Handle SIGTERM and SIGINT from here on; call it on the main thread.
+
+        Watch those of all ranks' `processes`, (host, process id), that run on this host.
+        """
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
-        threading.Thread(target=self._watch, name="nsa shutdown", daemon=True).start()
-
-    def watch(self, processes: Sequence[tuple[str, int]]) -> None:
-        """Watch those of all ranks' `processes`, (host, process id), that run on this host."""
         for rank, (host, process_id) in enumerate(processes):
             if host == os.uname().nodename and process_id != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._processes[rank] = psutil.Process(process_id)
+        threading.Thread(target=self._watch, name="nsa shutdown", daemon=True).start()
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -238,8 +238,7 @@ def _heading(run: Run) -> str:
 
 def train(run: Run) -> None:
     """Run the training loop; close observers, telemetry and data, however the loop ends."""
-    run.shutdown.start()
-    run.shutdown.watch(run.processes)
+    run.shutdown.start(run.processes)
     try:
         run.observers.on_start(run.request.run_dir, run.state.step)
         for line in (_heading(run), *run.notes):

@@ -69,7 +69,7 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
     for ranks, micro_batch in ((1, 1), (2, 3), (5, 2)):
         validation = validation_of(config, 13, micro_batch, ranks)
         samples = evaluated(validation, ranks, micro_batch)
-        assert validation.note is None
+        assert validation.notes == []
         expected = expected or samples
         assert len(set(expected)) == 13
         assert samples == expected
@@ -110,8 +110,8 @@ def test_validation_reports_fewer_samples_than_requested(
     assert available > 0
     validation = validation_of(configure(source), 50, 2, ranks)
     assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
-    assert validation.note is not None
-    assert f"ends after {available} sequences" in validation.note
+    (note,) = validation.notes
+    assert f"ends after {available} sequences" in note
 
 
 @pytest.mark.usefixtures("kind")

@@ -15,10 +15,8 @@ shutdown.PEER_LOSS_GRACE_SECONDS = 0.5
 
 def main(time_limit: str, peer: str, waits_in: str) -> None:
     monitor = ShutdownMonitor(float(time_limit) or None)
-    monitor.start()
-    if int(peer):
-        host = os.uname().nodename
-        monitor.watch([(host, os.getpid()), (host, int(peer))])
+    host = os.uname().nodename
+    monitor.start([(host, os.getpid()), *([(host, int(peer))] if int(peer) else [])])
     if waits_in != "data":
         print("ready", flush=True)
     started = time.monotonic()
