@@ -24,10 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch, Samples, block_of
+from nsa.data.batches import Batch, Samples, block_of, hash64
 from nsa.data.config import DataConfig
 from nsa.data.dataset import Dataset, OpenedSource
-from nsa.data.order import hash64
 from nsa.data.shards import INDEX, Index, TokenStore, find_index, open_shards, read_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import Tokenizer, build_tokenizer

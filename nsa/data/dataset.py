@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,6 @@ class Dataset:
     @property
     def notes(self) -> list[str]:
         return [note for source in self.sources for note in source.notes]
-
-    def undivided(self) -> Dataset:
-        """Return the dataset with all its documents in the training split."""
-        sources = [replace(source, division=HeldOut(0.0)) for source in self.sources]
-        return replace(self, sources=sources)
 
 
 def open_dataset(config: DataConfig) -> Dataset:

@@ -306,16 +306,14 @@ class Files(Source):
         import pyarrow.parquet as pq
 
         skipped = () if self.on_error == "stop" else (DataError,)
+        size = 0
         with suppress(*skipped), name_in_errors(file.path):
             metadata = pq.read_metadata(file.path)
-            groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
-            columns = (group.column(i) for group in groups for i in range(group.num_columns))
-            return sum(
-                column.total_uncompressed_size
-                for column in columns
-                if column.path_in_schema == self.text_field
-            )
-        return 0
+            for group in map(metadata.row_group, range(metadata.num_row_groups)):
+                for column in map(group.column, range(group.num_columns)):
+                    if column.path_in_schema == self.text_field:
+                        size += column.total_uncompressed_size
+        return size
 
     def size_if_few(self, limit: int) -> int | None:
         """Return the bytes of text if there are fewer than `limit` documents, else None.

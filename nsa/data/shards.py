@@ -195,19 +195,6 @@ def write_index(folder: Path, index: Index) -> None:
     atomic_write_text(folder / INDEX, text)
 
 
-def no_documents(name: str, index: Index, split: str | None = None) -> DataError:
-    """Return the error for a source, or a split of it, without documents."""
-    text = f"data.source = {name!r} holds no documents"
-    if split is not None:
-        verb = "lower" if split == "train" else "raise"
-        text = (
-            f"data.source = {name!r} has no document for split {split!r}; {verb} data.held_out = "
-            f"{short_repr(index.settings.get('held_out'))} (of a prepared folder: prepare it "
-            "again), or take a larger source"
-        )
-    return DataError("; ".join([text, *index.skipped.note(name)]))
-
-
 class TokenStore:
     """One split of a folder of shards as a random-access stream of tokens, memory-mapped.
 
@@ -229,7 +216,13 @@ class TokenStore:
         wait: Callable[[int], Index] | None = None,
     ) -> None:
         if not index.of(split):
-            raise no_documents(name, index, split)
+            text = (
+                f"data.source = {name!r} has no document for split {split!r}; "
+                f"{'lower' if split == 'train' else 'raise'} data.held_out = "
+                f"{short_repr(index.settings.get('held_out'))} (of a prepared folder: prepare it "
+                "again), or take a larger source"
+            )
+            raise DataError("; ".join([text, *index.skipped.note(name)]))
         self.name, self.stamp = name, index.stamp
         self.grows = wait is not None
         self.size: int | None = None  # bytes of the source of a store that grows, if known
@@ -271,9 +264,15 @@ class TokenStore:
         number = int(np.searchsorted(self._ends, start, side="right"))
         parts = []
         while start < stop:
-            end, piece = int(self._ends[number]), self._piece(number)
-            offset = end - len(piece)
-            part = piece[start - offset : min(stop, end) - offset]
+            file, tokens, opened = self._opened(number)
+            if _size_and_time(file) != opened:
+                raise DataError(
+                    f"{file.name}: overwritten or truncated while in use; restore it, and replace "
+                    "shards only by moving complete files into their place"
+                )
+            end = int(self._ends[number])
+            offset = end - len(tokens)
+            part = tokens[start - offset : min(stop, end) - offset]
             if (highest := int(part.max())) >= self.stamp.vocab_size:  # no row of the embedding
                 raise DataError(
                     f"{self._folder / self._shards[number].name}: holds the id {highest} at or "
@@ -283,15 +282,6 @@ class TokenStore:
             parts.append(part)
             start, number = min(stop, end), number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _piece(self, number: int) -> TokenArray:
-        file, tokens, opened = self._opened(number)
-        if _size_and_time(file) != opened:
-            raise DataError(
-                f"{file.name}: overwritten or truncated while in use; restore it, and replace "
-                "shards only by moving complete files into their place"
-            )
-        return tokens
 
     def _open(self, number: int) -> tuple[FileIO, TokenArray, tuple[int, int]]:
         shard = self._shards[number]

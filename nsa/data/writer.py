@@ -40,7 +40,6 @@ from nsa.data.shards import (
     Index,
     Stamp,
     find_index,
-    no_documents,
     open_shard,
     read_index,
     write_index,
@@ -280,7 +279,8 @@ def _write_shards(job: Job, index: Index, documents: Documents) -> Index:
             shards.append(write_shard(job.folder, name, split, index.stamp, written, size))
     index = replace(index, shards=shards, cursor=cursor, skipped=skipped, finished=not batch)
     if not shards:
-        raise no_documents(job.source.name, index)
+        text = f"data.source = {job.source.name!r} holds no documents"
+        raise DataError("; ".join([text, *skipped.note(job.source.name)]))
     write_index(job.folder, index)
     return index
 

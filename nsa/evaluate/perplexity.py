@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, Samples, to_batch
 from nsa.data.cache import VALIDATION_SEED, TokenCache
 from nsa.data.dataset import Dataset
-from nsa.data.source import DataError
+from nsa.data.source import DataError, HeldOut
 from nsa.data.tokenizer import TokenArray, Tokenizer
 from nsa.model import LanguageModel
 from nsa.model.loss import bucket_edges, token_losses
@@ -62,7 +62,8 @@ def open_eval_data(
                     f"--split all: data.source = {source.name!r} was split when it was prepared; "
                     "choose held_out or train"
                 )
-        dataset, split = dataset.undivided(), "train"
+        sources = [replace(source, division=HeldOut(0.0)) for source in dataset.sources]
+        dataset, split = replace(dataset, sources=sources), "train"
     with closing(TokenCache(dataset, folder)) as cache:
         for stamp in cache.stamps:
             if stamp.tokenizer_fingerprint != tokenizer.fingerprint:

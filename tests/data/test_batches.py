@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.batches import Batch, Samples
-from nsa.data.order import Mixer, hash64, shuffled_index
+from nsa.data.batches import Batch, Mixer, Samples, hash64, shuffled_index
 from tests.data.texts import MemoryStore
 
 EOS = 257
