@@ -98,15 +98,14 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
 def _master_weights(
     folder: Path, topology: Topology, saved: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the master weights of all stages but 3."""
+    """Return the master weights of all stages but 3."""
     trained: dict[str, Tensor] = saved["module"]
     if topology.layout == "0":
-        yield from _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])
-    elif topology.ranks == ANY_RANKS:
-        for file in sorted((folder / "zero").glob("*/fp32.pt")):
-            yield file.parent.name, _load_mapped(file)["param"]
-    else:
-        yield from _master_weights_stage_1_2(folder, int(topology.ranks), trained)
+        return _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])
+    if topology.ranks == ANY_RANKS:
+        files = (folder / "zero").glob("*/fp32.pt")
+        return ((file.parent.name, _load_mapped(file)["param"]) for file in files)
+    return _master_weights_stage_1_2(folder, int(topology.ranks), trained)
 
 
 def set_weights(
@@ -158,9 +157,9 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _load_mapped(file: Path) -> Any:
+def _load_mapped(file: Path, *, optimizer: bool = False) -> Any:
     """Load a file of torch.save memory-mapped, so that unused tensors are not read."""
-    with data_only(file.parent, optimizer=False):
+    with _silence(), data_only(file.parent, optimizer=optimizer):
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -189,9 +188,7 @@ def _master_weights_stage_1_2(
     pieces: dict[str, list[Tensor]] = {name: [] for name in trained}
     for rank in range(ranks):
         (file,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        with _silence(), data_only(folder):  # data_only imports DeepSpeed, which prints
-            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        state = state["optimizer_state_dict"]
+        state = _load_mapped(file, optimizer=True)["optimizer_state_dict"]
         groups = zip(
             state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True
         )

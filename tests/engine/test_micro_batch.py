@@ -16,8 +16,7 @@ from nsa.engine.config import RunConfig, TrainConfig, resolve_config
 from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.engine.recipe import Recipe
 from nsa.engine.run_request import RunRequest
-from nsa.planner.forecast import required
-from nsa.planner.memory import memory
+from nsa.planner.forecast import memory, required
 from tests.engine.runs import load_profile
 from tests.engine.small import gpus
 

@@ -15,9 +15,8 @@ from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.model.config import ModelConfig
 from nsa.model.count import flops_per_token
 from nsa.planner.activations import activations, count_layers, loss_bytes
-from nsa.planner.forecast import traffic
+from nsa.planner.forecast import Memory, memory, traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
-from nsa.planner.memory import Memory, memory
 from tests.planner.toys import BUCKET, toy
 from tests.ranks import ROOT, launch
 
