@@ -142,12 +142,12 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from nsa.doctor.node import SKIP, Check, checkpoint_bytes, lines, node_checks, passed
+    from nsa.doctor.node import SKIP, Check, lines, node_checks, passed
 
     positive_flags(args, "parameters", "checkpoints", "ranks")
     checks = node_checks(
         args.run_dir.expanduser(),
-        checkpoint_bytes=checkpoint_bytes(args.parameters),
+        parameters=args.parameters,
         checkpoints=args.checkpoints,
         ranks=args.ranks,
     )

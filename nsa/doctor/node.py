@@ -23,6 +23,7 @@ OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 MIB, GB = 2**20, 10**9
 # DeepSpeed before has wrong ZeRO-2 gradients, or scales the loss of mixed backward calls wrongly.
 _MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
+_BYTES_PER_PARAMETER = 16  # of a checkpoint at most: fp32 weights, master weights, two moments
 _LOG_BYTES = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
 _SHM_NEEDED = 64 * MIB  # Docker's default; NCCL takes about 4 MiB per channel and peer
 _SHM_ADVISED = 1_024 * MIB
@@ -65,12 +66,12 @@ def failures(checks: Sequence[Check]) -> str:
 
 
 def node_checks(
-    run_dir: Path, *, checkpoint_bytes: int, checkpoints: int, ranks: int | None = None
+    run_dir: Path, *, parameters: int, checkpoints: int, ranks: int | None = None
 ) -> list[Check]:
     """Run all node checks; needs no process group.
 
-    The run keeps `checkpoints` checkpoints of `checkpoint_bytes` each, and starts `ranks` ranks on
-    this machine, by default one per GPU.
+    The run keeps `checkpoints` checkpoints of a model with `parameters` parameters, and starts
+    `ranks` ranks on this machine, by default one per GPU.
     """
     gpus = torch_gpus()
     count = len(gpus.used_mib)
@@ -82,17 +83,12 @@ def node_checks(
         *(version_check(package, package_version(package)) for package in _MINIMUM),
         compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
         shm_check(shm_free, count, peer_access),
-        disk_check(run_dir, checkpoint_bytes, checkpoints),
+        disk_check(run_dir, _BYTES_PER_PARAMETER * parameters, checkpoints),
         *gpu_checks(listed, gpus, ranks or count),
     ]
     if count > 1:
         checks.append(peer_check(gpus.peers))
     return checks
-
-
-def checkpoint_bytes(parameters: int) -> int:
-    """Return a checkpoint's largest size: fp32 weights and master weights, AdamW's two moments."""
-    return 16 * parameters
 
 
 def kept_checkpoints(steps: int, every: int, keep: int, done: int = 0) -> int:

@@ -25,16 +25,7 @@ from nsa import checkpoint
 from nsa.checkpoint.commit import trial_commit
 from nsa.data.batches import Batch
 from nsa.data.source import SourceUnreachable
-from nsa.doctor.node import (
-    OK,
-    Check,
-    checkpoint_bytes,
-    failures,
-    kept_checkpoints,
-    lines,
-    node_checks,
-    passed,
-)
+from nsa.doctor.node import OK, Check, failures, kept_checkpoints, lines, node_checks, passed
 from nsa.doctor.ranks import rank_checks
 from nsa.engine import loop, resume
 from nsa.engine.build import build_engine, check_length
@@ -56,12 +47,7 @@ from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.teacher import check_tokenizer, find_teacher, load_teacher
-from nsa.engine.telemetry import (
-    Telemetry,
-    build_observers,
-    trackers,
-    write_final_report,
-)
+from nsa.engine.telemetry import Telemetry, build_observers, trackers, write_final_report
 from nsa.gates.criteria import preflight
 from nsa.gates.results import record_result, schedule
 from nsa.gpus import peak_flops
@@ -140,7 +126,7 @@ def _check_node(request: RunRequest, steps_done: int) -> list[Check]:
     config = request.config
     return node_checks(
         request.run_dir,
-        checkpoint_bytes=checkpoint_bytes(parameter_count(config.model)),
+        parameters=parameter_count(config.model),
         checkpoints=kept_checkpoints(
             request.stop_step, config.checkpoint.every, config.checkpoint.keep, steps_done
         ),

@@ -121,9 +121,9 @@ def _modules(module: torch.nn.Module) -> str:
     """Return a table with a row per module; equal rows of several layers are one, counted."""
     counts = Counter[tuple[str, str, str]]()
     for name, part in module.named_modules():
-        if dtypes := _dtypes(part.parameters(recurse=False)):
+        if dtypes := _names(parameter.dtype for parameter in part.parameters(recurse=False)):
             pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)  # blocks.*.mlp
-            counts[pattern, type(part).__name__, _join(dtypes)] += 1
+            counts[pattern, type(part).__name__, dtypes] += 1
     rows: list[tuple[str, ...]] = [("module", "kind", "parameters")]
     for (pattern, *cells), count in counts.items():
         rows.append((f"{pattern} ({count})" if count > 1 else pattern, *cells))
@@ -132,30 +132,21 @@ def _modules(module: torch.nn.Module) -> str:
 
 def _optimizer_states(optimizer: Any) -> str:
     """Return a table of the innermost optimizer's states and of DeepSpeed's accumulators."""
-    dtypes: dict[str, set[str]] = defaultdict(set)
+    dtypes: dict[str, list[torch.dtype]] = defaultdict(list)
     wrappers = [type(optimizer).__name__]
     while hasattr(optimizer, "optimizer"):
         for name in _ACCUMULATOR_DTYPES:
             if isinstance(dtype := getattr(optimizer, name, None), torch.dtype):
-                dtypes["accumulated gradients"].add(_name(dtype))
+                dtypes["accumulated gradients"].append(dtype)
         optimizer = optimizer.optimizer
         wrappers.append(type(optimizer).__name__)
     for updated, state in optimizer.state.items():
-        dtypes["updated parameters"] |= _dtypes([updated])
-        for name, value in state.items():
-            dtypes[name] |= _dtypes([value])
-    rows: list[tuple[str, ...]] = [("optimizer state", "dtype")]
-    rows += [(name, _join(names)) for name, names in dtypes.items() if names]
+        for name, value in {"updated parameters": updated, **state}.items():
+            if isinstance(value, torch.Tensor):
+                dtypes[name].append(value.dtype)
+    rows = [("optimizer state", "dtype"), *((name, _names(x)) for name, x in dtypes.items())]
     return f"optimizer: {' > '.join(wrappers)}\n" + "\n".join(align(rows)) + "\n"
 
 
-def _dtypes(values: Iterable[Any]) -> set[str]:
-    return {_name(value.dtype) for value in values if isinstance(value, torch.Tensor)}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _join(names: set[str]) -> str:
-    return "+".join(sorted(names))
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return "+".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))

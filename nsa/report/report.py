@@ -18,14 +18,7 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 from nsa.constants import SHORT_RUN
 from nsa.gates.results import GATE_NAMES, GateResult, read_results
-from nsa.monitor.artifacts import (
-    RankHistory,
-    Table,
-    list_ranks,
-    read_json,
-    read_rank,
-    read_table,
-)
+from nsa.monitor.artifacts import RankHistory, Table, list_ranks, read_json, read_rank, read_table
 from nsa.monitor.outputs import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE
 from nsa.report.plots import Panel, draw
 from nsa.text import markdown_table, plain

@@ -14,7 +14,6 @@ from nsa.doctor.node import (
     SKIP,
     WARN,
     Check,
-    checkpoint_bytes,
     failures,
     lines,
     node_checks,
@@ -51,9 +50,7 @@ def test_only_a_failure_prevents_a_run() -> None:
 def test_this_machine_passes_for_a_small_run_and_nothing_is_written(
     tmp_path: Path,
 ) -> None:
-    checks = node_checks(
-        tmp_path / "not/there", checkpoint_bytes=checkpoint_bytes(10**6), checkpoints=2
-    )
+    checks = node_checks(tmp_path / "not/there", parameters=10**6, checkpoints=2)
     assert passed(checks), lines(checks)
     statuses = {check.name: check.status for check in checks}
     assert statuses["torch"] == statuses["deepspeed"] == statuses["disk"] == OK
