@@ -22,6 +22,7 @@ from nsa.text import first_line
 if TYPE_CHECKING:
     import torch
 
+LIMIT_SECONDS = 120.0  # of all all-reduces together
 _TIMED_ROUNDS = 3  # all-reduces to time, after one to verify
 _SLOW = 2.0  # GB/s; even PCIe 3.0 through the CPU is faster
 _MB, _GB = 10**6, 10**9
@@ -50,18 +51,15 @@ def rank_checks(
     gather: Callable[[Any, Any], list[Any]],
     config: str = "",
     node: Sequence[Check] = (),
-    megabytes: int | None = None,
-    seconds: float = 120.0,
 ) -> list[Check]:
     """Compare all ranks and time an all-reduce; returns the same list on each rank.
 
     `gather` takes a value and its type, and returns every rank's value on every rank, even if a GPU
-    hangs. `node`: this rank's node checks; the returned list includes those of all ranks.
-    `megabytes`: size of the all-reduce, by default 256 on GPUs and 4 on CPUs; `seconds`: its time
-    limit. After a failed all-reduce the default process group must not be used.
+    hangs. `node`: this rank's node checks; the returned list includes those of all ranks. After a
+    failed all-reduce the default process group must not be used.
     """
     on_gpu = device.type == "cuda"
-    megabytes = megabytes or (256 if on_gpu else 4)
+    megabytes = 256 if on_gpu else 4
     ranks: list[Facts] = gather(_facts(config, device), Facts)
     if len(ranks) == 1:
         return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
@@ -71,7 +69,7 @@ def rank_checks(
     checks += compare(ranks)
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
-    results = gather(_all_reduce_within(seconds, device, megabytes * _MB), float | str)
+    results = gather(_all_reduce_in_time(device, megabytes * _MB), float | str)
     return [*checks, all_reduce_check(results, megabytes, on_gpu)]
 
 
@@ -161,11 +159,11 @@ def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:
     return ", ".join(different[:3])
 
 
-def _all_reduce_within(seconds: float, device: torch.device, size: int) -> float | str:
+def _all_reduce_in_time(device: torch.device, size: int) -> float | str:
     try:
-        return with_timeout(seconds, lambda: _all_reduce(device, size))
+        return with_timeout(LIMIT_SECONDS, lambda: _all_reduce(device, size))
     except TimeoutError:
-        return f"did not end within {seconds:g} s"
+        return f"did not end within {LIMIT_SECONDS:g} s"
     except Exception as error:  # the other ranks wait for the result
         return f"{type(error).__name__}: {first_line(error)}"
 

@@ -24,13 +24,12 @@ from nsa.model.kernel_check import KernelResult, check_kernels, problems_of
 from nsa.monitor.artifacts import finite_number
 from nsa.ops.backend import disable
 
-TWICE = "gets its gradient more than once in one backward pass"
-FIX_TWICE = (
-    "use model.activation_checkpointing=non_reentrant (or none, selective), or move the parameter "
-    "out of the checkpointed segments"
+TWICE = (
+    "gets its gradient more than once in one backward pass; use "
+    "model.activation_checkpointing=non_reentrant (or none, selective), or move the parameter out "
+    "of the checkpointed segments"
 )
-MISSING = "gets no gradient on some rank"
-FIX_MISSING = "make the loss depend on every parameter for any input"
+MISSING = "gets no gradient on some rank; make the loss depend on every parameter for any input"
 
 
 def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> tuple[list[str], list[str]]:
@@ -64,10 +63,10 @@ def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> tuple[list[s
 def check_gradients(model: nn.Module, input_ids: torch.Tensor) -> None:
     """Raise a ValueError that names a parameter with several gradients, or none on some rank."""
     twice, missing = inspect_gradients(model, input_ids)
-    for names, problem, fix in ((twice, TWICE, FIX_TWICE), (missing, MISSING, FIX_MISSING)):
+    for names, problem in ((twice, TWICE), (missing, MISSING)):
         if names:
             others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise ValueError(f"parameter {names[0]}{others} {problem}; {fix}")
+            raise ValueError(f"parameter {names[0]}{others} {problem}")
 
 
 def check_kernels_on_all_ranks(

@@ -57,15 +57,14 @@ results["different"] = rank_checks(
     gather=gather,
     config=config.replace("300", "400") if other else config,
     device=CPU,
-    megabytes=1,
 )
 for fault, link, limit in (
     ("wrong sum", wrong_sum, 60.0),
     ("hang", hang, 0.2),
     ("broken", broken, 60.0 if other else 0.2),
 ):
-    dist.all_reduce = link
-    results[fault] = rank_checks(gather=gather, device=CPU, megabytes=1, seconds=limit)
+    dist.all_reduce, ranks.LIMIT_SECONDS = link, limit
+    results[fault] = rank_checks(gather=gather, device=CPU)
 dist.all_reduce = all_reduce
 print(json.dumps({name: [asdict(check) for check in checks] for name, checks in results.items()}))
 stop_ranks()

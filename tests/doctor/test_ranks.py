@@ -56,7 +56,7 @@ def test_wrong_sums_on_one_rank_fail_on_both(results: Results) -> None:
     check = results["wrong sum"]["all-reduce"]
     assert (check.status, check.detail) == (
         FAIL,
-        "of 1 MB: rank 1: 3 of 250,000 sums are wrong",
+        "of 4 MB: rank 1: 3 of 1,000,000 sums are wrong",
     )
 
 
