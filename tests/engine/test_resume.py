@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nsa.checkpoint.commit import commit, new_draft, write_part
-from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of
+from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of, read_state_file
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.recipe import Recipe
-from nsa.engine.resume import check_groups, check_schedule, find_initial_weights, read_checkpoint
+from nsa.engine.resume import (
+    agree_on_run,
+    check_groups,
+    check_schedule,
+    find_initial_weights,
+    read_checkpoint,
+    read_state,
+)
+from nsa.engine.run_dir import find_saved
 from nsa.engine.run_request import RunRequest
 from nsa.model import AttentionConfig, ModelConfig
 from tests.engine.runs import TINY, ds_config, on_one_rank, succeed, weights
@@ -44,6 +55,43 @@ def saved(tmp_path: Path) -> Path:
     commit(run / "checkpoints", 3, 1, {})
     (run / "env.json").write_text(json.dumps({"profile": "demo"}))
     return run
+
+
+def test_what_a_resumed_run_continues_with_is_logged(saved: Path) -> None:
+    newest = saved / "checkpoints/step00000003"
+    assert find_saved(saved) == (newest, newest, [])
+    (saved / "checkpoints/step00000005").mkdir()
+    checkpoint, settings, (skipped, last) = find_saved(saved)
+    assert (checkpoint, settings, last) == (newest, newest, "resuming from step00000003")
+    assert skipped.startswith("skipped: step00000005: ")
+    (newest / "state.json").write_text("{}")
+    (saved / "config.yaml").touch()
+    checkpoint, settings, notes = find_saved(saved)
+    assert (checkpoint, settings) == (None, saved)
+    assert notes[2:] == ["--resume: none of 2 checkpoints is valid; starting at step 0"]
+    shutil.rmtree(saved / "checkpoints")
+    assert find_saved(saved)[2] == ["--resume: no checkpoint was saved; starting at step 0"]
+
+
+def test_ranks_that_find_different_checkpoints_are_refused(saved: Path) -> None:
+    def agree(found: Path | None) -> tuple[Path, list[tuple[str, int]]]:
+        other = (Path("run-2"), found, ("b", 7))
+        ranks: Any = SimpleNamespace(gather=lambda value, kind: [value, other])
+        return agree_on_run(ranks, saved, saved / "checkpoints/step00000003")
+
+    folder, processes = agree(saved / "checkpoints/step00000003")
+    assert (folder, processes[1]) == (saved, ("b", 7))
+    with pytest.raises(ValueError, match=r"step00000003 and rank 1 found None; put --run-dir on"):
+        agree(None)
+
+
+def test_a_state_with_a_value_of_another_type_is_refused(saved: Path) -> None:
+    state = read_state_file(saved / "checkpoints/step00000003")
+    assert read_state(state).step == 3
+    for name, value in (("tokens", "9"), ("other", 1)):
+        wrong = replace(state, train_state={"step": 3, name: value})
+        with pytest.raises(ValueError, match=rf"step00000003: {name} = {value!r} is not valid"):
+            read_state(wrong)
 
 
 @pytest.mark.parametrize(
