@@ -210,11 +210,10 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "python docs/make_settings.py": partial(at_most, 0),
     "mkdocs": site,
     "deepspeed": launcher,
-    "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
-    "python recipes/m7c_classic.py": partial(recipe, "recipes/m7c_classic.py"),
-    "python recipes/m7c_paper.py": partial(recipe, "recipes/m7c_paper.py"),
-    "python recipes/m7c_dense.py": partial(recipe, "recipes/m7c_dense.py"),
-    "python recipes/sparsify.py": partial(recipe, "recipes/sparsify.py"),
+    **{
+        f"python recipes/{path.name}": partial(recipe, f"recipes/{path.name}")
+        for path in (ROOT / "recipes").glob("*.py")
+    },
     "python -m tests.bench": partial(parsed, bench_main),
     "nsa train": train,
     "nsa watch": watch,

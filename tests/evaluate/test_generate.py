@@ -12,23 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
 from nsa.cli import main
 from nsa.data.tokenizer import ByteTokenizer, HubTokenizer
-from nsa.engine.config import to_yaml
 from nsa.engine.load_run import load_run
 from nsa.evaluate.generate import decode_stream, print_texts
-from nsa.model import LanguageModel
 from nsa.model.decode import generate
-from tests.engine.small import small
-from tests.ops.cases import one_thread
+from tests.evaluate.models import write_model
+from tests.ops.cases import one_thread as one_thread
 from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 
-__all__ = ["one_thread"]
 PROMPTS = ("It was", "Zoë's")
 STOP = ByteTokenizer.eos_id
 
@@ -36,13 +32,7 @@ STOP = ByteTokenizer.eos_id
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with random weights of a byte-level model."""
-    folder = tmp_path_factory.mktemp("run")
-    config = small("none")
-    config.data.source, config.data.tokenizer = "embedded", "byte"
-    (folder / "config.yaml").write_text(to_yaml(config))
-    torch.manual_seed(0)
-    save_file(LanguageModel(config.model).state_dict(), folder / "model.safetensors")
-    return folder
+    return write_model(tmp_path_factory.mktemp("models") / "run")
 
 
 def expected_texts(run: Path, *prompts: str, **sampling: float) -> list[str]:

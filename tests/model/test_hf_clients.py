@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import shutil
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,26 @@ from nsa.model.hf_config import NSAConfig
 from tests.model.models import build, tiny, tokens
 from tests.model.test_hf import MASK, greedy, reload, wrapped
 
-OLD_EXPORT = Path(__file__).with_name("old_export.json")  # as exports were before NSAModel
+# The config.json of an export before NSAModel.
+OLD_EXPORT: dict[str, Any] = {
+    **{"model_type": "nsa", "architectures": ["NSAForCausalLM"], "transformers_version": "5.23.0"},
+    **{"vocab_size": 61, "layers": 2, "width": 24, "heads": 4, "kv_heads": 2, "head_dim": 6},
+    **{"value_dim": 4, "mlp_width": 40, "norm_eps": 2e-05, "init_std": 0.3, "rope_theta": 5000.0},
+    **{"bos_token_id": 5, "eos_token_id": 5, "pad_token_id": 6, "max_position_embeddings": 96},
+    **{"tie_word_embeddings": True, "dtype": "float32"},
+    "attention": {
+        **{"kind": "nsa", "branches": "cmp+sel+win", "compressor": "mlp", "backend": "auto"},
+        **{"compressor_hidden": None, "shared_kv": False},
+        "spec": {
+            **{"block_len": 8, "block_stride": 4, "select_len": 8, "select_top": 3},
+            **{"init_blocks": 1, "local_blocks": 2, "window": 8},
+        },
+    },
+    "auto_map": {
+        "AutoConfig": "configuration_nsa.NSAConfig",
+        "AutoModelForCausalLM": "modeling_nsa.NSAForCausalLM",
+    },
+}
 
 
 def trl() -> Any:
@@ -204,7 +223,7 @@ def test_padded_batches_break_a_compiled_graph_in_one_place() -> None:
 
 
 def test_an_old_export_loads(tmp_path: Path) -> None:
-    shutil.copyfile(OLD_EXPORT, tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(OLD_EXPORT))
     config = AutoConfig.from_pretrained(tmp_path)
     core = build(config.model_config(), torch.float32)
     weights = {f"model.{name}": weight for name, weight in core.state_dict().items()}

@@ -30,24 +30,13 @@ def hidden(length: int, batch: int = 1) -> Tensor:
 def test_a_layer_continues_from_the_weights_of_a_model(
     name: str, cu_seqlens: Tensor | None
 ) -> None:
-    model = build(tiny(name))
-    block = model.blocks[1].attention
-    settings = ATTENTIONS[name]
-    drop_in = layer(
-        head_dim=6,
-        value_dim=5,
-        spec=settings.spec,
-        branches=settings.branches,
-        compressor=settings.compressor,
-    )
-    drop_in.load_state_dict(block.state_dict())
-    inputs: list[Tensor] = []
-    hook = block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    outputs: list[Tensor] = []
-    block.register_forward_hook(lambda _, args, output: outputs.append(output))
-    model(torch.randint(61, (1, 21)), cu_seqlens=cu_seqlens)
-    hook.remove()
-    torch.testing.assert_close(drop_in(inputs[0], cu_seqlens), outputs[0], rtol=0, atol=0)
+    model, settings, x = build(tiny(name)), ATTENTIONS[name], hidden(21)
+    attention = model.blocks[1].attention
+    metadata = AttentionMetadata.build(model.config, 21, cu_seqlens, x.device)
+    parts = {"branches": settings.branches, "compressor": settings.compressor}
+    drop_in = layer(head_dim=6, value_dim=5, spec=settings.spec, **parts)
+    drop_in.load_state_dict(attention.state_dict())
+    assert torch.equal(drop_in(x, cu_seqlens), attention(x, metadata=metadata))
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,8 @@ OF_TOKENS = [
 OF_BLOCKS = [
     *(rotary(LAYOUTS[name], DOCUMENTS[1]) for name in ("all branches", "mlp, shared", "dense")),
     pool(DOCUMENTS[1], 2, 6, True),
-    fused.selector(PACKED),
-    fused.selector(PATTERNS["batch"], 1),
+    fused.selector(replace(PACKED, lengths=(5, 0, 26, 1, 9))),
+    fused.selector(replace(PATTERNS["batch"], lengths=(41,)), 1),
 ]
 
 

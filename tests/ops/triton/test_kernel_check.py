@@ -25,26 +25,17 @@ from nsa.ops.triton.launch import recording
 from nsa.ops.triton.selected import DENSE_BLOCKS
 from nsa.spec import NSASpec
 from tests.inputs import Inputs
+from tests.model.models import SPEC, tiny
 from tests.ops import m7c_kernels
 from tests.ops.cases import Calls, Case, default
 from tests.ops.m7c_kernels import table
 from tests.ops.triton.parity import DEVICE
 
-SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)
-CONFIG = ModelConfig(
-    vocab_size=61,
-    layers=1,
-    width=24,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    value_dim=6,
-    mlp_width=32,
-    attention=AttentionConfig(spec=SPEC, compressor="pool", selector_loss=1.0),
-)
+ATTENTION = AttentionConfig(spec=SPEC, compressor="pool", selector_loss=1.0)
+CONFIG = tiny(ATTENTION, layers=1, head_dim=8, value_dim=6)
 INDEXED = replace(
     CONFIG,
-    attention=replace(CONFIG.attention, branches="sel", spec=replace(SPEC, window=NSASpec.window)),
+    attention=replace(ATTENTION, branches="sel", spec=replace(SPEC, window=NSASpec.window)),
 )
 ALL = {"add_rms_norm", "swiglu", "cross_entropy", "rotary_pool", "pool"}
 ALL |= {"nsa_attention", "selector_loss"}
