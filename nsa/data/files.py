@@ -294,6 +294,10 @@ class Files(Source):
     left_out: int = 0  # files of the folder that hold no text, or too much
     on_error: str = "stop"  # or "skip": yield the errors of records and files that cannot be read
 
+    def __post_init__(self) -> None:
+        listing = json.dumps([[file.name, file.bytes] for file in self.files])
+        self.content = hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
+
     def size(self) -> int | None:
         """Return the bytes of text and JSON syntax; None if a file is compressed or a pipe."""
         if any(file.compression or not file.path.is_file() for file in self.files):
@@ -332,11 +336,6 @@ class Files(Source):
                 if count >= limit:
                     return None
         return size
-
-    @property
-    def content(self) -> str:
-        listing = json.dumps([[file.name, file.bytes] for file in self.files])
-        return hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
 
     def read(self, cursor: Cursor | None = None) -> Documents:
         start, first = (cursor["file"], cursor["record"]) if cursor else (0, 0)

@@ -59,11 +59,7 @@ class Source:
     """Documents in a fixed order."""
 
     name: str  # in messages
-
-    @property
-    def content(self) -> str:
-        """Return a digest of what is known of the documents before they are read."""
-        return ""
+    content: str = ""  # digest of what is known of the documents before they are read
 
     def read(self, cursor: Cursor | None = None) -> Documents:
         """Start a pass, or resume one after a document."""

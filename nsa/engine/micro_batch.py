@@ -47,7 +47,7 @@ def model_of(config: RunConfig) -> Model:
     weight_bytes = 4 if config.train.precision == "fp32" else 2
     teacher = find_teacher(config)
     dense = None if teacher is None else teacher.config.model
-    return Model(config.model, config.data.seq_len, weight_bytes, dense, config.train.switch_step)
+    return Model(config.model, weight_bytes, dense, config.train.switch_step)
 
 
 def batch_of(config: RunConfig) -> BatchShape:

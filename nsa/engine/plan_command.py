@@ -208,7 +208,7 @@ def _lines(
 ) -> list[str]:
     """Return a line per number."""
     memory, sent = step.memory, step.traffic.bytes_per_step
-    flops = flops_with_recomputation(model, batch.checkpointing, model.config.attention.kind)
+    flops = flops_with_recomputation(model, batch, model.config.attention.kind)
     reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
     limited = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
     by_host = ", limited by the host that starts kernels" if limited else ""

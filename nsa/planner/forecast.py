@@ -180,14 +180,14 @@ def _collectives(model: Model, zero: Zero, batch: BatchShape) -> int:
     return reductions * buckets + 4
 
 
-def flops_with_recomputation(model: Model, checkpointing: str, kind: str) -> float:
+def flops_with_recomputation(model: Model, batch: BatchShape, kind: str) -> float:
     """Return the FLOPs per token of a step with this attention, including recomputation.
 
     `selective` recomputes no product, only elementwise operations, which take time but few FLOPs:
     they count as the products that would take as long.
     """
-    fraction = {"none": 0.0, "selective": ELEMENTWISE_FRACTION}.get(checkpointing, 1.0)
-    flops = model.flops(kind)
+    fraction = {"none": 0.0, "selective": ELEMENTWISE_FRACTION}.get(batch.checkpointing, 1.0)
+    flops = model.flops(kind, batch.seq_len)
     return flops["step"] + fraction * flops["layers"]
 
 
@@ -259,7 +259,7 @@ def forecast(
 
 def micro_batch_seconds(model: Model, batch: BatchShape, hardware: Hardware, kind: str) -> float:
     """Return the seconds of computation of a micro-batch: the GPU's or the host's, the longer."""
-    gpu = batch.tokens * flops_with_recomputation(model, batch.checkpointing, kind) / hardware.flops
+    gpu = batch.tokens * flops_with_recomputation(model, batch, kind) / hardware.flops
     if hardware.mfu is not None:
         return gpu / hardware.mfu
     passes = 3 if _recomputes(batch) else 2  # through a layer

@@ -15,7 +15,6 @@ class Model:
     """A model's configuration, and the sizes that follow from it."""
 
     config: ModelConfig
-    seq_len: int  # FLOPs per token are averaged over this many positions
     weight_bytes: int = 2  # 2: bf16 or fp16; 4: fp32
     teacher: ModelConfig | None = None  # frozen, on every GPU, without optimizer state
     dense_steps: int = 0  # first steps, in which sparse attention reads all keys
@@ -52,14 +51,14 @@ class Model:
         """Parameters per layer (the final norm is spread over all)."""
         return (self.parameters - self.outside_layers) // self.config.layers
 
-    def flops(self, kind: str) -> dict[str, float]:
-        """FLOPs per token of a "step", and of the forward pass of all "layers", by attention."""
+    def flops(self, kind: str, seq_len: int) -> dict[str, float]:
+        """Mean FLOPs per token of a "step", and of the forward pass of all "layers"."""
         from nsa.model.count import flops_per_token
 
-        step = flops_per_token(self.config, self.seq_len, dense_equivalent=kind == "dense")
+        step = flops_per_token(self.config, seq_len, dense_equivalent=kind == "dense")
         layers = (step - 6 * self.embedding) / 3
         if self.teacher is not None:  # its forward pass, and the head's three products again
-            step += flops_per_token(self.teacher, self.seq_len) / 3 + 6 * self.embedding
+            step += flops_per_token(self.teacher, seq_len) / 3 + 6 * self.embedding
         return {"step": step, "layers": layers}
 
 
