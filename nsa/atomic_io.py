@@ -31,9 +31,9 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
 
 
 def no_symlink(path: str, flags: int) -> int:
-    """Open a file, as `opener` of open(): else a symbolic link in a run's folder could redirect it.
+    """Refuse a symbolic link, as `opener` of open().
 
-    Its target would be appended to or truncated with the rights of the run's owner.
+    A link in a run's folder would let others append to or truncate a file of the run's owner.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -60,7 +60,7 @@ def append_all_or_nothing(file: io.FileIO, data: bytes) -> None:
 def append(path: Path, text: str, header: str = "") -> None:
     """Append all of `text` to a file, which begins with `header`, or nothing if the disk is full.
 
-    Of a part of a line, the next line would be damaged too.
+    A part of a line would also spoil the line after it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", 0, opener=no_symlink) as file:

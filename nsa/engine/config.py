@@ -251,8 +251,8 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
     """Override values of `tree` in place, and adapt what was not given to what was.
 
     Returns the names of what was given. A step keeps its tokens when micro_batch changes to or from
-    `auto`, and the warmup its fraction of the steps. Attention that was changed to a kind or to
-    branches that cannot use the tree's φ, selector loss or window does without.
+    `auto`, and the warmup its fraction of the steps. If attention changes to a kind or to branches
+    without φ, selector loss or window, the tree's values for these are dropped.
     """
     train, attention, given = tree["train"], tree["model"]["attention"], set[str]()
     before, schedule = train["micro_batch"], (train["warmup_steps"], train["steps"])
@@ -282,7 +282,7 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
 
 
 def scaled_warmup(warmup: int, before: int, steps: Any) -> int:
-    """Return the warmup that is as large a part of `steps` as `warmup` of the steps `before`."""
+    """Return `warmup` scaled from a run of `before` steps to one of `steps`."""
     if type(steps) is not int or not warmup or min(before, steps) < 1:
         return warmup
     return max(1, round(warmup * steps / before))

@@ -206,8 +206,9 @@ def fetch_on_all_ranks(
 def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     """Run one optimizer step; return the mean of this rank's losses, still on the device.
 
-    DeepSpeed averages the gradients of micro-batches and ranks. Each loss is weighted by its labels
-    relative to the average, `labels` / (micro-batches · ranks): the step's is a mean over labels.
+    DeepSpeed averages the gradients of micro-batches and ranks. Each loss is weighted by its number
+    of labels over the mean number, `labels` / (micro-batches · ranks), so that each label of the
+    step weighs the same.
     """
     engine, state, config = run.engine, run.state, run.config.train
     lr, selector_only = learning_rate(state.step, config), set_phase(engine, run.config, state.step)
@@ -261,7 +262,7 @@ def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
 def executed_flops(config: RunConfig, step: int) -> float:
     """Return the FLOPs per token of step `step`, counted from 0, without recomputation.
 
-    Of the selector's steps, in which the backward pass ends at the index, the forward pass alone.
+    In the selector's steps the backward pass ends at the index: only the forward pass counts.
     """
     train = config.train
     dense = step < max(train.switch_step, train.selector_steps)

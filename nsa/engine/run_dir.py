@@ -89,8 +89,8 @@ def _refused_if_unusable(run_dir: Path) -> Iterator[None]:
 def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
     """Return what a resumed run continues with: checkpoint, folder of its settings, and notes.
 
-    The checkpoint is the newest valid one, None before the first. It holds the settings. Without
-    them, as in checkpoints of earlier versions, they are those in the run's folder, if any.
+    The checkpoint is the newest valid one, None before the first. It also holds the settings; if it
+    does not (earlier versions), they are read from the run's folder.
     """
     path, damaged = newest_valid(run_dir / "checkpoints")
     notes = [f"skipped: {note}" for note in damaged]

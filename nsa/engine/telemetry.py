@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from nsa.monitor.artifacts import RankHistory, read_rank
 from nsa.monitor.config import HEARTBEAT_SECONDS
 from nsa.monitor.heartbeat import Heartbeat, dump_stacks_on_signal
 from nsa.monitor.memory import MemorySnapshots
-from nsa.monitor.observer import BackgroundWriter, Observer, Observers, warn
+from nsa.monitor.observer import BackgroundWriter, Observer, Observers
 from nsa.monitor.outputs import (
     FallbacksCsv,
     Progress,
@@ -28,7 +27,6 @@ from nsa.monitor.outputs import (
 )
 from nsa.monitor.throughput import StepProfiler
 from nsa.ops import fallback_counts
-from nsa.report.report import write_report
 
 
 class Telemetry:
@@ -117,11 +115,3 @@ def build_observers(
     observers += [(table, csv_files) for table in tables]
     observers.append((Progress(request.stop_step), BackgroundWriter("progress")))
     return Observers(observers)
-
-
-def write_final_report(run_dir: Path, status: str) -> None:
-    """Write report.md of a run that ends with `status`; warn if that fails."""
-    try:
-        write_report(run_dir, status)
-    except Exception as error:
-        warn(f"report.md not written: {error!r}")

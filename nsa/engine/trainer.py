@@ -47,7 +47,7 @@ from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest, TrainState
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.teacher import check_tokenizer, find_teacher, load_teacher
-from nsa.engine.telemetry import Telemetry, build_observers, trackers, write_final_report
+from nsa.engine.telemetry import Telemetry, build_observers, trackers
 from nsa.gates.criteria import preflight
 from nsa.gates.results import record_result, schedule
 from nsa.gpus import peak_flops
@@ -56,6 +56,7 @@ from nsa.monitor.health import HealthRecorder
 from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import warn
 from nsa.monitor.throughput import Throughput
+from nsa.report.report import write_report
 from nsa.text import as_one_line
 
 
@@ -246,7 +247,10 @@ def train(run: Run) -> None:
         run.observers.on_end(status)
         run.observers.close()
         if run.ranks.rank == 0:  # before the last heartbeat: drawing may take seconds
-            write_final_report(run.request.run_dir, status)
+            try:
+                write_report(run.request.run_dir, status)
+            except Exception as error:
+                warn(f"report.md not written: {error!r}")
         run.telemetry.close(status)
         run.data.close()
 
