@@ -17,7 +17,6 @@ from nsa.untrusted import matches, read_object
 
 STATE = "state.json"
 MAX_RANKS = 65_536
-OF_CHECKPOINT = ("a checkpoint", "; use another")  # of read_object
 ANY_RANKS = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 
@@ -69,7 +68,7 @@ class Checkpoint:
 
 def read_state_file(checkpoint: Path) -> Checkpoint:
     """Read state.json; raise a ValueError if a part that readers need is missing or wrong."""
-    content = read_object(checkpoint / STATE, *OF_CHECKPOINT)
+    content = read_object(checkpoint / STATE, "a checkpoint", "; use another")
     saved: Any = content.get("saved_under")
     tokenizer = content.get("tokenizer")
     if not (

@@ -38,10 +38,6 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1]: start of each, and the end
     label_count: int | None = None  # labels that are not -100; None: all
 
-    @property
-    def tokens(self) -> int:
-        return self.input_ids.numel()
-
     def positions(self) -> torch.Tensor:
         """Return each token's position in its document, [tokens]."""
         rows, length = self.input_ids.shape

@@ -13,7 +13,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, zero_mode
 from nsa.engine.process_group import CpuCollectives, Ranks
 from nsa.engine.run_request import RunRequest, TrainState
-from nsa.untrusted import parse_json, read_text, short_repr
+from nsa.untrusted import read_object, short_repr
 
 
 def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | None, list[str]]:
@@ -42,9 +42,10 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
         tokens = request.config.tokens_per_step(world_size)
         before = request.resumed_config.tokens_per_step(ranks)
         if tokens != before:
+            here, there = (f"{n} rank{'s' * (n > 1)}" for n in (world_size, ranks))
             notes.append(
-                f"a step has {tokens:,} tokens on {_count(world_size)} instead of {before:,} on "
-                f"{_count(ranks)}; train.accumulation can restore that"
+                f"a step has {tokens:,} tokens on {here} instead of {before:,} on {there}; "
+                "train.accumulation can restore that"
             )
     return saved, notes
 
@@ -76,10 +77,6 @@ def check_groups(before: RunConfig, config: RunConfig) -> None:
         )
 
 
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
-
-
 def read_state(saved: Checkpoint) -> TrainState:
     """Return a checkpoint's TrainState; raise a ValueError if a field has another type."""
     state = TrainState(step=saved.step)
@@ -100,25 +97,20 @@ def find_initial_weights(config: RunConfig) -> Path | None:
         return None
     try:
         weights = find_weights(Path(config.train.start_from))
-        _refuse_other_models(weights)
+        file = weights / "config.json"
+        if file.is_file() and not (weights / "config.yaml").is_file():
+            model_type = read_object(file).get("model_type")
+            if model_type != "nsa":
+                raise ValueError(
+                    f"{weights}: is a model of transformers (model_type = "
+                    f"{short_repr(model_type)}); convert it: nsa import {weights} --to "
+                    "runs/nsa-start"
+                )
         return weights
     except ValueError as error:
         raise ValueError(
             f"train.start_from = {error}; or set train.start_from=null for random weights"
         ) from None
-
-
-def _refuse_other_models(weights: Path) -> None:
-    """Raise a ValueError for a transformers folder of another architecture."""
-    file = weights / "config.json"
-    if file.is_file() and not (weights / "config.yaml").is_file():
-        tree = parse_json(read_text(file))
-        model_type = tree.get("model_type") if isinstance(tree, dict) else None
-        if model_type != "nsa":
-            raise ValueError(
-                f"{weights}: is a model of transformers (model_type = {short_repr(model_type)}); "
-                f"convert it: nsa import {weights} --to runs/nsa-start"
-            )
 
 
 def agree_on_run(

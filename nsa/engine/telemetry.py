@@ -46,6 +46,7 @@ class Telemetry:
             tokens=state.tokens,
             skipped=state.skipped,
         )
+        self.enter = self.heartbeat.enter  # the next phase of the step
         self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every)
         self.profiler = StepProfiler(run_dir, rank, request.profile_steps)
 
@@ -54,10 +55,6 @@ class Telemetry:
         self.heartbeat.step_start(step)
         self.memory.take(step, "before")
         self.profiler.step_start(step)
-
-    def enter(self, phase: str, micro_step: int = 0) -> None:
-        """Record the start of a phase of the step."""
-        self.heartbeat.enter(phase, micro_step)
 
     def step_end(self, state: TrainState) -> None:
         """Record the end of step `state.step`."""

@@ -97,17 +97,13 @@ class GateResult:
         return [criterion for criterion in self.criteria if criterion.ok is False]
 
     @property
-    def unmeasured(self) -> list[Criterion]:
-        return [criterion for criterion in self.criteria if criterion.ok is None]
-
-    @property
     def short(self) -> bool:
         """Whether it ended a run in which some criteria of `production` cannot be measured."""
         return self.gate == "production" and self.step < SHORT_RUN
 
     @property
     def count(self) -> str:
-        failed, unmeasured = len(self.failed), len(self.unmeasured)
+        failed, unmeasured = len(self.failed), [x.ok for x in self.criteria].count(None)
         count = f"{len(self.criteria) - failed - unmeasured} criteria met"
         count += f", {failed} failed" if failed else ""
         return count + (f", {unmeasured} not measured" if unmeasured else "")

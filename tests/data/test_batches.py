@@ -142,7 +142,7 @@ def test_concat_packing_predicts_across_documents_and_has_no_cu_seqlens() -> Non
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3]]
     assert batch.labels.tolist() == [[2, EOS, 3, 4]]
     assert batch.cu_seqlens is None
-    assert batch.tokens == 4
+    assert batch.input_ids.numel() == 4
 
 
 @settings(deadline=None)
@@ -161,11 +161,11 @@ def test_cu_seqlens_are_well_formed_for_any_text(
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens.dtype == torch.int32
     bounds = batch.cu_seqlens.tolist()
-    assert len(ids) == len(labels) == batch.tokens == micro_batch * seq_len
+    assert len(ids) == len(labels) == batch.input_ids.numel() == micro_batch * seq_len
     assert bounds[0] == 0
-    assert bounds[-1] == batch.tokens
+    assert bounds[-1] == batch.input_ids.numel()
     assert bounds == sorted(set(bounds))
-    assert set(range(0, batch.tokens, seq_len)) <= set(bounds)
+    assert set(range(0, batch.input_ids.numel(), seq_len)) <= set(bounds)
     for start, end in pairwise(bounds):
         assert EOS not in ids[start : end - 1]  # one document, or a part of one
         assert labels[start : end - 1] == ids[start + 1 : end]
