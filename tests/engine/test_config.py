@@ -201,6 +201,15 @@ def test_a_number_below_the_least_of_its_setting_is_refused(name: str, least: in
     config.validate()
 
 
+def test_a_setting_may_be_its_limit_and_is_never_nan() -> None:
+    assert resolve_config(RunConfig(), None, ["data.timeout=604800"]).data.timeout == 604_800
+    for name, least in (("clip", "0 or more"), ("value_rate", "above 0")):
+        config = RunConfig()  # built in Python
+        setattr(config.train, name, math.nan)
+        with pytest.raises(ValueError, match=rf"train\.{name} = nan: must be {least}"):
+            config.validate()
+
+
 @pytest.mark.parametrize(("smoke", "extended"), [(1, 9), (9, 9), (9, 8)])
 def test_gates_that_do_not_follow_each_other_are_refused(smoke: int, extended: int) -> None:
     ladder = [f"monitor.ladder.smoke={smoke}", f"monitor.ladder.extended={extended}"]

@@ -111,7 +111,6 @@ def test_samples_continue_on_resume_and_start_again_with_other_data_unless_that_
     ("setting", "words"),
     [
         ("data.source=embeded", ["embeded", "embedded"]),
-        ("data.tokenizer=hf:nowhere/at-all", ["nowhere/at-all"]),
         ("model.vocab_size=258", ["model.vocab_size = 258", "set model.vocab_size to 259"]),
         ("data.held_out=1e-9", ["raise data.held_out"]),
     ],

@@ -63,14 +63,14 @@ def train(folder: Path, run: str, zero: str, *flags: str) -> dict[int, float]:
 def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
     zero: str, precision: str, tmp_path: Path
 ) -> None:
-    """Resumed before the switch, at it, and after it, the run has the same bits."""
+    """Resumed before the switch and at it, the run has the same bits."""
     expected = train(tmp_path, "run", zero, f"--set=train.precision={precision}")
     cut_back(tmp_path / "run", 2, tmp_path / "cut")
-    for until in (["--until=3"], ["--until=5"], []):
+    for until in (["--until=3"], []):
         resumed = train(tmp_path, "cut", zero, "--resume", *until)
     assert resumed == expected
     config = resolve_config(RunConfig(), tmp_path / "run/config.yaml")
-    for run, first_steps in (("run", {1}), ("cut", {1, 3, 4, 6})):  # of a process: warm-up
+    for run, first_steps in (("run", {1}), ("cut", {1, 3, 4})):  # of a process: warm-up
         rows = [row for row in read_metrics(tmp_path / run) if row["mfu"] is not None]
         assert {row["step"] for row in rows} == set(range(1, 8)) - first_steps
         for row in rows:

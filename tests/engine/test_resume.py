@@ -159,10 +159,20 @@ def test_changed_settings_of_the_optimizer_train_from_the_resume_on(tmp_path: Pa
         assert not torch.equal(changed["embed.weight"], same["embed.weight"]), setting
 
 
-def test_a_sparse_run_is_not_made_dense_by_a_resume(saved: Path) -> None:
-    request = resumed(saved, "--set=train.dense_steps=5")
-    with pytest.raises(ValueError, match=r"dense in 0 of its 3 steps; set it to 0, as before"):
-        read_checkpoint(request, world_size=2)
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--set=train.dense_steps=5"], "dense in 0 of its 3 steps; set it to 0, as before"),
+        (["--set=model.layers=3"], r"model\.layers = 3: .* was created with 2"),
+        ([ds_config("zero1_bf16acc"), "--set=train.precision=fp32"], r"train\.precision=bf16"),
+        ([ds_config("zero3")], "ZeRO stage 1 or 2"),
+    ],
+)
+def test_what_a_checkpoint_cannot_continue_with_is_refused(
+    saved: Path, flags: list[str], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_checkpoint(resumed(saved, *flags), world_size=2)
 
 
 @pytest.mark.parametrize(
