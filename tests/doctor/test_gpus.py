@@ -53,6 +53,8 @@ def test_missing_peer_access_is_reported_by_pair() -> None:
     assert check.status == WARN
     assert "none 1->0: " in check.detail
     assert peer_check({(0, 1): True, (1, 0): True}).status == OK
+    none = dict.fromkeys([(0, other) for other in range(1, 6)], False)
+    assert "none 0->1, 0->2, 0->3, 0->4 and more: " in peer_check(none).detail
 
 
 def test_nccls_variables_disable_peer_access() -> None:

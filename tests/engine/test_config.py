@@ -135,6 +135,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("train.steps=2.5", ["train.steps", "2.5", "a whole number"]),
         ("train.steps=1e3", ["train.steps = '1e3'", "a whole number; write 1000"]),
         ("train.steps=true", ["train.steps", "True"]),
+        (f"train.seed={2**62 + 1}", ["train.seed", f"is too large; make it at most {2**62}"]),
         ("train.learning_rate=fast", ["train.learning_rate", "'fast'", "a number"]),
         ("train.learning_rate=-1", ["train.learning_rate", "-1"]),
         ("train.value_rate=0", ["train.value_rate = 0", "above 0"]),

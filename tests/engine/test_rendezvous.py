@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from nsa.engine import process_group
-from nsa.engine.process_group import end_process, private_folder, rendezvous_file
+from nsa.engine.process_group import Ranks, end_process, private_folder, rendezvous_file
 from tests.ranks import spawn_ranks
 
 JOIN = """
@@ -74,6 +75,19 @@ def test_ranks_of_one_launcher_meet_at_a_file_and_leave_none(
     if private:
         assert not os.listdir(folder_in(tmp_path))
         assert folder_in(tmp_path).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_port_in_use_is_refused_with_the_flag_that_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("EADDRINUSE, message: Address already in use")
+
+    monkeypatch.setattr(process_group.deepspeed, "init_distributed", refuse)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ValueError, match=r"--master_port 29500: already in use.* --master_port"):
+        process_group._join(Ranks(rank=0, local_rank=0, world_size=2), "gloo")
 
 
 def test_a_rank_0_removes_its_file_as_it_ends(

@@ -138,6 +138,7 @@ def test_skipped_steps_may_have_non_finite_losses_and_others_may_not(tmp_path: P
     match = criterion(tmp_path, "non-finite losses")
     assert match.ok
     assert match.limit == "at most 1, the skipped steps"
+    assert match.evidence.endswith("; not finite at step 150; 1 steps were skipped")
     write_metrics(tmp_path, change=lambda step: {"loss": math.inf} if step in (150, 200) else {})
     assert criterion(tmp_path, "non-finite losses").ok is False
 
@@ -327,6 +328,9 @@ def test_memory_is_judged_at_extended_by_its_peak_and_its_growth_on_any_rank(
     assert (peak.ok, peak.value) == (True, pytest.approx(30))
     assert peak.evidence.endswith("ranks 0, 1, 2; rank 1 is the highest")
     assert criterion(tmp_path, "peak memory of", EXTENDED, max_memory_gb=30.0).ok is False
+    write_beats(tmp_path, [line | {"memory_gb": 0.0} for line in beats(1_000, rank=3)])
+    unknown = criterion(tmp_path, "growth", EXTENDED)
+    assert (unknown.ok, unknown.evidence) == (None, "rank 3 recorded no memory")
 
 
 def test_memory_growth_is_not_judged_in_a_run_of_a_few_steps(tmp_path: Path) -> None:

@@ -23,6 +23,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"value_dim": 4.5}, r"^model\.value_dim = 4\.5: "),
     ({"activation_checkpointing": "full"}, "'full': choose one of none, reentrant, "),
     ({"rope_theta": 0.0}, r"^model\.rope_theta = 0\.0: "),
+    ({"rope_type": "linear"}, r"^model\.rope_extension = None: rope_type linear needs factor; add"),
+    *(
+        ({"rope_type": "linear", "rope_extension": {"factor": 2.0} | other}, message)
+        for other, message in (
+            ({"factor": 0.5}, r": factor = 0\.5 must be a number, 1 or more$"),
+            ({"beta_fast": 1.0}, "rope_type linear does not read beta_fast; remove it$"),
+        )
+    ),
     ({"norm_eps": -1e-5}, r"^model\.norm_eps = -1e-05: "),
 ]
 OF_ATTENTION: list[tuple[dict[str, Any], str]] = [

@@ -159,6 +159,16 @@ def test_only_the_given_steps_are_traced(
     assert [path.name for path in tmp_path.iterdir()] == ["profile"] * bool(expected)
 
 
+def test_a_profiler_that_does_not_start_costs_the_trace_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(torch.profiler, "profile")
+    run(StepProfiler(tmp_path, rank=1, steps=(2, 3)), 1)
+    message = "nsa: --profile-steps: the profiler did not start, the run continues: "
+    assert capsys.readouterr().err.count(message) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_flag_takes_one_step_or_a_range() -> None:
     assert parse_steps("10-12") == (10, 12)
     assert parse_steps(" 7 ") == (7, 7)

@@ -213,6 +213,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (ALL, {"v_sel": X.v_sel[:, 1:]}, r"v_sel is \(1, 19"),
     (ALL, {"k_win": X.k_win[..., :7]}, r"^k_win has head size 7"),
     (ALL, {"v_win": three_heads(X.v_win)}, r"^v_win has 3 heads"),
+    (ALL, {"v_win": X.v_win[..., :3]}, r"^v_win has heads .*; branches must agree"),
 ]
 
 

@@ -299,6 +299,7 @@ def test_a_run_that_does_not_fit_exits_with_1() -> None:
         ("--memory nan", "--memory nan: must be above 0"),
         ("--profile nowhere", "--profile nowhere: "),
         ("--recipe recipes/nowhere.py", "--recipe recipes/nowhere.py: no such file"),
+        (f"--recipe {__file__}", f"--recipe {__file__}: passes no Recipe to main()"),
         ("--set train.micro_batch=0", "train.micro_batch = 0"),
         ("--deepspeed_config ds_configs/nowhere.json", "ds_configs/nowhere.json: no such file"),
     ],
