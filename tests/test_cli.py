@@ -143,6 +143,7 @@ def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
     [
         ([], "", "the following arguments are required: verb"),
         (["check"], "check", "the following arguments are required: ds_config"),
+        (["report"], "report", "the following arguments are required: runs"),
         (["import", "model"], "import", "the following arguments are required: --to"),
         (["plan", "--devise", "a100"], "plan", "--devise (did you mean --device?), a100"),
         (["generate", "a", "--temprature=1"], "generate", "--temprature=1 (did you mean --temp"),
