@@ -219,7 +219,7 @@ bench() { # RUN NAME SECONDS BENCHMARK FLAGS...
 # step, resume, and compare the losses of steps that ran twice.
 # shellcheck disable=SC2329 # a stage's command calls these
 run_recipe() { # zero1|zero2 KILL-AT STEPS SAVE-EVERY
-    local zero=$1 kill_at=$2 steps=$3 every=$4 size=(--profile production) port step saved
+    local zero=$1 kill_at=$2 steps=$3 every=$4 size=(--profile production) step saved
     local run_dir=$results/runs/$1
     if [ -n "$rehearse" ]; then
         kill_at=$((kill_at / 6)) steps=12 every=4
@@ -230,9 +230,8 @@ run_recipe() { # zero1|zero2 KILL-AT STEPS SAVE-EVERY
         --set data.source=embedded --set data.tokenizer=byte --set checkpoint.keep=2
         --set "checkpoint.every=$every")
     trap : TERM # outlive the launcher: at the limit `timeout` then also ends a rank that does
-    port=$("$python" -c 'from nsa.system import free_port; print(free_port())')
     launch() {
-        "$python" -m deepspeed.launcher.runner --num_gpus 1 --master_port "$port" recipes/m7c.py \
+        "$python" -m deepspeed.launcher.runner --num_gpus 1 recipes/m7c.py \
             --run-dir "$run_dir" "$@" || [ $? -eq 3 ] # No-Go: a verdict on a run that ended
     }
     ready() { # a step after KILL-AT and after a checkpoint is logged

@@ -14,7 +14,7 @@ from tests.ranks import free_port
 
 
 def main() -> int:
-    common = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    common = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     common["MASTER_PORT"] = str(free_port())
     ranks = [
         subprocess.Popen(
