@@ -15,10 +15,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
-from nsa.untrusted import text_or_empty
-
 if TYPE_CHECKING:
-    import psutil  # imported late: benchmarks of a machine without it need the other functions
+    import psutil  # late, as is PyYAML: benchmarks run where these are not installed
 
 T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of the address that only this machine reaches
@@ -58,6 +56,8 @@ def existing_or_resource(text: str) -> Path:
 def available_memory() -> int:
     """Return the available bytes of this machine, or its container's limit if that is lower."""
     import psutil
+
+    from nsa.untrusted import text_or_empty
 
     available = psutil.virtual_memory().available
     limit = text_or_empty("/sys/fs/cgroup/memory.max").strip()  # "max" without a limit
