@@ -20,7 +20,6 @@ from nsa.atomic_io import atomic_write_text
 from nsa.monitor.observer import warn
 from nsa.system import output_of, package_version
 from nsa.text import align
-from nsa.untrusted import text_or_empty
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
 # Prefixes of the variables to record, unless their names match _SECRET.
@@ -76,6 +75,8 @@ def git_commit(source: Path) -> str | None:
 
 def cpu_model() -> str:
     """Return the CPU's model name."""
+    from nsa.untrusted import text_or_empty  # late: benchmarks run where PyYAML is not installed
+
     match = re.search(r"^model name\s*: (.*)", text_or_empty("/proc/cpuinfo"), re.M)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
@@ -99,6 +100,8 @@ def _cuda() -> dict[str, Any] | None:
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of NVIDIA's kernel module, much faster than nvidia-smi does."""
+    from nsa.untrusted import text_or_empty  # late, too
+
     match = re.search(r"\b\d+\.\d+(\.\d+)*\b", text_or_empty(file))
     return match[0] if match else None
 
