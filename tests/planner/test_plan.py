@@ -189,7 +189,7 @@ def test_traffic_scales_with_ranks_like_a_ring() -> None:
     assert many == pytest.approx(6 * 511 / 512)
 
 
-def test_overlap_hides_at_most_the_backward_pass() -> None:
+def test_overlap_hides_at_most_the_backward_pass_or_with_zero_3_the_whole_step() -> None:
     """The tail is exposed on any link, everything beyond the backward pass on a slow one."""
     model, zero, batch = m7c("zero2_overlap", micro_batch=8)
     slow, fast = replace(A100, link=1e8), replace(A100, link=1e12)
@@ -202,6 +202,10 @@ def test_overlap_hides_at_most_the_backward_pass() -> None:
     backward = 0.75 * forecast(model, zero, batch, slow, 2).compute
     step = forecast(model, zero, batch, slow, 2)
     assert step.communication - step.exposed == pytest.approx(backward)
+    model, zero, batch = m7c("zero3", micro_batch=8)
+    step = forecast(model, zero, batch, slow, 2)
+    hidden = step.communication - step.exposed
+    assert hidden == pytest.approx(step.compute), "weights are prefetched in the forward pass too"
 
 
 def test_a_bucket_larger_than_the_layers_overlaps_nothing() -> None:
