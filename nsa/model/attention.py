@@ -278,7 +278,11 @@ class NSAttention(Attention):
                 "sizes of blocks and window belong in spec"
             )
         spec = NSASpec() if spec is None else spec
-        check_spec(spec)
+        if type(spec).__name__ != "NSASpec":  # by name: an export's code may hold the class twice
+            values = spec.items() if isinstance(spec, dict) else ()
+            example = ", ".join(f"{name}={value}" for name, value in values) or "..."
+            kind = type(spec).__name__
+            raise ValueError(f"spec = {spec!r}: is a {kind}; give NSASpec({example})")
         attention = AttentionConfig("nsa", spec=spec, **settings)
         config = ModelConfig(
             width=hidden_size,
@@ -342,9 +346,8 @@ class NSAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         assert metadata.sampled is not None
         q_cmp, k_cmp = kv["index"] if self.index else (None, self.ranking_keys(x, metadata))
-        common = self._common(metadata)
-        k = kv["sel"][0]
-        return selector_loss(q, k_cmp, k, metadata.sampled, self.spec, q_cmp=q_cmp, **common)
+        inputs = q, k_cmp, kv["sel"][0], metadata.sampled, self.spec
+        return selector_loss(*inputs, q_cmp=q_cmp, **self._common(metadata))
 
     def ranking_keys(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Return the compressed branch's keys [B, N, Hkv, Dk] as a function of detached x.
@@ -369,7 +372,7 @@ class NSAttention(Attention):
             return means[0]
         k = k.unflatten(-1, (self.kv_heads, self.key_dim))
         if isinstance(self.compress, PoolCompressor):
-            return self.compress.key(k, metadata.block_rotary, metadata, self.backend)
+            return self.compress.key(k, metadata.block_rotary, metadata)
         assert self.compress is not None
         return self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)[0]
 
@@ -430,16 +433,6 @@ class NSAttention(Attention):
             outputs["win"] = window_attention(q, *kv["win"], self.spec.window, **common)
         weights = zip(self.branches, gates.unbind(-1), strict=True)
         return torch.stack([gate[..., None] * outputs[name] for name, gate in weights]).sum(0)
-
-
-def check_spec(spec: Any) -> None:
-    """Raise a ValueError if `spec` is no NSASpec.
-
-    The name of its class is compared, because an export's code may hold the class twice.
-    """
-    if type(spec).__name__ != "NSASpec":
-        fields = ", ".join(f"{k}={v}" for k, v in spec.items()) if isinstance(spec, dict) else "..."
-        raise ValueError(f"spec = {spec!r}: is a {type(spec).__name__}; give NSASpec({fields})")
 
 
 def check_hidden_states(x: Tensor, width: int, weight: Any, attention_mask: Any) -> None:

@@ -37,7 +37,13 @@ class Block(nn.Module):
         super().__init__()
         self.backend = config.attention.backend
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.attention = attention_layer(config)
+        if config.attention.kind == "dense":
+            self.attention = Attention(config)
+        else:
+            names = "kv_heads", "head_dim", "value_dim", "rope_theta", *MODEL_SETTINGS
+            settings = {name: getattr(config, name) for name in names}
+            settings |= {k: v for k, v in vars(config.attention).items() if k != "kind"}
+            self.attention = NSAttention(config.width, config.heads, **settings)
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width, self.backend)
 
@@ -59,13 +65,3 @@ class Block(nn.Module):
         x, normed = add_norm(x, delta, self.mlp_norm, self.backend)
         loss = self.attention.take_selector_loss()
         return (x, self.mlp(normed)) if loss is None else (x, self.mlp(normed), loss)
-
-
-def attention_layer(config: ModelConfig) -> Attention:
-    """Build a block's attention."""
-    if config.attention.kind == "dense":
-        return Attention(config)
-    names = "kv_heads", "head_dim", "value_dim", "rope_theta", *MODEL_SETTINGS
-    settings = {name: getattr(config, name) for name in names}
-    settings |= {k: v for k, v in vars(config.attention).items() if k != "kind"}
-    return NSAttention(config.width, config.heads, **settings)

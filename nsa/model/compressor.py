@@ -84,8 +84,9 @@ class BlockPool(nn.Module):
     Each KV head has parameters of its own. nsa/ops/pooling.py has the definition.
     """
 
-    def __init__(self, block_len: int, kv_heads: int, size: int) -> None:
+    def __init__(self, block_len: int, kv_heads: int, size: int, backend: str = "auto") -> None:
         super().__init__()
+        self.backend = backend
         self.weight = nn.Parameter(torch.empty(kv_heads, size, size))
         self.position = nn.Parameter(torch.empty(kv_heads, block_len, size))
         self.scale = nn.Parameter(torch.empty(kv_heads * size))
@@ -97,15 +98,13 @@ class BlockPool(nn.Module):
         self.position.zero_()
         self.scale.fill_(1)
 
-    def forward(
-        self, x: Tensor, rotary: Rotary | None, metadata: AttentionMetadata, backend: str
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, metadata: AttentionMetadata) -> Tensor:
         """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any."""
         assert metadata.block_tokens is not None
         assert metadata.token_blocks is not None
         weights = self.weight, self.position, self.scale
         tables = rotary, metadata.block_tokens, metadata.token_blocks
-        return pool(x, *weights, *tables, backend=backend)
+        return pool(x, *weights, *tables, backend=self.backend)
 
 
 class PoolCompressor(Compressor):
@@ -115,10 +114,8 @@ class PoolCompressor(Compressor):
         self, block_len: int, kv_heads: int, key_size: int, value_size: int, backend: str
     ) -> None:
         super().__init__()
-        self.key = BlockPool(block_len, kv_heads, key_size)
-        self.value = BlockPool(block_len, kv_heads, value_size)
-        self.backend = backend
+        self.key = BlockPool(block_len, kv_heads, key_size, backend)
+        self.value = BlockPool(block_len, kv_heads, value_size, backend)
 
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        k = self.key(k, metadata.block_rotary, metadata, self.backend)
-        return k, self.value(v, None, metadata, self.backend)
+        return self.key(k, metadata.block_rotary, metadata), self.value(v, None, metadata)

@@ -33,13 +33,13 @@ class Index(nn.Module):
             self.k_norm = nn.RMSNorm(size, eps=config.norm_eps)
         self.pool: BlockPool | None = None  # φ; None: the mean
         if config.attention.compressor == "pool":
-            self.pool = BlockPool(config.attention.spec.block_len, heads, size)
-        self.backend = config.attention.backend
+            length = config.attention.spec.block_len
+            self.pool = BlockPool(length, heads, size, config.attention.backend)
 
     def compress(self, k: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Pool the tokens' keys before RoPE [B, T, Hkv, Dk] to rotated ones [B, N, Hkv, Dk]."""
         if self.pool is not None:
-            return self.pool(k, metadata.block_rotary, metadata, self.backend)
+            return self.pool(k, metadata.block_rotary, metadata)
         assert metadata.block_rotary is not None
         return apply_rotary(cut_blocks(k, metadata).mean(2), metadata.block_rotary)
 

@@ -221,7 +221,7 @@ def nsa_attention_and_blocks(x: GatedInputs, backend: str = "auto") -> tuple[Ten
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
         from nsa.ops.triton.band import triton_gated
 
-        o, block_index, *_ = triton_gated(*x[:9], spec.to_ints(), scale)
+        o, block_index, *_ = triton_gated(x)
         return o, block_index
     options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens}
     options["backend"] = "reference" if backend == "reference" else "blockwise"

@@ -299,7 +299,7 @@ def _backward(
         )
 
 
-blockwise_attention = register(
+attention = register(  # one branch's attention: (o, lse)
     "nsa::blockwise_attention",
     AttentionInputs,
     _forward,
@@ -408,17 +408,6 @@ def overlap_table(
     return block.clamp(min=0), weight
 
 
-blockwise_select_blocks = register(
+select_blocks = register(
     "nsa::blockwise_select_blocks", SelectionInputs, _select, fake=SelectionInputs.empty_index
 )
-
-
-def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """One branch's attention: (o, lse)."""
-    return blockwise_attention(*x[:6], x.spec.to_ints(), x.scale)
-
-
-def select_blocks(x: SelectionInputs) -> Tensor:
-    """The blocks that each query selects, ascending, padded with -1: int32 [B, T, K, n]."""
-    q, k_cmp, lse, cu_seqlens, spec, seq_len, scale = x
-    return blockwise_select_blocks(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)

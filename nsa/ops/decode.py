@@ -29,7 +29,7 @@ def decode_attention(x: DecodeInputs, backend: str = "auto") -> Tensor:
     if dispatch(backend, "decode_attention", q[:, None], *values) is triton:
         from nsa.ops.triton.decode import triton_decode
 
-        return triton_decode(*x[:10], spec.to_ints(), x.branches, x.scale)
+        return triton_decode(x)
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = next(iter(pairs.values()))[0].shape[2]
     q_BKGD = (q.to(dtype) * x.scale).unflatten(1, (heads, -1))

@@ -241,21 +241,17 @@ class RotaryPoolInputs(NamedTuple):
         layout, (batch, tokens) = self.read_layout(), self.packed.shape[:2]
         q, k, v, index, gates = (shape[1:] for shape in layout.shapes)  # each (heads, size)
 
-        def empty(shape: tuple[int, ...], length: int | None) -> Tensor:
-            return self.packed.new_empty(0 if length is None else (batch, length, *shape))
-
-        compressed = None
+        compressed = tokens if layout.pre_rope else None
         if layout.mean:
-            compressed = tokens if self.block_tokens is None else self.block_tokens.shape[0]
-        elif layout.pre_rope:
-            compressed = tokens
-        outputs = [empty(q, tokens), empty(gates, tokens if layout.gates else None)]
-        outputs += [empty(k, compressed), empty(v, compressed)]
+            compressed = tokens if self.block_tokens is None else len(self.block_tokens)
+        outputs = [(q, tokens), (gates, tokens if layout.gates else None)]
+        outputs += [(k, compressed), (v, compressed)]
         for number in range(3):
             length = tokens if layout.returns_set(number) else None
-            outputs += [empty(k, length), empty(v, length)]
-        indexed = tokens if layout.indexed else None
-        return *outputs, empty(index, indexed), empty(index, indexed)
+            outputs += [(k, length), (v, length)]
+        outputs += [(index, tokens if layout.indexed else None)] * 2
+        new = self.packed.new_empty
+        return tuple(new(0 if n is None else (batch, n, *shape)) for shape, n in outputs)
 
 
 class PoolInputs(NamedTuple):

@@ -34,21 +34,14 @@ def pool(
     backend: str = "auto",
 ) -> Tensor:
     """Pool x [B, T, K, D] to [B, N, K, D]; `rotary` are cos and sin at blocks' last positions."""
-    (kv_heads, size), block_len = x.shape[2:], block_tokens.shape[1]
-    for name, parameter, shape in (
-        ("weight", weight, (kv_heads, size, size)),
-        ("position", position, (kv_heads, block_len, size)),
-        ("scale", scale, (kv_heads * size,)),
-    ):
-        if parameter.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(parameter.shape)}; it must be {shape}")
     cos, sin = (None, None) if rotary is None else rotary
     inputs = PoolInputs(x, weight, position, scale, cos, sin, block_tokens, token_blocks)
-    if dispatch(backend, "pool", x, limit=triton.pool_limit(block_len, size)) is triton:
+    limit = triton.pool_limit(block_tokens.shape[1], x.shape[3])
+    if dispatch(backend, "pool", x, limit=limit) is triton:
         from nsa.ops.triton.pooling import triton_pool
 
-        return triton_pool(*inputs)[0]
-    return torch_pool(*inputs)
+        return triton_pool(inputs)[0]
+    return torch_pool(inputs)
 
 
 def sum_covering(blocks: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:

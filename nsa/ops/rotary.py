@@ -56,7 +56,7 @@ def rotary_pool(
     op = torch_rotary_pool
     if dispatch(backend, "rotary_pool", *heads) is triton:
         from nsa.ops.triton.rotary import triton_rotary_pool as op
-    q, gates, k_cmp, v_cmp, *kv_sets, index_q, index_k = op(*inputs)
+    q, gates, k_cmp, v_cmp, *kv_sets, index_q, index_k = op(inputs)
     return RotaryPooled(
         q,
         gates if layout.gates else None,

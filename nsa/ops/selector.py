@@ -70,12 +70,11 @@ def selector_loss(
     if q_cmp is not None:
         check_heads(q_cmp, k_cmp=k_cmp)
         check_length("q_cmp", q_cmp, q.shape[1], "q")
-    numbers = spec.to_ints(), check_scale(q, scale)
-    inputs = k_cmp, q_cmp, q.detach(), k_sel.detach(), queries, cu_seqlens, *numbers
+    tensors = k_cmp, q_cmp, q.detach(), k_sel.detach(), queries, cu_seqlens
     op = torch_selector_loss
     if dispatch(backend, "selector_loss", q) is triton:
         from nsa.ops.triton.selector_loss import triton_selector_loss as op
-    loss, target, *_ = op(*inputs)
+    loss, target, *_ = op(SelectorInputs(*tensors, spec, check_scale(q, scale)))
     return loss, target
 
 

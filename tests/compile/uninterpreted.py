@@ -21,6 +21,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import nsa.ops.triton
+from nsa.ops.inputs import GatedInputs
 from nsa.ops.triton.band import triton_gated
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import Launch, launch, recording
@@ -234,7 +235,7 @@ def test_a_layers_launches_take_few_python_calls(monkeypatch: pytest.MonkeyPatch
     def step() -> None:
         x = q
         for _ in range(layers):
-            x = triton_gated(x, *tensors[1:], None, spec.to_ints(), 0.125)[0]
+            x = triton_gated(GatedInputs(x, *tensors[1:], None, spec, 0.125))[0]
         torch.autograd.grad(x, tensors, do)
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -22,7 +22,6 @@ from nsa.ops import (
     triton,
 )
 from nsa.ops import swiglu as ops_swiglu
-from nsa.ops.pooling import pool as ops_pool
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
@@ -220,17 +219,11 @@ TABLES = DOCUMENTS[0].tables()
 (PROJECTION,) = rotary(ALL, DOCUMENTS[0]).inputs()
 FOUR = ALL._replace(kv_sets=4)
 BOTH = ALL._replace(pre_rope=True)
-POOL = pool(DOCUMENTS[0], 2, 4, False).inputs()
 LOSS = Inputs.of(PACKED)
 
 
 def loss_of(queries: Tensor, k_cmp: Tensor = LOSS.k_cmp, k_sel: Tensor = LOSS.k_sel) -> Any:
     return selector_loss(LOSS.q, k_cmp, k_sel, queries, PACKED.spec, cu_seqlens=PACKED.cu_seqlens)
-
-
-def pool_of(**change: Tensor) -> Any:
-    given = dict(zip(("x", "weight", "position", "scale"), POOL, strict=True)) | change
-    return ops_pool(*given.values(), None, *TABLES)
 
 
 def project(
@@ -268,9 +261,6 @@ WRONG: dict[str, Callable[[], Any]] = {  # by the message
     r"^layout.kv_sets = 4: must be 1 to 3$": lambda: project(
         torch.zeros(2, 11, sum(FOUR.columns)), FOUR
     ),
-    r"^weight has shape \(1, 4, 4\); it must be \(2, 4, 4\)": lambda: pool_of(weight=POOL[1][:1]),
-    r"^position has shape \(2, 3, 4\); .* be \(2, 4, 4\)": lambda: pool_of(position=POOL[2][:, 1:]),
-    r"^scale has shape \(4,\); it must be \(8,\)": lambda: pool_of(scale=POOL[3][:4]),
     r"queries is torch.int32 \(3,\); it must be int64": lambda: loss_of(torch.arange(3).int()),
     r"queries is torch.int64 \(2, 2\)": lambda: loss_of(torch.zeros(2, 2).long()),
     r"queries is torch.int64 \(0,\)": lambda: loss_of(torch.arange(0)),

@@ -87,16 +87,14 @@ def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     from nsa.ops.triton.band import triton_band
     from nsa.ops.triton.selected import triton_selected
 
-    op = triton_selected if x.branch == "selected" else triton_band
-    return op(*x[:6], x.spec.to_ints(), x.scale)
+    return triton_selected(x) if x.branch == "selected" else triton_band(x)
 
 
 def select_blocks(x: SelectionInputs) -> Tensor:
     """Return each query's selected blocks, ascending, padded with -1: int32 [B, T, Hkv, n]."""
     from nsa.ops.triton.select import triton_select
 
-    q, k_cmp, lse, cu_seqlens, spec, seq_len, scale = x
-    return triton_select(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)
+    return triton_select(x)
 
 
 def pool_limit(block_len: int, size: int) -> str | None:

@@ -15,6 +15,8 @@ this, given lse - ln g instead of lse.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -387,14 +389,9 @@ def launch_forward(win: Branch, cmp: Branch) -> list[Tensor]:
     x, config = _either(win, cmp), _config("forward", win, cmp)
     outputs = [(None, None) if y is None else y.empty_outputs() for y in (win, cmp)]
     (o_win, lse_win), (o_cmp, lse_cmp) = outputs
-    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
-    cu, documents = document_offsets(x.cu_seqlens)
     launch(
-        band_forward_kernel, _rows_grid(x, config), config,
-        q=x.q.contiguous(), k_win=k_win, v_win=v_win, o_win=o_win, lse_win=lse_win,
-        k_cmp=k_cmp, v_cmp=v_cmp, o_cmp=o_cmp, lse_cmp=lse_cmp, cu=cu,
-        seq_len=x.q.shape[1], key_len=0 if cmp is None else cmp.k.shape[1], documents=documents,
-        scale=x.scale * LOG2E, WIN=_constants(win, config), CMP=_constants(cmp, config),
+        band_forward_kernel, _rows_grid(x, config), config, **_inputs(win, cmp, config),
+        o_win=o_win, lse_win=lse_win, o_cmp=o_cmp, lse_cmp=lse_cmp,
     )  # fmt: skip
     return [y for pair in outputs for y in pair if y is not None]
 
@@ -408,18 +405,12 @@ def launch_queries(
 ) -> None:  # fmt: skip
     """Write dq. With gates also dgates, delta and lse2 of all branches, from their o and lse."""
     x, config = _either(win, cmp), _config("queries", win, cmp, gated=gates is not None)
-    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
-    cu, documents = document_offsets(x.cu_seqlens)
-    batch, seq_len, heads, _ = x.q.shape
     launch(
-        band_queries_kernel, _rows_grid(x, config), config,
-        q=x.q.contiguous(), k_win=k_win, v_win=v_win, k_cmp=k_cmp, v_cmp=v_cmp,
+        band_queries_kernel, _rows_grid(x, config), config, **_inputs(win, cmp, config),
         do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates,
         lse_cmp=lse_cmp, lse_sel=lse_sel, lse_win=lse_win,
-        dgates=dgates, delta=delta, lse2=lse2, dq=dq, cu=cu,
-        seq_len=seq_len, key_len=0 if cmp is None else cmp.k.shape[1], documents=documents,
-        rows=batch * seq_len * heads, scale=x.scale * LOG2E, scale_out=x.scale,
-        WIN=_constants(win, config), CMP=_constants(cmp, config),
+        dgates=dgates, delta=delta, lse2=lse2, dq=dq,
+        rows=x.q.shape[:3].numel(), scale_out=x.scale,
     )  # fmt: skip
 
 
@@ -432,29 +423,24 @@ def launch_keys(
     x, config = _either(win, cmp), _config("keys", win, cmp)
     (batch, seq_len), groups = x.q.shape[:2], x.k.shape[2]
     dk_win = dv_win = dk_cmp = dv_cmp = None
-    window_tiles, key_len, split_len, cmp_tiles, cmp_programs = 0, 0, seq_len, 1, 0
+    window_tiles, split_len, cmp_tiles, cmp_programs = 0, seq_len, 1, 0
     if win is not None:
         window_tiles = max_tiles(seq_len, config.keys, x.cu_seqlens)
         dk_win, dv_win = _parts(win, 1)
     if cmp is not None:
         splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
-        split_len, key_len = cdiv(seq_len, splits), cmp.k.shape[1]
+        split_len = cdiv(seq_len, splits)
         cmp_tiles = max_tiles(seq_len, config.keys * cmp.spec.block_stride, x.cu_seqlens)
         cmp_programs = cmp_tiles * splits
         dk_cmp, dv_cmp = _parts(cmp, splits)
-    (k_win, v_win), (k_cmp, v_cmp) = _keys_values(win), _keys_values(cmp)
-    cu, documents = document_offsets(x.cu_seqlens)
     programs = cmp_programs + window_tiles
     # Programs beyond these, in the last row of the grid, have no keys.
     grid = groups * batch, min(programs, MAX_AXIS), cdiv(programs, MAX_AXIS)
     launch(
-        band_keys_kernel, grid, config,
-        q=x.q.contiguous(), k_win=k_win, v_win=v_win, k_cmp=k_cmp, v_cmp=v_cmp, do=do,
+        band_keys_kernel, grid, config, **_inputs(win, cmp, config), do=do,
         lse2_win=lse2_win, delta_win=delta_win, lse2_cmp=lse2_cmp, delta_cmp=delta_cmp,
-        dk_win=dk_win, dv_win=dv_win, dk_cmp=dk_cmp, dv_cmp=dv_cmp, cu=cu,
-        seq_len=seq_len, key_len=key_len, documents=documents, split_len=split_len,
-        cmp_tiles=cmp_tiles, cmp_programs=cmp_programs, scale=x.scale * LOG2E, scale_out=x.scale,
-        WIN=_constants(win, config), CMP=_constants(cmp, config),
+        dk_win=dk_win, dv_win=dv_win, dk_cmp=dk_cmp, dv_cmp=dv_cmp, split_len=split_len,
+        cmp_tiles=cmp_tiles, cmp_programs=cmp_programs, scale_out=x.scale,
     )  # fmt: skip
     gradients = [y for y in (dk_win, dv_win, dk_cmp, dv_cmp) if y is not None]
     return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients]
@@ -474,8 +460,18 @@ def _config(kernel: str, win: Branch, cmp: Branch, gated: bool = False) -> Confi
     return choose_config(f"{name}_{kernel}", sizes, x.q)
 
 
-def _keys_values(x: Branch) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if x is None else (x.k.contiguous(), x.v.contiguous())
+def _inputs(win: Branch, cmp: Branch, config: Config) -> dict[str, Any]:
+    """The arguments that the kernels share."""
+    x = _either(win, cmp)
+    cu, documents = document_offsets(x.cu_seqlens)
+    k_win, v_win = (None, None) if win is None else (win.k.contiguous(), win.v.contiguous())
+    k_cmp, v_cmp = (None, None) if cmp is None else (cmp.k.contiguous(), cmp.v.contiguous())
+    return {
+        "q": x.q.contiguous(), "k_win": k_win, "v_win": v_win, "k_cmp": k_cmp, "v_cmp": v_cmp,
+        "cu": cu, "documents": documents,
+        "seq_len": x.q.shape[1], "key_len": 0 if cmp is None else cmp.k.shape[1],
+        "scale": x.scale * LOG2E, "WIN": _constants(win, config), "CMP": _constants(cmp, config),
+    }  # fmt: skip
 
 
 def _constants(x: Branch, config: Config) -> Constants | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from inspect import signature
 from operator import itemgetter
 from typing import Any
 
@@ -33,9 +34,6 @@ class Launch:
 _recorded: list[Launch] | None = None
 _dry = False
 _compiled: dict[tuple[Any, ...], Any] = {}
-# Of a kernel: a getter of its values in order, and how many of them are not constants.
-Signature = tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int]
-_signatures: dict[Any, Signature] = {}
 SCALARS = {int, float, bool, type(None)}  # `isinstance(x, Tensor)` takes several times as long
 MAX_COMPILED = 4096  # entries; keys contain integers that differ from batch to batch
 
@@ -45,7 +43,7 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, /, **arguments: Any
 
     An empty grid is skipped.
     """
-    getter, runtime = _signatures.get(kernel.fn) or _read_signature(kernel)
+    getter, runtime = _signature(kernel.fn)
     values = getter(arguments)
     assert len(values) == len(arguments), f"{kernel.fn.__name__} does not take all of {arguments}"
     if _recorded is not None:
@@ -62,11 +60,13 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, /, **arguments: Any
         _run(kernel, grid, values, runtime, config)
 
 
-def _read_signature(kernel: Any) -> Signature:
-    constants = ["constexpr" in str(kernel.fn.__annotations__.get(x)) for x in kernel.arg_names]
-    assert constants == sorted(constants), f"{kernel.fn.__name__}: constants must come last"
-    signature = itemgetter(*kernel.arg_names), constants.count(False)
-    return _signatures.setdefault(kernel.fn, signature)
+@cache
+def _signature(function: Any) -> tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int]:
+    """Return a getter of a kernel's values in order, and how many of them are not constants."""
+    names = list(signature(function).parameters)
+    constants = ["constexpr" in str(function.__annotations__.get(name)) for name in names]
+    assert constants == sorted(constants), f"{function.__name__}: constants must come last"
+    return itemgetter(*names), constants.count(False)
 
 
 def _run(kernel: Any, grid: Sequence[int], values: tuple, runtime: int, config: Config) -> None:

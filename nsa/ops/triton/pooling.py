@@ -10,6 +10,8 @@ half, [HALF_P, 2 · HALF_P) the second. Values, which are not rotated, have HALF
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -161,16 +163,11 @@ def pool_backward_kernel(
 def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
     """(y, pooled, lse), the last two in float32 for the backward pass."""
     y, pooled, lse = _empty_outputs(x)
-    (batch, seq_len, heads, size), (blocks, length) = x.x.shape, x.block_tokens.shape
-    half, padded = _padded(x)
+    batch, _, heads, size = x.x.shape
     config = Config(32, 0, 8 if size > 64 else 4, 1)
     launch(
-        pool_forward_kernel, (blocks, heads, batch), config,
-        x=x.x.contiguous(), weight=x.weight.contiguous(), position=x.position.contiguous(),
-        scale=x.scale.contiguous(), cos=_contiguous(x.cos), sin=_contiguous(x.sin),
-        block_tokens=x.block_tokens.contiguous(), y=y, pooled=pooled, lse=lse,
-        seq_len=seq_len, key_len=blocks,
-        HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, ROWS=config.rows,
+        pool_forward_kernel, (len(x.block_tokens), heads, batch), config,
+        **_inputs(x, config), y=y, pooled=pooled, lse=lse,
     )  # fmt: skip
     return y, pooled, lse
 
@@ -182,33 +179,30 @@ def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tup
     sizes = [parameter.numel() for parameter in x[1:4]]
     dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
     parts = x.x.new_empty(batch * runs, sum(sizes), dtype=torch.float32)
-    half, padded = _padded(x)
-    blocks, length = x.block_tokens.shape
     # With 32 rows registers spill, as the weight's gradient stays in them.
     config = Config(16, 0, 8 if size > 64 else 4, 1)
     launch(
-        pool_backward_kernel, (runs, heads, batch), config,
-        dy=dy.contiguous(), x=x.x.contiguous(), weight=x.weight.contiguous(),
-        position=x.position.contiguous(), scale=x.scale.contiguous(),
-        cos=_contiguous(x.cos), sin=_contiguous(x.sin), block_tokens=x.block_tokens.contiguous(),
-        token_blocks=x.token_blocks.contiguous(), pooled=pooled, lse=lse,
-        dx=dx, parts=parts, seq_len=seq_len, key_len=blocks,
-        HEADS=heads, SIZE=size, HALF=half, PADDED=padded, LEN=length, LEN_P=padded_size(length),
-        COVER=x.token_blocks.shape[1], ROWS=config.rows, TOKENS=TOKENS_PER_PART,
+        pool_backward_kernel, (runs, heads, batch), config, **_inputs(x, config),
+        dy=dy.contiguous(), token_blocks=x.token_blocks.contiguous(), pooled=pooled, lse=lse,
+        dx=dx, parts=parts, LEN_P=padded_size(x.block_tokens.shape[1]),
+        COVER=x.token_blocks.shape[1], TOKENS=TOKENS_PER_PART,
     )  # fmt: skip
     return dx, *sum_parts(parts, x[1:4])
 
 
-def _padded(x: PoolInputs) -> tuple[int, int]:
-    """Half of a head that RoPE rotates, or 0; and the padded size of a head."""
-    size = x.x.shape[3]
-    if x.cos is None:
-        return 0, padded_size(size)
-    return size // 2, 2 * padded_size(size // 2)
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+def _inputs(x: PoolInputs, config: Config) -> dict[str, Any]:
+    """The arguments that both kernels take."""
+    (_, seq_len, heads, size), (blocks, length) = x.x.shape, x.block_tokens.shape
+    half, padded = 0, padded_size(size)  # of values, which RoPE does not rotate
+    if x.cos is not None:
+        half, padded = size // 2, 2 * padded_size(size // 2)
+    tensors = zip(x._fields[:-1], x, strict=False)  # without token_blocks
+    return {
+        **{name: None if y is None else y.contiguous() for name, y in tensors},
+        "seq_len": seq_len, "key_len": blocks,
+        "HEADS": heads, "SIZE": size, "HALF": half, "PADDED": padded, "LEN": length,
+        "ROWS": config.rows,
+    }  # fmt: skip
 
 
 def _empty_outputs(x: PoolInputs) -> tuple[Tensor, ...]:

@@ -341,12 +341,9 @@ def _present(tensors: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _sizes(x: RotaryPoolInputs) -> Sizes:
-    layout, width = x.read_layout(), x.packed.shape[2]
-    if not layout.mean:
-        return _cached_sizes(layout, width, 0, 0)
-    assert x.block_tokens is not None
-    assert x.token_blocks is not None
-    return _cached_sizes(layout, width, x.block_tokens.shape[1], x.token_blocks.shape[1])
+    layout, tables = x.read_layout(), (x.block_tokens, x.token_blocks)
+    length, cover = (y.shape[1] if layout.mean and y is not None else 0 for y in tables)
+    return _cached_sizes(layout, x.packed.shape[2], length, cover)
 
 
 @lru_cache(maxsize=256)

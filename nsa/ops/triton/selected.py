@@ -19,6 +19,8 @@ bitwise reproducible.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +30,6 @@ from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import AttentionInputs
 from nsa.ops.triton.common import (
     LOG2E,
-    Constants,
     add_key_gradients,
     add_query_gradient,
     backward_rows,
@@ -535,18 +536,11 @@ def selected_forward(
     gated_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse). With gates and the other branches' o, `gated_sum` is written too."""
-    assert x.block_index is not None
     o, lse = x.empty_outputs()
-    C, grid, config = _query_tiles("forward", x)
-    blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
-    cu, documents = document_offsets(x.cu_seqlens)
+    grid, config, inputs = _query_tiles("forward", x)
     launch(
-        selected_forward_kernel, grid, config,
-        q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(), o=o, lse=lse,
+        selected_forward_kernel, grid, config, **inputs, o=o, lse=lse,
         o_cmp=o_cmp, o_win=o_win, gates=gates, gated_sum=gated_sum,
-        cu=cu, blocks=blocks, members=members, counts=counts,
-        seq_len=x.q.shape[1], documents=documents, list_len=blocks.shape[-1],
-        scale=x.scale * LOG2E, C=C,
     )  # fmt: skip
     return o, lse
 
@@ -565,23 +559,20 @@ def selected_gradients(
     do: Tensor, x: AttentionInputs, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv from `backward_rows`' results; write dq, or with `add` add to it."""
-    assert x.block_index is not None
-    C, grid, config = _query_tiles("queries", x)
-    blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, x.spec, C.QUERIES)
-    cu, documents = document_offsets(x.cu_seqlens)
+    grid, config, inputs = _query_tiles("queries", x)
     launch(
-        selected_queries_kernel, grid, config,
-        q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(),
-        do=do, lse2=lse2, delta=delta, dq=dq,
-        cu=cu, blocks=blocks, members=members, counts=counts,
-        seq_len=x.q.shape[1], documents=documents, list_len=blocks.shape[-1],
-        scale=x.scale * LOG2E, scale_out=x.scale, C=C, ADD=add,
+        selected_queries_kernel, grid, config, **inputs,
+        do=do, lse2=lse2, delta=delta, dq=dq, scale_out=x.scale, ADD=add,
     )  # fmt: skip
     return _key_gradients(do, x, lse2, delta)
 
 
-def _query_tiles(name: str, x: AttentionInputs) -> tuple[Constants, tuple[int, ...], Config]:
-    """Return constants, grid and config of tiles of queries, large if queries share most blocks."""
+def _query_tiles(name: str, x: AttentionInputs) -> tuple[tuple[int, ...], Config, dict[str, Any]]:
+    """Return grid, config and shared arguments of the kernels that take tiles of queries.
+
+    Tiles are large if queries share most blocks.
+    """
+    assert x.block_index is not None
     (batch, seq_len, groups, _), spec = x.k.shape, x.spec
     constants = constants_of(x.q, x.k, x.v)
     dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
@@ -593,7 +584,15 @@ def _query_tiles(name: str, x: AttentionInputs) -> tuple[Constants, tuple[int, .
     constants = constants_of(
         x.q, x.k, x.v, QUERIES=queries, ROWS=rows, KEYS=keys, SELECT=spec.select_len
     )
-    return constants, (max_tiles(seq_len, queries, x.cu_seqlens), groups, batch), config
+    blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, spec, queries)
+    cu, documents = document_offsets(x.cu_seqlens)
+    inputs = {
+        "q": x.q.contiguous(), "k": x.k.contiguous(), "v": x.v.contiguous(), "cu": cu,
+        "blocks": blocks, "members": members, "counts": counts, "seq_len": seq_len,
+        "documents": documents, "list_len": blocks.shape[-1], "scale": x.scale * LOG2E,
+        "C": constants,
+    }  # fmt: skip
+    return (max_tiles(seq_len, queries, x.cu_seqlens), groups, batch), config, inputs
 
 
 def _key_gradients(
