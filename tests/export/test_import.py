@@ -23,7 +23,7 @@ from nsa.export.to_hf import export
 from nsa.model import AttentionConfig
 from nsa.model.hf import NSAForCausalLM
 from nsa.spec import NSASpec
-from tests.engine.runs import TINY, on_one_rank, succeed
+from tests.evaluate.models import write_model
 from tests.export.llamas import FAMILIES, SHAPE, SMALL, Refused, command, imported, logits, tokens
 
 
@@ -146,11 +146,11 @@ def test_a_tied_matrix_is_read_by_either_of_its_names_and_must_be_one(
 
 @pytest.fixture(scope="module")
 def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the dense twin with sequences shorter than the demo's window."""
-    folder = tmp_path_factory.mktemp("runs")
-    flags = *TINY, "--set=model.attention.backend=blockwise", "--steps=4", "--run-dir=dense"
-    succeed(on_one_rank("m7c_dense.py", *flags, folder=folder))
-    return folder / "dense"
+    """A dense model of this package, whose pattern an index takes."""
+    spec = [flag.removeprefix("--set=attention.") for flag in SMALL]
+    settings = ["kind=dense", "compressor=pool", "backend=blockwise", *spec]
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    return write_model(folder, *(f"model.attention.{setting}" for setting in settings))
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

@@ -36,6 +36,8 @@ def test_a_dense_run_has_the_same_logits_as_a_llama(tmp_path: Path) -> None:
     run = load_run(tmp_path / "dense", device="cpu", dtype=torch.float32)
     expected = logits(run.model, tokens(96) % 256)
     assert (logits(model, tokens(96) % 256) - expected).norm() < 1e-5 * expected.norm()
+    again = imported(tmp_path / "dense", tmp_path / "again", "--attention=dense")
+    assert torch.equal(again.model.embed.weight, run.model.embed.weight.bfloat16())
     assert "auto_map" not in json.loads((tmp_path / "hf/config.json").read_text())
     assert "native-sparse-attention" not in (tmp_path / "hf/README.md").read_text()
     text = AutoTokenizer.from_pretrained(tmp_path / "hf")("def f", return_tensors="pt")

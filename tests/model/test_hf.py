@@ -28,10 +28,17 @@ MASK = torch.ones(3, 24, dtype=torch.long)
 MASK[0, :9] = MASK[1, :21] = 0  # to the left, so that the second has three tokens
 
 
-def wrapped(kind: str = "mean", dtype: torch.dtype = torch.float64, std: float = 0.3) -> Any:
-    """A Hugging Face model whose weights are so large that every past token matters."""
-    inner = build(tiny(kind), dtype, std=std)
-    model = NSAForCausalLM(NSAConfig.of(inner.config)).to(dtype)
+def wrapped(
+    kind: str | AttentionConfig = "mean", dtype: torch.dtype = torch.float64, **changes: Any
+) -> Any:
+    """A Hugging Face model whose weights are so large that every past token matters.
+
+    `changes` are of its settings of attention.
+    """
+    inner = build(tiny(kind), dtype, std=0.3)
+    config = NSAConfig.of(inner.config)
+    config.attention |= changes
+    model = NSAForCausalLM(config).to(dtype)
     model.model.core.load_state_dict(inner.state_dict())
     return model.eval()
 
@@ -481,15 +488,10 @@ def test_an_index_keeps_the_selector_loss_which_alone_trains_it() -> None:
     assert NSAConfig.of(tiny(indexed)).model_config().attention == indexed
 
 
-def with_selector_loss(weight: float, dtype: torch.dtype = torch.float64) -> Any:
-    """`wrapped`, in training, with blocks so small that there is something to rank."""
-    spec = NSASpec(4, 2, 2, 3, 1, 1, 8)
-    inner = build(tiny(AttentionConfig(spec=spec)), dtype, std=0.3)
-    config = NSAConfig.of(inner.config)
-    config.attention["selector_loss"] = weight
-    model = NSAForCausalLM(config).to(dtype)
-    model.model.core.load_state_dict(inner.state_dict())
-    return model.train()
+def with_selector_loss(weight: float) -> Any:
+    """In training, with blocks so small that there is something to rank."""
+    attention = AttentionConfig(spec=NSASpec(4, 2, 2, 3, 1, 1, 8))
+    return wrapped(attention, selector_loss=weight).train()
 
 
 @pytest.mark.parametrize("given", [{}, {"attention_mask": MASK}], ids=["plain", "padded"])

@@ -82,7 +82,7 @@ SELECTOR = [
     *(fused.selector(case) for case in PATTERNS.values()),
     *(fused.selector(PATTERNS[name], 1) for name in ("packed", "a key per token")),
     fused.selector(PATTERNS["odd sizes"], 3),
-    *(fused.selector(replace(PACKED, group=group)) for group in (1, 5, 16)),
+    *(fused.selector(replace(PACKED, group=group)) for group in (1, 16)),
     fused.selector(replace(PACKED, kv_heads=1, group=40)),
     *(fused.selector(PACKED, queries=tokens) for tokens in ([0], [40, 41, 42, 83], range(85))),
     *(fused.selector(case) for case in RANDOM[:5]),
@@ -150,15 +150,16 @@ def by_column(x: Tensor) -> Tensor:
 
 
 @each
-@pytest.mark.parametrize("change", [None, by_column], ids=["again", "laid out by column"])
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])
 def test_the_same_bits_come_out_again_and_for_any_layout(
-    operation: Operation, backend: str, change: Callable[[Tensor], Tensor] | None
+    operation: Operation, backend: str
 ) -> None:
-    first = operation.results(backend, torch.float32)
-    again = operation.results(backend, torch.float32, change)
-    tolerance = 0 if backend == "triton" or change is None else 1e-5  # PyTorch sums otherwise
-    torch.testing.assert_close(again, first, rtol=tolerance, atol=tolerance)
+    first, again, other_layout = (
+        operation.results(backend, torch.float32, change) for change in (None, None, by_column)
+    )
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    tolerance = 0 if backend == "triton" else 1e-5  # PyTorch sums otherwise
+    torch.testing.assert_close(other_layout, first, rtol=tolerance, atol=tolerance)
 
 
 OF_TOKENS = [
