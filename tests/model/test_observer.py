@@ -9,7 +9,6 @@ from torch import Tensor
 from nsa.model import LanguageModel
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import LayerStatistics
 from tests.model.models import SPEC, build, packed, tiny, tokens
 from tests.ops.cases import Calls
 
@@ -29,22 +28,18 @@ def gradients(model: LanguageModel) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def health_without_checkpointing() -> list[LayerStatistics]:
-    model = build(tiny("mean"), torch.float32)
-    recorder = recorder_of(model)
-    recorder.arm()
-    with torch.no_grad():
-        forward(model)
-    return recorder.read()
-
-
 @modes
 def test_recomputation_and_a_second_micro_batch_do_not_change_the_recorded_health(
     mode: str,
 ) -> None:
-    expected = health_without_checkpointing()
-    model = build(tiny("mean", activation_checkpointing=mode), torch.float32)
-    recorder = recorder_of(model)
+    plain, model = (
+        build(tiny("mean", activation_checkpointing=x), torch.float32) for x in ("none", mode)
+    )
+    alone, recorder = recorder_of(plain), recorder_of(model)
+    alone.arm()
+    with torch.no_grad():
+        forward(plain)
+    expected = alone.read()
     recorder.arm()
     for ids in (IDS, tokens(70, seed=1)):
         forward(model, ids).backward()

@@ -15,9 +15,9 @@ from tests.ops.planted_errors import Check, Into, in_source, wrong
 from tests.ops.triton.parity import DEVICE
 from tests.ops.triton.test_planted_errors import (
     DOCUMENTS,
+    POOL,
     SELECTED,
     WINDOW,
-    pool_is_that_of_pytorch,
 )
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter checks")
@@ -94,7 +94,7 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "queries of a step that does not come":
             in_source(selected, "selected_keys_kernel", "=after < rows", "=after < rows + 16"),
     },
-    pool_is_that_of_pytorch: {
+    POOL: {
         "a block's missing tokens":
             in_source(pooling, "pool_forward_kernel", "mask=valid, other=0)", "mask=i <= LEN)"),
     },

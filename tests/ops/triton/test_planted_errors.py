@@ -126,22 +126,6 @@ def gates_may_be_closed() -> None:
     assert_exact_enough(*(computed(CASE, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
 
 
-def pool_is_that_of_pytorch() -> None:
-    fused.pool(Documents((21, 9), l=7, d=3), heads=2, size=6, rotates=True).assert_parity()
-
-
-def rotary_pool_is_that_of_pytorch() -> None:
-    fused.rotary(LAYOUTS["prefill"], Documents((9, 0, 1, 8), l=5, d=3)).assert_parity()
-
-
-def swiglu_is_that_of_pytorch() -> None:
-    fused.swiglu((3, 12), 5).assert_parity()
-
-
-def norms_are_those_of_pytorch() -> None:
-    fused.norm((70, 24)).assert_parity()
-
-
 def losses_are_those_of_pytorch() -> None:
     with mock.patch.object(per_token, "COLUMNS", 16):
         assert_cross_entropy_parity(4, 40)
@@ -153,6 +137,9 @@ def selector_losses_are_those_of_pytorch() -> None:
         fused.selector(PATTERNS["large blocks"]).assert_parity()  # keys in several steps
 
 
+POOL = fused.pool(Documents((21, 9), l=7, d=3), heads=2, size=6, rotates=True).assert_parity
+ROTARY = fused.rotary(LAYOUTS["prefill"], Documents((9, 0, 1, 8), l=5, d=3)).assert_parity
+SWIGLU, NORM = fused.swiglu((3, 12), 5).assert_parity, fused.norm((70, 24)).assert_parity
 LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))
 COMPRESSED, WINDOW, MIXED = parity("compressed"), parity("window"), parity("mixed")
 SELECTED, PARTS = parity("selected"), parity("selected", chunk=3)
@@ -381,13 +368,13 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "the mean over own queries is one over attention's":
             in_source(selector_loss, "divergence_kernel", "p, 0) / RANKING", "p, 0) / 3"),
     },
-    swiglu_is_that_of_pytorch: {
+    SWIGLU: {
         "the gate's gradient is that of a sigmoid alone":
             in_source(per_token, "swiglu_backward_kernel", "(1.0 + gate", "(0.0 + gate"),
         "the padding's gradient is not written":
             in_source(per_token, "swiglu_backward_kernel", "PACKED > 2 *", "PACKED > 9 *"),
     },
-    norms_are_those_of_pytorch: {
+    NORM: {
         "the residual's own gradient is left out":
             wrong(per_token, "rms_norm_backward_kernel", d_total=fixed(None)),
         "the last part of the norm's weight gradient is left out":
@@ -402,7 +389,7 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "the label's gradient lacks its minus 1":
             in_source(per_token, "cross_entropy_kernel", "p - 1.0", "p"),
     },
-    rotary_pool_is_that_of_pytorch: {
+    ROTARY: {
         "a pair of a head is not rotated as one":
             in_source(rotary, "_rotate_heads", "b * cos + a * sin", "b * cos - a * sin"),
         "the gradient of queries is rotated forwards":
@@ -421,7 +408,7 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "the gradient of padding is not written":
             in_source(rotary, "rotary_backward_kernel", "C.REST, REST_P", "C.GATES, REST_P"),
     },
-    pool_is_that_of_pytorch: {
+    POOL: {
         "the last token of a block has no weight":
             in_source(pooling, "pool_forward_kernel", "valid = i < LEN", "valid = i < LEN - 1"),
         "a pooled key is rotated backwards": wrong(pooling, "pool_forward_kernel", sin=torch.neg),
