@@ -130,7 +130,7 @@ def private_folder() -> Path:
 def rendezvous_file() -> Path:
     """Return the file at which the ranks of a run meet, named after their launcher and port.
 
-    With its start, a later process of the same number has another name.
+    The launcher's start time tells it from another process that had the same number.
     """
     launcher, port = os.getppid(), os.environ["MASTER_PORT"]
     start = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks
@@ -143,7 +143,8 @@ def _rendezvous(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Any, in
     if world_size > 1:
         path = rendezvous_file()
         store = dist.FileStore(str(path), world_size)
-        _created.extend([path] if rank == 0 else [])
+        if rank == 0:
+            _created.append(path)
     store.set_timeout(timeout)
     yield store, rank, world_size
     raise RuntimeError("rendezvous ran twice; a run joins its ranks once")
