@@ -23,14 +23,6 @@ def layers_of(model: LanguageModel) -> list[NSAttention]:
     return list(model.sparse_layers().values())
 
 
-def dense_twin(model: LanguageModel) -> LanguageModel:
-    """A dense model with the same weights."""
-    twin = LanguageModel(replace(model.config, attention=AttentionConfig(kind="dense")))
-    weights = {name: x for name, x in model.state_dict().items() if ".index." not in name}
-    twin.load_state_dict(weights)
-    return twin.double()
-
-
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("imported", [{}, IMPORTED], ids=["plain", "imported"])
 @torch.no_grad()
@@ -39,7 +31,9 @@ def test_it_is_the_dense_model_where_all_blocks_are_selected(
 ) -> None:
     """In dense steps at any length, and sparsely up to select_top · select_len tokens."""
     model, ids = build(tiny("index", **imported)).eval(), tokens(LENGTH)
-    expected = dense_twin(model)(ids, cu_seqlens=DOCUMENTS[documents])
+    dense = LanguageModel(replace(model.config, attention=AttentionConfig(kind="dense"))).double()
+    dense.load_state_dict({x: y for x, y in model.state_dict().items() if ".index." not in x})
+    expected = dense(ids, cu_seqlens=DOCUMENTS[documents])
     sparse = model(ids, cu_seqlens=DOCUMENTS[documents])
     assert not torch.allclose(sparse, expected)
     early = ONE_KEY.select_top * ONE_KEY.select_len
