@@ -13,6 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.fork_server import Forked, Server
 
 ROOT = Path(__file__).parents[1]
 TAIL = 4_000  # characters of a rank's stderr and stdout that a failure shows
+PATIENCE = 60.0  # seconds until a wait that should be short has failed
 GRACE = 3.0  # seconds for the other ranks to end after one failed
 SET_BY_LAUNCHER = (
     *("RANK", "CROSS_RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"),
@@ -53,6 +55,14 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def wait_for(condition: Callable[[], object], log: Callable[[], str] = str) -> None:
+    """Wait until a condition holds; a failure shows the log."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition was never met\n{log()}"
+        time.sleep(0.005)
 
 
 def user_environment() -> dict[str, str]:

@@ -15,14 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint import (
-    CheckpointConfig,
-    SaveFailed,
-    Saver,
-    load,
-    newest_valid,
-    read_state_file,
-)
+from nsa.checkpoint import CheckpointConfig, SaveFailed, Saver, load, newest_valid, read_state_file
 from nsa.engine.process_group import CpuCollectives, Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import build, step, weights
 

@@ -34,9 +34,7 @@ def test_every_rank_gets_the_folder_of_each_checkpoint(saved: Saved) -> None:
         assert trials["two steps"]["saved"] == ["step00000003", "step00000006"]
 
 
-def test_resumed_training_is_bit_identical_including_random_numbers(
-    saved: Saved,
-) -> None:
+def test_resumed_training_is_bit_identical_including_random_numbers(saved: Saved) -> None:
     _, ranks = saved
     for trials in ranks:
         assert trials["resume"]["same"]

@@ -19,6 +19,7 @@ from nsa.checkpoint.state_file import (
 )
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.checkpoint.weights import find_weights, read_weights
+from tests.disks import flip_a_bit
 from tests.ranks import launch
 
 full = pytest.mark.full
@@ -87,7 +88,7 @@ def test_the_converted_checkpoint_is_reused_until_it_is_damaged(
     to_universal(saved)
     assert converted.stat().st_mtime_ns == unchanged
     content = one.read_bytes()
-    one.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip_a_bit(one)
     for module in ("nsa", "runpy", "deepspeed"):  # of someone who can write here
         (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)

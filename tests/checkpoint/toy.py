@@ -62,12 +62,7 @@ def weights(engine: Any) -> torch.Tensor:
     return torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
 
 
-def save_once(
-    engine: Any,
-    folder: Path,
-    step: int,
-    state: dict[str, Any],
-) -> None:
+def save_once(engine: Any, folder: Path, step: int, state: dict[str, Any]) -> None:
     """Save once; every rank must call it with the same step."""
     barrier = CpuCollectives(max_seconds=60).barrier
     saver = Saver(engine, folder, CheckpointConfig(), barrier=barrier)

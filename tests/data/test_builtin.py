@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.data.builtin import (
-    embedded,
-    python_files,
-    synthetic,
-)
+from nsa.data.builtin import embedded, python_files, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError, Source, is_validation
 from tests.data.texts import check_resumption, open_store

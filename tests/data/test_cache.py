@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -28,12 +27,11 @@ from nsa.data.writer import FIRST_SHARD, LOCK, prepare
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import configure, documents_in, split, texts, train_tokenizer, write_lines
 from tests.disks import mounted
-from tests.ranks import spawn_ranks
+from tests.ranks import spawn_ranks, wait_for
 
 OpenCache = Callable[..., TokenCache]
 RUN = Path(__file__).parent / "caching_run.py"
 LARGE = texts(12_000)  # 450 KB: several shards
-DEADLINE_SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -73,13 +71,6 @@ def folder_of(root: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK}
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def complete(config: DataConfig, open_cache: OpenCache) -> Samples:
@@ -134,7 +125,7 @@ def test_a_writer_stops_once_its_run_has_enough_and_a_longer_run_continues(
 ) -> None:
     first = open_cache(configure(large), needs=100)
     short = rows(first.open_samples("train", 3), 100)
-    wait_until(lambda: not workers_of(os.getpid()))
+    wait_for(lambda: not workers_of(os.getpid()))
     index = find_index(folder_of(tmp_path))
     assert index is not None
     assert not index.finished
@@ -200,7 +191,7 @@ def test_after_kill_9_the_next_run_continues_without_a_lost_or_repeated_sample(
     """The next run may have another number of ranks; this one is rank 0 of them."""
     log, steps = tmp_path / "rows.txt", 3_000
     (run,) = spawn_ranks(RUN, large, str(tmp_path), str(steps), "40", "0", "1", ranks=0).started
-    wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 40)
+    wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") >= 40)
     workers = workers_of(run.pid)
     for pid in {"run": [run.pid], "writer": workers, "both": [run.pid, *workers]}[killed]:
         os.kill(pid, signal.SIGKILL)

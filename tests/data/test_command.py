@@ -9,6 +9,7 @@ import pytest
 
 from nsa.cli import main
 from nsa.data.builtin import synthetic
+from tests.disks import flip_a_bit
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,7 @@ def test_prepare_and_check_report_contents_and_damage(
     assert lines[2].startswith("val: ")
 
     shard = out / "val-000-00000.bin"
-    content = bytearray(shard.read_bytes())
-    content[-20] ^= 1
-    shard.write_bytes(content)
+    flip_a_bit(shard)
     assert call("check", out) == 2
     output = capsys.readouterr()
     assert output.out == ""

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +24,10 @@ from nsa.data.writer import DOCUMENTS_PER_CALL, LOCK, next_documents, prepare
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import documents_of, train_tokenizer, write_lines
 from tests.disks import mount, mounted
+from tests.ranks import wait_for
 
 HALVES = HeldOut(0.5, by_position=True)
 HELD_OUT = 0.2  # so that every part has validation documents
-DEADLINE_SECONDS = 60.0
 
 
 def generated(size: int) -> list[bytes]:
@@ -76,11 +75,12 @@ def start(corpus: Path, out: Path) -> subprocess.Popen[str]:
 
 def wait_for_shards(process: subprocess.Popen[str], out: Path, count: int) -> None:
     """Until there are `count` shards, while the process runs."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(list(out.glob("*.bin"))) < count:
+
+    def has_shards() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+        return len(list(out.glob("*.bin"))) >= count
+
+    wait_for(has_shards)
 
 
 def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
@@ -296,22 +296,18 @@ def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:
     )
 
 
-def test_after_an_early_error_a_corrected_command_may_use_the_folder(
+def test_after_an_early_error_a_corrected_command_or_source_may_use_the_folder(
     tmp_path: Path,
 ) -> None:
-    source = write_lines(tmp_path / "texts.jsonl", generated(10_000))
-    wrong = DataConfig(source=source, text_field="body")
-    with pytest.raises(DataError, match="no field 'body', but 'text'"):
-        prepare(wrong, tmp_path / "out")
-    assert prepare(DataConfig(source=source), tmp_path / "out").finished
-
-
-def test_an_empty_source_is_refused_and_may_be_filled_later(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [])
+    right, wrong = DataConfig(source=source), DataConfig(source=source, text_field="body")
     with pytest.raises(DataError, match=r"texts\.jsonl' holds no documents"):
-        prepare(DataConfig(source=source), tmp_path / "out")
+        prepare(right, tmp_path / "filled")
     write_lines(tmp_path / "texts.jsonl", generated(10_000))
-    assert prepare(DataConfig(source=source), tmp_path / "out").of("train")
+    assert prepare(right, tmp_path / "filled").of("train")
+    with pytest.raises(DataError, match="no field 'body', but 'text'"):
+        prepare(wrong, tmp_path / "corrected")
+    assert prepare(right, tmp_path / "corrected").finished
 
 
 def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from nsa.data.source import DataError, HeldOut
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.data.writer import Job, WorkerDied, Writer, lock, plan_of
 from tests.data.odd_sources import Fails, Lists, Opened
-from tests.data.processes import SECONDS, ends_soon, workers_of
+from tests.data.processes import ends_soon, workers_of
+from tests.ranks import wait_for
 
 
 def writer_of(folder: Path, kind: type[Opened]) -> Writer:
@@ -30,12 +30,9 @@ def writer_of(folder: Path, kind: type[Opened]) -> Writer:
 
 def error_of(writer: Writer) -> DataError:
     """The error with which a writer ends."""
-    deadline = time.monotonic() + SECONDS
     with closing(writer):
         try:
-            while writer.is_running():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_for(lambda: not writer.is_running())
         except DataError as error:
             return error
     raise AssertionError("it ended without an error")
@@ -78,10 +75,8 @@ def test_a_writer_that_waits_for_text_ends_with_its_parent(tmp_path: Path) -> No
     flags = ["--source", str(tmp_path / "slow.jsonl"), "--tokenizer", "byte"]
     command = [sys.executable, "-m", "nsa", "data", "prepare", *flags, "--out", "out"]
     parent = subprocess.Popen(command, cwd=tmp_path)
-    deadline = time.monotonic() + SECONDS
-    while not (workers := workers_of(parent.pid)) or not (tmp_path / "out/index.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: workers_of(parent.pid) and (tmp_path / "out/index.json").exists())
+    workers = workers_of(parent.pid)
     parent.kill()
     parent.wait()
     assert all(map(ends_soon, workers))

@@ -8,17 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa.cli import main
-from nsa.doctor.node import (
-    FAIL,
-    OK,
-    SKIP,
-    WARN,
-    Check,
-    failures,
-    lines,
-    node_checks,
-    passed,
-)
+from nsa.doctor.node import FAIL, OK, SKIP, WARN, Check, failures, lines, node_checks, passed
 from nsa.doctor.ranks import code_fingerprint
 
 CHECKS = [
@@ -47,9 +37,7 @@ def test_only_a_failure_prevents_a_run() -> None:
     assert failures(CHECKS[:3]) == ""
 
 
-def test_this_machine_passes_for_a_small_run_and_nothing_is_written(
-    tmp_path: Path,
-) -> None:
+def test_this_machine_passes_for_a_small_run_and_nothing_is_written(tmp_path: Path) -> None:
     checks = node_checks(tmp_path / "not/there", parameters=10**6, checkpoints=2)
     assert passed(checks), lines(checks)
     statuses = {check.name: check.status for check in checks}
@@ -81,9 +69,7 @@ def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(set(check) == {"name", "status", "detail", "fix"} for check in found)
 
 
-def test_the_fingerprint_depends_on_file_names_and_contents(
-    tmp_path: Path,
-) -> None:
+def test_the_fingerprint_depends_on_file_names_and_contents(tmp_path: Path) -> None:
     def fingerprint_of(name: str, text: str) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         (folder / name).parent.mkdir(parents=True)

@@ -88,15 +88,8 @@ def test_schedules_that_cannot_train_are_refused(changes: dict[str, object], pro
         config.validate()
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [
-        "attention.kind=dense",
-        "attention.branches=sel+win",
-        "attention.branches=cmp+sel+win",
-    ],
-)
+@pytest.mark.parametrize("attention", ["kind=dense", "branches=sel+win", "branches=cmp+sel+win"])
 @pytest.mark.parametrize("name", ["dense_steps", "selector_steps"])
 def test_a_new_run_without_an_index_cannot_begin_dense(attention: str, name: str) -> None:
     with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index; three branches no"):
-        notes(f"--set={attention}", f"--set=train.{name}=5")
+        notes(f"--set=attention.{attention}", f"--set=train.{name}=5")

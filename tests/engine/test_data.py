@@ -112,7 +112,6 @@ def test_samples_continue_on_resume_and_start_again_with_other_data_unless_that_
     [
         ("data.source=embeded", ["embeded", "embedded"]),
         ("model.vocab_size=258", ["model.vocab_size = 258", "set model.vocab_size to 259"]),
-        ("data.held_out=1e-9", ["raise data.held_out"]),
     ],
 )
 def test_unavailable_data_is_refused_before_anything_is_built(

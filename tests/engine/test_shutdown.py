@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nsa.engine.shutdown import parse_time
-from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
+from tests.ranks import ROOT, SpawnedRanks, spawn_ranks, wait_for
 
 PROGRAM = Path(__file__).with_name("shutdown_rank.py")
 LIMIT = 30.0  # seconds
@@ -26,10 +25,7 @@ def ready_rank(
 ) -> Iterator[SpawnedRanks]:
     rank = spawn_ranks(PROGRAM, str(time_limit), str(peer), waits_in, ranks=0)
     try:
-        deadline = time.monotonic() + LIMIT
-        while "ready\n" not in rank.text("out"):
-            assert rank.codes(0.01) == [None], rank.text("err")
-            assert time.monotonic() < deadline
+        wait_for(lambda: "ready\n" in rank.text("out"), lambda: rank.text("err"))
         yield rank
     finally:
         rank.end(signal.SIGKILL)

@@ -59,9 +59,7 @@ def test_zero_1_and_2_place_the_weights_of_a_fused_product_adjacently(
     assert layouts == dict.fromkeys(("zero1_pcie", "zero1_bf16acc", "zero2_pcie"), [True] * 4)
 
 
-def test_deepspeed_reduces_in_buckets_where_a_size_is_filled_in(
-    rows: list[dict[str, Any]],
-) -> None:
+def test_deepspeed_reduces_in_buckets_where_a_size_is_filled_in(rows: list[dict[str, Any]]) -> None:
     """BF16_Optimizer, and Adam without ZeRO, ignore `reduce_bucket_size`."""
     for name, optimizer in ((row["config"], row["optimizer"]) for row in rows if "config" in row):
         raw = load_ds_config(ROOT / f"ds_configs/{name}.json")

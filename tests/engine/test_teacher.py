@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nsa.cli import main
 from nsa.data.batches import Batch
@@ -27,6 +26,7 @@ from tests.engine.runs import (
     succeed,
 )
 from tests.model.models import build, packed, tiny, tokens
+from tests.monitor.test_tensorboard import read_scalars
 
 STEPS = ["--profile=demo", "--steps=6", "--set=data.seq_len=256", "--set=monitor.log_every=1"]
 STEPS += ["--set=train.eval_every=3"]
@@ -80,8 +80,7 @@ def test_a_run_learns_its_teachers_predictions_and_resumes(
         for step in (3, 6)
     }
     assert mean_kl[6] < mean_kl[3]
-    board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    events = {event.step: event.value for event in board.Scalars("eval/kl")}
+    events = dict(read_scalars(tmp_path / "run/tensorboard")["eval/kl"])
     assert events == pytest.approx(mean_kl, rel=1e-4)
 
 

@@ -16,17 +16,9 @@ from nsa import checkpoint
 from tests.disks import flip_a_bit, freezable_disk, frozen, mount, mounted, truncate
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
-from tests.faults.harness import (
-    EVERY,
-    STEPS,
-    Run,
-    fault_time,
-    resume,
-    start,
-    start_faulty,
-    weights,
-)
+from tests.faults.harness import EVERY, STEPS, Run, fault_time, resume, start, start_faulty, weights
 from tests.faults.table import Outcomes
+from tests.ranks import wait_for
 
 full = pytest.mark.full
 DISK_SIZE = "4g"  # enough for the preflight checks
@@ -136,10 +128,7 @@ def test_a_disk_that_hangs_costs_neither_the_run_nor_a_row(
         run.wait_for(lambda: (run.dir / "checkpoints/step00000004").exists(), "no checkpoint")
         with frozen(folder):
             failed = time.time()
-            deadline = time.monotonic() + 30
-            while "the disk hangs" not in run.output:
-                assert time.monotonic() < deadline, run.output
-                time.sleep(0.1)
+            wait_for(lambda: "the disk hangs" in run.output, lambda: run.output)
             time.sleep(3)  # with the wait above, for longer than the limits
         run.end()
         assert run.codes == [0], run.output[-3_000:]

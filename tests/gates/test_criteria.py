@@ -300,9 +300,7 @@ def test_selection_is_judged_at_extended_by_its_recall_over_random_blocks(tmp_pa
     assert judged((0.6, 0.4), (0.6, 0.4), gate=Gate("extended", 100)).ok
 
 
-def test_recall_is_the_mean_of_the_newest_forty_logged_steps_up_to_the_gate(
-    tmp_path: Path,
-) -> None:
+def test_recall_is_the_mean_of_the_newest_forty_logged_steps_up_to_the_gate(tmp_path: Path) -> None:
     rows = [
         {"step": 10.0 * i, "layer": 0.0, "recall": 0.4 + (i > 60) / 5, "recall_random": 0.4}
         for i in range(1, 121)

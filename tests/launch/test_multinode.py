@@ -15,13 +15,7 @@ import pytest
 from tests import netns
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.launch.clone import run, write_script
-from tests.ranks import (
-    ROOT,
-    WITHOUT_COMPILER,
-    free_port,
-    spawn_ranks,
-    user_environment,
-)
+from tests.ranks import ROOT, WITHOUT_COMPILER, free_port, spawn_ranks, user_environment
 
 SECONDS = 90.0  # far below any time-out of a collective
 SETTINGS = [*TINY, "--set=train.eval_every=0", "--set=checkpoint.every=0", "--steps=10000"]

@@ -12,13 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.launch.clone import write_script
-from tests.ranks import ROOT
+from tests.ranks import ROOT, wait_for
 
 SRUN = """\
 #!/usr/bin/env bash
@@ -76,10 +75,9 @@ def start(repository: Path, *arguments: str, **variables: str) -> subprocess.Pop
 
 def calls(repository: Path) -> list[str]:
     """Wait until both nodes have started a watchdog; return its arguments in the nodes' order."""
-    log, deadline = repository / "calls.log", time.monotonic() + 60
-    while not (log.exists() and len(log.read_text().splitlines()) == 2):
-        assert time.monotonic() < deadline, (repository / "slurm.log").read_text()
-        time.sleep(0.05)
+    log = repository / "calls.log"
+    slurm = repository / "slurm.log"
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) == 2, slurm.read_text)
     return sorted(log.read_text().splitlines())
 
 
@@ -92,9 +90,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_before_the_time_limit_all_nodes_save_and_the_job_requeues_itself(
-    repository: Path,
-) -> None:
+def test_before_the_time_limit_all_nodes_save_and_the_job_requeues_itself(repository: Path) -> None:
     process = start(repository, "--set", "a b")
     hosts = repository / "runs/slurm-123.hosts"
     for rank, call in enumerate(calls(repository)):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import resource
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from nsa.constants import BRANCHES
 from nsa.monitor.observer import BackgroundWriter, LayerStatistics, StepRecord
-
-PATIENCE = 60.0  # seconds until a wait that should be short has failed
+from tests.ranks import PATIENCE
 
 
 def make_record(step: int, **changes: Any) -> StepRecord:
@@ -46,13 +44,6 @@ def make_layer(index: int, **changes: Any) -> dict[str, Any]:
 
 # Statistics of a layer whose queries all read every block.
 NO_FREE_BLOCKS: dict[str, Any] = dict.fromkeys(("entropy", "overlap", "distance"))
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was never met"
-        time.sleep(0.005)
 
 
 def drain(writer: BackgroundWriter) -> None:

@@ -23,12 +23,7 @@ from nsa.monitor.outputs import (
 )
 from nsa.spec import NSASpec
 from tests.engine.runs import read_metrics
-from tests.monitor.records import (
-    NO_FREE_BLOCKS,
-    files_no_longer_than,
-    make_layers,
-    make_record,
-)
+from tests.monitor.records import NO_FREE_BLOCKS, files_no_longer_than, make_layers, make_record
 
 HEADER = "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds"
 REASON = 'it has no "float64", and commas'
@@ -48,9 +43,7 @@ def healthy(step: int, layers: int = 2) -> StepRecord:
     return make_record(step, layers=make_layers(layers, overlap=step / 64))
 
 
-def test_values_read_back_exactly_and_missing_ones_are_empty_cells(
-    tmp_path: Path,
-) -> None:
+def test_values_read_back_exactly_and_missing_ones_are_empty_cells(tmp_path: Path) -> None:
     full = make_record(2, val_loss=2 / 3, bits_per_byte=math.pi, mfu=0.1)
     warm_up = make_record(1, tokens_per_s=None, grad_norm=None, loss=float("inf"))
     text = log(metrics_csv(), tmp_path, [warm_up, full]).read_text()

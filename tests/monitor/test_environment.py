@@ -12,13 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.monitor.environment import (
-    cpu_model,
-    driver_version,
-    git_commit,
-    write_dtypes,
-    write_env,
-)
+from nsa.monitor.environment import cpu_model, driver_version, git_commit, write_dtypes, write_env
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.ranks import ROOT
 

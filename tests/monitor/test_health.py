@@ -189,35 +189,6 @@ def test_recall_matches_a_loop_over_single_values(documents: tuple[int, ...]) ->
     assert (expected[0][0] is None) == (documents == (9, 11))
 
 
-def make_blocks_at(own_to_picks: Any, length: int = 400) -> Tensor:
-    """Return for all heads the forced blocks and those that the function selects."""
-    rows = []
-    for t in range(length):
-        own = t // SPEC.select_len
-        kept = {b for b in range(own + 1) if is_forced(b, own, SPEC)}
-        kept |= set(range(own + 1)) if own < SPEC.select_top else set(own_to_picks(own))
-        rows.append([sorted(kept) + [-1] * (SPEC.select_top - len(kept))] * KV_HEADS)
-    return torch.tensor([rows], dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("picks", "entropy", "distance"),
-    [
-        (lambda own: (1, 2), (0, 0), (40, 60)),  # collapsed
-        (lambda own: (own - 3, own - 2), (0.95, 1), (2.5, 2.5)),  # a fixed distance
-    ],
-)
-def test_collapsed_selection_and_a_fixed_distance_are_told_apart(
-    picks: Any, entropy: tuple[float, float], distance: tuple[float, float]
-) -> None:
-    recorder, (layer,) = armed_recorder(1)
-    layer.observer(make_gates(1, 400), make_blocks_at(picks), None)
-    (health,) = recorder.read()
-    assert entropy[0] - 1e-6 <= health["entropy"] <= entropy[1] + 1e-6
-    assert distance[0] <= health["distance"] <= distance[1]
-    assert health["overlap"] == 1
-
-
 def test_bfloat16_gates_are_averaged_in_float32() -> None:
     recorder, (layer,) = armed_recorder(1)
     gates = make_gates(8, 500).bfloat16()

@@ -15,8 +15,9 @@ from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.memory import memory_gb
 from nsa.watchdog.supervisor import open_heartbeats
 from tests.disks import freezable_disk, frozen
-from tests.monitor.records import PATIENCE, files_no_longer_than, wait_for
+from tests.monitor.records import files_no_longer_than
 from tests.monitor.run_folders import read_heartbeats
+from tests.ranks import PATIENCE, wait_for
 
 OFTEN = 0.01  # seconds between two progress lines
 
@@ -79,9 +80,7 @@ def test_no_line_follows_the_end_line(tmp_path: Path) -> None:
     assert {beats[-1]["event"] for beats in read_heartbeats(tmp_path).values()} == {"end"}
 
 
-def test_progress_lines_name_the_phase_while_the_training_thread_hangs_in_c(
-    tmp_path: Path,
-) -> None:
+def test_progress_lines_name_the_phase_while_the_training_thread_hangs_in_c(tmp_path: Path) -> None:
     beat = beating(tmp_path)
     beat.step_start(7)
     beat.enter("forward", micro_step=2)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nsa.monitor.observer import BackgroundWriter, Observer, Observers, StepRecord, warn
-from tests.monitor.records import PATIENCE, make_record
+from tests.monitor.records import make_record
+from tests.ranks import PATIENCE
 
 
 class CallLog(Observer):

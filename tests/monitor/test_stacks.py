@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.monitor.records import PATIENCE, wait_for
-from tests.ranks import ROOT
+from tests.ranks import PATIENCE, ROOT, wait_for
 
 # The sum never ends, holds the GIL and handles no signals.
 STUCK_IN_C = """
@@ -69,9 +68,7 @@ def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
-def test_each_signal_adds_a_dump_and_other_handlers_still_work(
-    tmp_path: Path,
-) -> None:
+def test_each_signal_adds_a_dump_and_other_handlers_still_work(tmp_path: Path) -> None:
     path = tmp_path / "stacks/rank5.txt"
     with rank(tmp_path, WAITING) as process:
         for number in (1, 2):

@@ -25,14 +25,9 @@ from tests.monitor.records import (
 Event = tuple[str, float, int]  # tag, value, x
 
 
-def read_events(folder: Path) -> EventAccumulator:
+def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     events.Reload()
-    return events
-
-
-def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = read_events(folder)
     return {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]

@@ -23,13 +23,7 @@ from nsa.gpus import GPUS
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_table
-from nsa.planner.forecast import (
-    Hardware,
-    Traffic,
-    communication_seconds,
-    forecast,
-    traffic,
-)
+from nsa.planner.forecast import Hardware, Traffic, communication_seconds, forecast, traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
 from tests.ranks import ROOT
 

@@ -50,9 +50,7 @@ def test_a_report_begins_with_the_gate_results_and_their_evidence(tmp_path: Path
     assert "Not judged: preflight, extended, production." in text
 
 
-def test_a_report_holds_facts_and_settings(
-    tmp_path: Path,
-) -> None:
+def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     lines = beats(300, start=150, pid=900, mono=1_000.0)
     write_beats(tmp_path, beats(160), [*lines, {**lines[-1], "event": "end", "status": "done"}])

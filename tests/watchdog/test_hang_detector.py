@@ -141,9 +141,7 @@ def test_each_phase_has_a_limit_of_its_own_which_0_switches_off(
             assert (report.seconds, report.limit) == (10.0, 9)
 
 
-def test_a_finished_rank_that_stays_is_reported_after_the_limit_of_compute(
-    tmp_path: Path,
-) -> None:
+def test_a_finished_rank_that_stays_is_reported_after_the_limit_of_compute(tmp_path: Path) -> None:
     write_limits(tmp_path, compute=9, silence=1)
     for ago, hangs in ((8, False), (10, True)):
         report = check(HangDetector(tmp_path), beat(ago, event="end", status="finished"))

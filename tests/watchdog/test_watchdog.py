@@ -25,7 +25,7 @@ from nsa.watchdog import supervisor
 from nsa.watchdog.hang_detector import last_beats
 from tests.disks import freezable_disk, frozen
 from tests.monitor.run_folders import make_beat, write_limits
-from tests.ranks import ROOT, alive
+from tests.ranks import ROOT, alive, wait_for
 
 TOY = Path(__file__).with_name("toy_run.py")
 WATCH = ("-m", "nsa", "watch")
@@ -66,7 +66,7 @@ class WatchedRun:
         return self.process.returncode
 
     def wait_for_log(self, text: str) -> None:
-        wait_until(lambda: text in self.stderr)
+        wait_for(lambda: text in self.stderr)
 
     def halt(self) -> dict[str, Any]:
         """The content of halt.json."""
@@ -97,7 +97,7 @@ class WatchedRun:
         self.wait_for_log("watching")
         for number in range(2):
             path = self.folder / f"heartbeat_rank{number}.jsonl"
-            wait_until(lambda path=path: path.exists() and f'"{phase}"' in path.read_text())
+            wait_for(lambda path=path: path.exists() and f'"{phase}"' in path.read_text())
 
     def end(self) -> None:
         """Kill what is left; fail where the watchdog left a process of the run."""
@@ -118,14 +118,6 @@ def call(*arguments: object, program: tuple[str, ...] = WATCH) -> subprocess.Pop
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("not within 30 s")
 
 
 RESTART_ONCE = ("--restart", 1)
@@ -325,7 +317,7 @@ def test_a_signal_before_the_first_heartbeat_ends_the_command(tmp_path: Path) ->
     pid = tmp_path / "pid"
     code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     process = call("--", "sh", "-c", f'{sys.executable} -S -c "{code}"; exit 5')
-    wait_until(lambda: pid.exists() and bool(pid.read_text()))
+    wait_for(lambda: pid.exists() and bool(pid.read_text()))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
@@ -362,7 +354,7 @@ def test_signals_pass_on_while_the_disk_hangs(disk: Path, watch: Watch) -> None:
         run.wait_for_log("the disk hangs")
         assert [rank.status() for rank in ranks] == [psutil.STATUS_DISK_SLEEP] * 2
         run.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: all(has_pending(rank, signal.SIGTERM) for rank in ranks))
+        wait_for(lambda: all(has_pending(rank, signal.SIGTERM) for rank in ranks))
     assert run.exit_code() == 0
     assert run.statuses() == ["preempted: SIGTERM"] * 2
 
