@@ -202,7 +202,12 @@ def test_a_number_below_the_least_of_its_setting_is_refused(name: str, least: in
     config.validate()
 
 
-def test_a_setting_may_be_its_limit_and_is_never_nan() -> None:
+def test_a_setting_may_be_its_limit_and_is_never_nan_nor_a_number_of_another_kind() -> None:
+    for value in (2.0, True, "2"):
+        config = RunConfig()
+        config.model.layers = value  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=rf"model\.layers = {value!r}: must be a whole number"):
+            config.validate()
     assert resolve_config(RunConfig(), None, ["data.timeout=604800"]).data.timeout == 604_800
     for name, least in (("clip", "0 or more"), ("value_rate", "above 0")):
         config = RunConfig()  # built in Python
