@@ -53,10 +53,9 @@ def import_run(args: argparse.Namespace) -> int:
     print(f"{args.to}: {parameters:,} parameters, {new_kind} attention")
     if old.kind == "dense" and new_kind == "nsa":
         print(f"make it sparse: python recipes/sparsify.py --set train.start_from={args.to}")
-    else:
-        print(f"start a recipe from it: --config {args.to / 'config.yaml'}")
-    train = config.train
-    print(f"its schedule: {train.steps:,} steps at {train.learning_rate:g}", flush=True)
+    schedule = f"{config.train.steps:,} steps at {config.train.learning_rate:g}"
+    settings = f"--config {args.to / 'config.yaml'}"
+    print(f"start a recipe from it: {settings} ({schedule})", flush=True)
     if note := config.selects_all_note():
         print(f"nsa: warning: {note}", file=sys.stderr)
     return 0

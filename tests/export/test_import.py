@@ -197,12 +197,13 @@ def test_an_import_continues_with_a_tenth_of_the_rate_and_of_the_steps(
     assert config.train.min_learning_rate == pytest.approx(SCRATCH.min_learning_rate / 10)
     assert (config.train.steps, config.train.warmup_steps) == (5_000, 200)
     output = capsys.readouterr().out
-    assert "its schedule: 5,000 steps at 6e-05\n" in output
+    settings = f"--config {tmp_path / 'run' / 'config.yaml'}"
+    assert f"start a recipe from it: {settings} (5,000 steps at 6e-05)\n" in output
     recipe = f"python recipes/sparsify.py --set train.start_from={tmp_path / 'run'}\n"
     assert f"make it sparse: {recipe}" in output
     again = imported(tmp_path / "run", tmp_path / "again").config.train
     assert (again.steps, again.learning_rate) == (5_000, config.train.learning_rate)
-    start = f"start a recipe from it: --config {tmp_path / 'again/config.yaml'}\n"
+    start = f"start a recipe from it: --config {tmp_path / 'again/config.yaml'} ("
     assert start in capsys.readouterr().out
 
 
