@@ -243,7 +243,7 @@ class RotaryPoolInputs(NamedTuple):
 
         compressed = tokens if layout.pre_rope else None
         if layout.mean:
-            compressed = tokens if self.block_tokens is None else len(self.block_tokens)
+            compressed = tokens if self.block_tokens is None else self.block_tokens.shape[0]
         outputs = [(q, tokens), (gates, tokens if layout.gates else None)]
         outputs += [(k, compressed), (v, compressed)]
         for number in range(3):
@@ -268,7 +268,7 @@ class PoolInputs(NamedTuple):
 
     def empty_output(self) -> Tensor:
         """Return the uninitialised output [B, N, K, D]."""
-        return self.x.new_empty(len(self.x), len(self.block_tokens), *self.x.shape[2:])
+        return self.x.new_empty(self.x.shape[0], self.block_tokens.shape[0], *self.x.shape[2:])
 
 
 def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
