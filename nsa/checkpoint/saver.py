@@ -14,6 +14,7 @@ import copy
 import io
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
@@ -110,9 +111,13 @@ class Saver:
         self._on_all_ranks(
             step, lambda: self._rank == 0 and commit(self.folder, step, self._ranks, of_manifest)
         )
+        path = self.folder / checkpoint_name(step)
         if self._rank == 0:
-            prune(self.folder, self.config.keep)
-        return self.folder / checkpoint_name(step)
+            try:
+                prune(self.folder, self.config.keep)
+            except Exception as error:  # the step is saved, and the other ranks continue
+                warnings.warn(f"after saving {path}: {error!r}", stacklevel=2)
+        return path
 
     def _on_all_ranks(self, step: int, action: Callable[[], object]) -> None:
         """Run an action on every rank; if it fails on any, raise SaveFailed on all."""
