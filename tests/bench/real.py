@@ -118,8 +118,9 @@ def run(report: Report) -> dict[str, Any]:
     results = []
     for stage in stages(flags, dense, start):
         measure = partial(evaluate, stage, documents, tokenizer, haystack, flags)
-        # Named by all that is evaluated, so that other flags measure again.
-        sizes = [flags.length, flags.documents, *flags.needles, flags.depths]
+        # Named by all that is evaluated, so that other flags or more steps measure again.
+        sizes = [stage.tokens] if stage.tokens else []
+        sizes += [flags.length, flags.documents, *flags.needles, flags.depths]
         sizes += [flags.select_top] if flags.select_top else []
         sizes += ["best"] if stage.best else []
         result = kept(stage.folder / f"real-{'-'.join(map(str, sizes))}.json", measure)

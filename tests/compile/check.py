@@ -24,8 +24,8 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from nsa.ops.triton.configs import AMD
-from nsa.ops.triton.launch import Launch
 from tests.compile.launches import Case
+from tests.kernel_launches import Launch
 
 # Bytes spilled per thread. 24 registers, such as pointers and bounds saved around a loop, cost
 # nothing measurable; more means that a part of a tile is spilled: the tile is too large.

@@ -26,10 +26,10 @@ from nsa.ops.inputs import DecodeInputs
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import pool_limit
 from nsa.ops.triton.configs import MAX_CANDIDATES
-from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.bench.module import candidate
 from tests.bench.train import KINDS
+from tests.kernel_launches import Launch, recording
 from tests.operations import record_operations
 from tests.ops import m7c_kernels
 from tests.ops.tiles import choosing_for, override_choices

@@ -24,12 +24,13 @@ import nsa.ops.triton
 from nsa.ops.inputs import GatedInputs
 from nsa.ops.triton.band import triton_gated
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import Launch, launch, recording
+from nsa.ops.triton.launch import launch
 from nsa.spec import NSASpec
 from tests.bench.__main__ import main as bench
 from tests.compile import check, launches, toys
 from tests.compile.check import CHIPS, MAX_SPILLED_FIRST, Variant
 from tests.compile.launches import OPERATIONS, SUBSET, Case, record_launches
+from tests.kernel_launches import Launch, recording
 
 CASE = Case("toy", 1, 1, 64, 64, 1000, "bf16", False)
 Rows = list[dict[str, Any]]

@@ -11,7 +11,7 @@ from nsa.ops import per_token as torch_per_token
 from nsa.ops import triton
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import per_token
-from nsa.ops.triton.launch import recording
+from tests.kernel_launches import recording
 from tests.ops.cases import default, with_gradients
 from tests.ops.triton.parity import DEVICE, assert_exact_enough
 

@@ -17,8 +17,8 @@ from nsa.constants import BRANCHES
 from nsa.model.config import SUBSETS
 from nsa.ops.inputs import DecodeInputs
 from nsa.ops.triton import decode
-from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
+from tests.kernel_launches import recording
 from tests.ops import decoding
 from tests.ops.cases import Case, Inputs, check_calls, default, random_spec
 from tests.ops.decoding import buffers, by_own_queries, decoded, defined, defined_by_own_queries

@@ -23,9 +23,9 @@ from nsa.ops import (
 )
 from nsa.ops import swiglu as ops_swiglu
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.compile.launches import Launchers
+from tests.kernel_launches import Launch, recording
 from tests.operations import Recorder
 from tests.ops import fused
 from tests.ops.cases import Case, Inputs, check_calls, default, with_gradients

@@ -1,14 +1,8 @@
-"""Kernel launches: run one, or only record it.
-
-Under `recording` the real launchers run on `meta` tensors, so the compile check compiles what a GPU
-would run.
-"""
+"""Kernel launches: Triton's own, without its look-up of a compiled kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from inspect import signature
 from operator import itemgetter
@@ -19,20 +13,6 @@ import torch
 from nsa.ops.custom_op import TileTooLarge
 from nsa.ops.triton.configs import Config, exclude
 
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a kernel: run-time arguments by name, and compile-time constants."""
-
-    kernel: Any  # the @triton.jit function
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    config: Config
-
-
-_recorded: list[Launch] | None = None
-_dry = False
 _compiled: dict[tuple[Any, ...], Any] = {}
 SCALARS = {int, float, bool, type(None)}  # `isinstance(x, Tensor)` takes several times as long
 MAX_COMPILED = 4096  # entries; keys contain integers that differ from batch to batch
@@ -46,11 +26,7 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, /, **arguments: Any
     getter, runtime = _signature(kernel.fn)
     values = getter(arguments)
     assert len(values) == len(arguments), f"{kernel.fn.__name__} does not take all of {arguments}"
-    if _recorded is not None:
-        items = list(zip(kernel.arg_names, values, strict=True))
-        named, constants = dict(items[:runtime]), dict(items[runtime:])
-        _recorded.append(Launch(kernel, tuple(grid), named, constants, config))
-    if 0 in grid or _dry:
+    if 0 in grid:
         return
     device = values[0].device  # every kernel's first argument is a tensor
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -124,18 +100,6 @@ def _cause(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     return lines[-1 if message is None else 0]  # without a message: the line above the caret
-
-
-@contextmanager
-def recording(dry: bool = True) -> Iterator[list[Launch]]:
-    """Collect launches; with `dry` nothing runs, and tensors may be on the `meta` device."""
-    global _recorded, _dry
-    assert _recorded is None
-    _recorded, _dry = [], dry
-    try:
-        yield _recorded
-    finally:
-        _recorded, _dry = None, False
 
 
 def cdiv(total: int, size: int) -> int:

@@ -14,7 +14,7 @@ from nsa.ops import triton as backend
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import launch as launcher
 from nsa.ops.triton.configs import Config, amd_chip, candidates, chip_of, warp_size
-from nsa.ops.triton.launch import recording
+from tests.kernel_launches import recording
 from tests.ops.tiles import choosing_for
 from tests.ops.triton.parity import KERNELS
 

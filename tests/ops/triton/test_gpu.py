@@ -16,10 +16,10 @@ import torch
 from nsa.model.attention import HAS_FLASH_ATTN, causal_attention, flash_attn_supports
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
 from nsa.ops.triton.configs import chip_of
-from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.compile import check as compile_check
 from tests.compile import launches as kernel_launches
+from tests.kernel_launches import Launch, recording
 from tests.ops.cases import Case
 from tests.ops.triton import gpu_checks
 from tests.ops.triton.parity import DEVICE, inputs

@@ -21,10 +21,10 @@ from nsa.ops import nsa_attention, triton
 from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts
 from nsa.ops.per_token import swiglu
 from nsa.ops.triton import band, decode, per_token, select
-from nsa.ops.triton.launch import recording
 from nsa.ops.triton.selected import DENSE_BLOCKS
 from nsa.spec import NSASpec
 from tests.inputs import Inputs
+from tests.kernel_launches import recording
 from tests.model.models import SPEC, tiny
 from tests.ops import m7c_kernels
 from tests.ops.cases import Calls, Case, default

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.ops.triton.launch import recording
+from tests.kernel_launches import recording
 from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
 from tests.ops.cases import default
 from tests.ops.triton.parity import DEVICE, assert_exact_enough

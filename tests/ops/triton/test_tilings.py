@@ -10,8 +10,8 @@ import torch
 
 from nsa.ops.triton import selected
 from nsa.ops.triton.configs import CHIPS, Config, candidates
-from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
+from tests.kernel_launches import recording
 from tests.ops.cases import Calls, Case, default
 from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import BRANCHES, DENSE, GATHERED, KERNELS, assert_parity, settings
