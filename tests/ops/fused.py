@@ -215,12 +215,14 @@ def rotary(layout: PackedLayout, documents: Documents) -> Operation:
         return torch.stack([x[:, block].mean(1) for block in blocks], 1) if blocks else x[:, :0]
 
     width = -(-sum(layout.columns) // 8) * 8
+    pools = bool(layout.mean and documents.blocks())
     return Operation(
         "rotary_pool",
         lambda: [normal(documents.batch, documents.tokens, width, seed=documents.tokens)],
         run,
         defined,
-        ("rotary_kernel", *["pool_kernel"] * layout.mean, "rotary_backward_kernel"),
+        # Without a block nothing is pooled: a launch of an empty grid is an error on a GPU.
+        ("rotary_kernel", *["pool_kernel"] * pools, "rotary_backward_kernel"),
         f"{layout.kv_sets}{layout.gates}{layout.mean}-{documents}",
     )
 
