@@ -226,7 +226,7 @@ def record_operations(
     with torch.device("meta"):
         model = LanguageModel(replace(config, attention=attention)).bfloat16()
         tokens = torch.empty(micro_batch, seq_len, dtype=torch.long)
-    model.attend_densely(dense)
+    model.set_dense(dense)
     flatten_weights(model)
     with as_on_cuda(), Recorder() as recorder:
         model(tokens, labels=tokens).backward()

@@ -253,7 +253,7 @@ def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
     if not (train.switch_step or train.selector_steps):
         return False
     selector_only = step < train.selector_steps
-    model.attend_densely(step < train.switch_step or selector_only)
+    model.set_dense(step < train.switch_step or selector_only)
     for group in engine.optimizer.param_groups:  # decay changes weights without a gradient
         group["weight_decay"] = 0.0 if selector_only else group["decay"]
     return selector_only
@@ -287,7 +287,7 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
         return None, []
     run.engine.eval()
     if run.state.step <= run.config.train.selector_steps:
-        run.engine.module.attend_densely(False)
+        run.engine.module.set_dense(False)
     try:
         for batch in batches:
             # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run

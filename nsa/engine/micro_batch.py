@@ -1,7 +1,6 @@
-"""Micro-batch and activation checkpointing for `auto`, by plan; a run as input of the planner.
+"""Micro-batch and activation checkpointing for `auto`; a run's settings as planner inputs.
 
-The plan (nsa/planner) counts tensors before the run starts. Accumulation keeps the sequences of a
-step.
+The planner (nsa/planner) counts the bytes of tensors before the run starts.
 """
 
 from __future__ import annotations
@@ -24,19 +23,21 @@ def resolve_auto(
 ) -> tuple[RunConfig, list[str]]:
     """Replace `auto` of micro_batch and activation_checkpointing; return log lines too.
 
-    `gpu_memory` is in bytes, None without a GPU. The step keeps its sequences.
+    `gpu_memory` is in bytes, None without a GPU. A new micro-batch also changes `accumulation`, so
+    a step has as many sequences as before.
     """
-    batch, notes, is_auto = batch_of(config), list[str](), config.train.micro_batch == AUTO
+    batch, notes = batch_of(config), list[str]()
+    any_rows = config.train.micro_batch == AUTO
     if gpu_memory is not None:
         model = model_of(config)
-        batch, notes = select_auto(model, zero, batch, gpu_memory, ranks, any_rows=is_auto)
-    elif is_auto:
+        batch, notes = select_auto(model, zero, batch, gpu_memory, ranks, any_rows=any_rows)
+    elif any_rows:
         notes.append("micro-batch: 1 sequence (there is no GPU)")
     if batch.checkpointing == "auto":
         batch = replace(batch, checkpointing="none")
         notes.append("activation checkpointing: none (there is no GPU)")
     train = config.train
-    if is_auto:
+    if any_rows:
         train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     model_config = replace(config.model, activation_checkpointing=batch.checkpointing)
     return replace(config, train=train, model=model_config), notes
@@ -44,10 +45,13 @@ def resolve_auto(
 
 def model_of(config: RunConfig) -> Model:
     """Return a run's model as planner input."""
-    weight_bytes = 4 if config.train.precision == "fp32" else 2
-    teacher = find_teacher(config)
-    dense = None if teacher is None else teacher.config.model
-    return Model(config.model, weight_bytes, dense, config.train.switch_step)
+    stored = find_teacher(config)
+    return Model(
+        config.model,
+        weight_bytes=DTYPES[config.train.precision].itemsize,
+        teacher=None if stored is None else stored.config.model,
+        dense_steps=config.train.switch_step,
+    )
 
 
 def batch_of(config: RunConfig) -> BatchShape:
@@ -63,9 +67,8 @@ def batch_of(config: RunConfig) -> BatchShape:
 def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
     """Return a DeepSpeed JSON as planner input, after the checks of a run."""
     raw = load_ds_config(source)
-    return resolved_zero(
-        resolve_ds_config(raw, config, world_size=ranks, source=str(source)), config
-    )
+    resolved = resolve_ds_config(raw, config, world_size=ranks, source=str(source))
+    return resolved_zero(resolved, config)
 
 
 def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:

@@ -87,10 +87,10 @@ def _refused_if_unusable(run_dir: Path) -> Iterator[None]:
 
 
 def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
-    """Return what a resumed run continues with: checkpoint, folder of its settings, and notes.
+    """Return the checkpoint to resume from, the folder of the run's settings, and log lines.
 
-    The checkpoint is the newest valid one, None before the first. It also holds the settings; if it
-    does not (earlier versions), they are read from the run's folder.
+    The checkpoint is the newest valid one, None before the first. The folder is the checkpoint, or
+    the run's folder if the checkpoint holds no settings (of earlier versions), None without any.
     """
     path, damaged = newest_valid(run_dir / "checkpoints")
     notes = [f"skipped: {note}" for note in damaged]
@@ -142,7 +142,7 @@ class FolderLock:
 
     def _open(self) -> None:
         if self._run_dir.is_symlink():
-            self._run_dir.stat()  # for a broken link or a loop its error is clearer than mkdir's
+            self._run_dir.stat()  # raises a clearer error than mkdir for a broken link or a loop
         path = self._run_dir / LOCK
         candidates = (path, self._run_dir, *self._run_dir.parents)
         self._created = [candidate for candidate in candidates if not candidate.exists()]
@@ -155,7 +155,7 @@ class FolderLock:
                 self.undo()
                 raise ValueError(
                     f"--run-dir {self._run_dir}: its file system cannot lock files "
-                    f"({error.strerror}), which keeps two runs apart; choose another folder"
+                    f"({error.strerror}), so two runs could write there; choose another folder"
                 ) from None
             self._file.seek(0)
             owner = printable(self._file.read(200))
@@ -169,7 +169,7 @@ class FolderLock:
         self._file.flush()
 
     def undo(self) -> None:
-        """Release the folder and remove what this lock created, with all in it."""
+        """Remove the folders and the file that this lock created, and release the lock."""
         if self._run_dir in self._created:
             shutil.rmtree(self._run_dir, ignore_errors=True)
         with contextlib.suppress(OSError):  # another run uses a parent

@@ -1,4 +1,4 @@
-"""The teacher of a run (train.teacher): found and checked, loaded, and compared with the model."""
+"""Teacher of a run (train.teacher): find and check it, load it, compare the model with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import StoredRun, find_run, load_run
 from nsa.model import LanguageModel
-from nsa.model.loss import bucket_edges
+from nsa.model.loss import bucket_edges, bucket_of
 from nsa.monitor.observer import TEACHER_COLUMNS
 
 
@@ -27,14 +27,13 @@ class Teacher:
 
     @torch.no_grad()
     def arguments(self, batch: Batch) -> dict[str, Any]:
-        """Return the arguments of the model's forward pass that name this teacher's prediction."""
+        """Return the arguments that give the teacher's prediction to the model's forward pass."""
         hidden = self.model.hidden(batch.input_ids, batch.cu_seqlens)
         return {"teacher": (hidden.flatten(0, 1), self.model.head_weight)}
 
     def by_position(self, divergence: Tensor, batch: Batch) -> Tensor:
         """Sum `token_divergence` [N, 4] and the labels by position: [buckets, 5], float64."""
-        inner = torch.tensor(self._edges[1:-1], device=divergence.device)
-        bucket = torch.bucketize(batch.positions(), inner, right=True)
+        bucket = bucket_of(batch.positions(), self._edges)
         counted = (batch.labels.flatten() != IGNORE_INDEX)[:, None]
         rows = torch.cat([divergence.double(), counted.double()], 1)
         sums = rows.new_zeros(len(self._edges) - 1, rows.shape[1])
@@ -76,7 +75,7 @@ def check_tokenizer(stored: StoredRun | None, config: RunConfig, fingerprint: st
     raise ValueError(
         f"train.teacher = {config.train.teacher!r}: was trained with the tokenizer "
         f"{stored.tokenizer.name!r}, and this run uses {config.data.tokenizer!r}; name a model "
-        "with the same"
+        "with the same tokenizer"
     )
 
 

@@ -26,9 +26,9 @@ from nsa.data.dataset import Dataset
 from nsa.data.source import DataError, HeldOut
 from nsa.data.tokenizer import TokenArray, Tokenizer
 from nsa.model import LanguageModel
-from nsa.model.loss import bucket_edges, token_losses
+from nsa.model.loss import bucket_edges, bucket_of, token_losses
 
-ALL = "all"  # the undivided documents; prepared shards are already divided
+ALL = "all"  # documents of both splits; the shards of a prepared folder are already split
 # A batch, and the sample and position of each of its labels, flattened.
 EvalBatch = tuple[Batch, Tensor, Tensor]
 
@@ -39,11 +39,11 @@ class EvalData:
 
     samples: Samples
     count: int  # samples
-    exhausted: str | None  # name of the source that has fewer samples than requested
+    exhausted: str | None  # name of the source that has fewer samples than requested, if any
 
     @property
     def tokens(self) -> int:
-        """Tokens read; fewer are evaluated if packed, as a document's last token has no label."""
+        """Tokens read; packing "documents" evaluates fewer: a document's last has no label."""
         return self.count * self.samples.seq_len
 
 
@@ -163,7 +163,6 @@ def evaluate(
     edges = bucket_edges(seq_len)
     sums = torch.zeros(samples, len(edges) - 1, dtype=torch.float64)
     counts = torch.zeros_like(sums)
-    inner_edges = torch.tensor(edges[1:-1])
     weight = model.head_weight
     for batch, sample, position in batches:
         batch = batch.to(weight.device)
@@ -171,13 +170,12 @@ def evaluate(
         labels = batch.labels.flatten()
         kept = labels != IGNORE_INDEX
         losses = token_losses(hidden[kept], weight, labels[kept]).double().cpu()
-        bucket = torch.bucketize(position, inner_edges, right=True)
-        index = (sample * sums.shape[1] + bucket)[kept.cpu()]
+        index = (sample * sums.shape[1] + bucket_of(position, edges))[kept.cpu()]
         sums.view(-1).index_add_(0, index, losses)
         counts.view(-1).index_add_(0, index, torch.ones_like(losses))
     return Losses(sums, counts, edges)
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss); math.exp raises an OverflowError above 709."""
+    """Return exp(loss), infinite above 700: math.exp raises an OverflowError above 709."""
     return math.exp(loss) if loss < 700 else math.inf

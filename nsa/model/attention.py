@@ -251,7 +251,7 @@ class NSAttention(Attention):
     """
 
     observer: Callable[[Tensor | None, Tensor, Tensor | None, Tensor | None], None] | None = None
-    dense: bool = False  # `LanguageModel.attend_densely` sets it
+    dense: bool = False  # `LanguageModel.set_dense` sets it
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Transformer block: attention and SwiGLU. It is one activation-checkpoint segment.
 
-A block gets and returns the residual stream as two tensors, x and the delta that is still to be
-added: the next RMSNorm adds it in the same kernel (docs/design/kernels.md).
+A block receives and returns the residual stream as two tensors, x and delta, whose sum is the
+stream: the kernel of the next RMSNorm adds them (docs/design/kernels.md).
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ class Block(nn.Module):
         metadata: AttentionMetadata,
         cached: CachedAttention | None = None,
     ) -> tuple[Tensor, ...]:
-        """Map (x, delta) to (x, delta), each [B, T, width]; their sum is the residual stream.
+        """Map (x, delta) to (x, delta), each [B, T, width]; the first block receives no delta.
 
-        The first block gets no delta. With `metadata.sampled`, return this block's selector loss
-        too.
+        With `metadata.sampled`, the queries of the selector loss, also return this block's loss.
         """
         x, normed = add_norm(x, delta, self.attention_norm, self.backend)
         delta = self.attention(normed, metadata=metadata, cached=cached)

@@ -29,7 +29,7 @@ from nsa.model.fused import add_norm
 from nsa.model.loss import Head, distillation_loss, linear_cross_entropy, token_divergence
 from nsa.ops.inputs import check_documents
 
-# A block's inputs and outputs: x, delta and, if configured, the selector loss.
+# Outputs of a block: x, delta and, if configured, the selector loss.
 Stream = tuple[Tensor, ...]
 
 # "selective" saves the outputs of these ops: matrix products, attention outputs, lse and block
@@ -92,12 +92,12 @@ class LanguageModel(nn.Module):
 
         labels are already shifted: labels[b, t] is the token after input_ids[b, t]. The mean is
         over labels that are not -100, and 0 if there are none. `loss_weight` does not apply to the
-        selector loss, a mean over queries. With `selector_only` only what ranks blocks learns: the
-        backward pass ends in each layer's selector loss, and the other weights get a gradient of 0.
+        selector loss, which is a mean over queries. With `selector_only` only the weights that rank
+        blocks learn, from each layer's selector loss; the other weights get a gradient of 0.
 
-        `teacher` is another model's head: its input [B · T, width] and weight. It adds the
-        gradient of KL(teacher ‖ this model). With `divergence` the result is instead the
-        `token_divergence` of each label, [B · T, 4].
+        `teacher` is the input [B · T, width] of another model's head, and the head's weight. The
+        gradient of KL(teacher ‖ this model) is added to the loss's. With `divergence`, return
+        the `token_divergence` of each label instead of the loss, [B · T, 4].
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
@@ -106,8 +106,8 @@ class LanguageModel(nn.Module):
             )
         if labels is not None:
             check_tokens(labels, self.config.vocab_size, "labels")
-        # Not with ZeRO-3, whose weights have a `ds_id`: it gathers a layer's weights, which their
-        # gradients need, only if the backward pass reaches the layer.
+        # Gradients of 0 need the weights. ZeRO-3, whose weights have a `ds_id`, gathers a layer's
+        # weights only if the backward pass reaches the layer, so there the pass visits all layers.
         detached = selector_only and not hasattr(self.embed.weight, "ds_id")
         queries = QUERIES_ALONE if selector_only else QUERIES
         x, selector_loss = self._hidden(input_ids, cu_seqlens, queries, detached)
@@ -126,14 +126,13 @@ class LanguageModel(nn.Module):
         if detached:
             loss = _WithZeroGradients.apply(loss, *self.parameters())
         elif selector_only:
-            loss = loss.detach() + 0.0 * loss
+            loss = loss.detach() + 0.0 * loss  # a gradient of 0 that visits all layers
         further_losses = []
         if selector_loss is not None:
             further_losses.append(self.config.attention.selector_loss * selector_loss)
         if teacher is not None and not selector_only:
-            kl = distillation_loss(head, teacher, labels)
-            further_losses.append(loss_weight * kl)
-        for further in further_losses:  # add the gradient, not the value: it stays comparable
+            further_losses.append(loss_weight * distillation_loss(head, teacher, labels))
+        for further in further_losses:  # add the gradient alone: the loss's value stays comparable
             loss = loss + (further - further.detach())
         return loss
 
@@ -164,12 +163,13 @@ class LanguageModel(nn.Module):
         return self.run_blocks(self.embed(input_ids), metadata, detached=detached)
 
     def loss_offset(self, tokens: Tensor) -> Tensor | None:
-        """Return an integer that shifts the selector loss's queries; None: compute no such loss.
+        """Return an integer that shifts the selector loss's queries; None without that loss.
 
-        `tokens` are ids or embeddings. Their sum gives other queries in each step without a random
-        generator.
+        `tokens` are ids or embeddings. Their sum differs from step to step, so the queries do too,
+        without a random generator.
         """
-        # Not self.training: the Hugging Face model shares the blocks, and train() sets theirs.
+        # Not self.training: the Hugging Face model shares the blocks, and its train() sets only
+        # their flag.
         training = self.blocks.training and torch.is_grad_enabled()
         if not (training and self.config.attention.selector_loss):
             return None
@@ -189,8 +189,8 @@ class LanguageModel(nn.Module):
 
         Return the head's input and the sum of the layers' selector losses, which is None without
         `metadata.sampled`. `intercept` receives each block's input and returns the one to use.
-        `detached`: selector losses alone have a gradient; what only a block's output needs for its
-        gradient is freed at once, so nothing is recomputed.
+        With `detached` only the selector losses have a gradient. A block then frees what the
+        gradient of its output would need, so recomputation would save no memory.
         """
         has_gradient = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
@@ -221,10 +221,10 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, std: float = INIT_STD) -> None:
-        """Initialize weights and the mlp φ's position embeddings with this standard deviation.
+        """Draw weights, and the position embeddings of φ `mlp`, with this standard deviation.
 
-        Projections into the residual stream are scaled by 1/√(2·layers), because 2·layers of them
-        add up.
+        Projections into the residual stream are scaled by 1/√(2·layers), because the stream is the
+        sum of 2·layers of them.
         """
         residual_scale = (2 * self.config.layers) ** -0.5
         for name, module in self.named_modules():
@@ -246,8 +246,8 @@ class LanguageModel(nn.Module):
                 else:
                     nn.init.zeros_(block.attention.gates.weight)  # gates start at ½
 
-    def attend_densely(self, dense: bool) -> None:
-        """Attend to all tokens if `dense`, otherwise to the blocks that the index selects again."""
+    def set_dense(self, dense: bool) -> None:
+        """Attend to all tokens if `dense`, else to the blocks that the index selects."""
         assert self.config.attention.has_index or not dense
         for layer in self.sparse_layers().values():
             layer.dense = dense
@@ -262,7 +262,7 @@ class LanguageModel(nn.Module):
 
 
 class _WithZeroGradients(torch.autograd.Function):
-    """Returns the loss; the gradient of each parameter is the loss's times 0, so NaN stays NaN."""
+    """Returns the loss; each parameter's gradient is 0 times the loss's, so NaN stays NaN."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:

@@ -74,6 +74,11 @@ def bucket_edges(seq_len: int) -> list[int]:
     return [0, *(FIRST_BUCKET << number for number in range(doublings)), seq_len]
 
 
+def bucket_of(position: Tensor, edges: list[int]) -> Tensor:
+    """Return the number of each position's bucket, from what `bucket_edges` returned."""
+    return torch.bucketize(position, torch.tensor(edges[1:-1], device=position.device), right=True)
+
+
 @torch.library.custom_op("nsa::linear_cross_entropy", mutates_args=())
 def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, with_gradients: bool

@@ -57,7 +57,7 @@ def _case(engine: str, build: Callable[[Any, Report], tuple[Any, Any]], report: 
     model.train()
     step = partial(take_step, ids, labels)
     for phase in ("sparse", "dense"):
-        model.attend_densely(phase == "dense")
+        model.set_dense(phase == "dense")
         for _ in range(WARM_UP):
             step()
         row = {"engine": engine, "phase": phase, "length": seq_len, "batch": len(ids)}

@@ -218,7 +218,7 @@ def train(variant: str, task: Task, steps: int, seed: int) -> tuple[LanguageMode
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
     model.train()
     for step in range(steps):
-        model.attend_densely(step < dense_steps)
+        model.set_dense(step < dense_steps)
         rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)

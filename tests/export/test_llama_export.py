@@ -78,7 +78,7 @@ def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
     run = load_run(tmp_path / "run", device="cpu", dtype=torch.float32)
     ids = tokens(250) % 256
     sparse = logits(run.model, ids)
-    run.model.attend_densely(True)
+    run.model.set_dense(True)
     expected = logits(run.model, ids)
     assert (logits(model, ids) - expected).norm() < 1e-5 * expected.norm()
     assert (sparse - expected).norm() > 1e-4 * expected.norm()

@@ -38,9 +38,9 @@ def test_it_is_the_dense_model_where_all_blocks_are_selected(
     assert not torch.allclose(sparse, expected)
     early = ONE_KEY.select_top * ONE_KEY.select_len
     torch.testing.assert_close(sparse[:, :early], expected[:, :early])
-    model.attend_densely(True)
+    model.set_dense(True)
     torch.testing.assert_close(model(ids, cu_seqlens=DOCUMENTS[documents]), expected)
-    model.attend_densely(False)
+    model.set_dense(False)
     assert torch.equal(model(ids, cu_seqlens=DOCUMENTS[documents]), sparse)
 
 
@@ -64,7 +64,7 @@ def test_only_its_own_loss_trains_the_index_and_nothing_else(
         config = tiny(name, activation_checkpointing=mode)
         config.attention.selector_loss = weight
         model = build(config)
-        model.attend_densely(dense)
+        model.set_dense(dense)
         return step(model, tokens(LENGTH))[1]
 
     without, one, two = trained(0.0), trained(1.0), trained(2.0)
