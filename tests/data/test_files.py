@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_dataset
+from nsa.data.dataset import open_dataset, open_source
 from nsa.data.files import LARGEST_TEXT, open_files
 from nsa.data.source import DataError, Document, Source
 from nsa.engine.config import RunConfig, resolve_config
@@ -94,7 +94,9 @@ def test_concatenated_archives_are_read_to_the_end(tmp_path: Path) -> None:
         assert texts(open_files(path, "text")) == numbered(3) + numbered(2)
 
 
-def test_a_folder_is_read_by_path_without_hidden_and_other_files(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_path_without_hidden_and_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mixed_folder(tmp_path)
     for hidden in (".cache/x.txt", ".hidden.txt", "b/.x.jsonl", "README.md", "b/notes.json"):
         write(tmp_path, hidden, b"not read")
@@ -108,6 +110,8 @@ def test_a_folder_is_read_by_path_without_hidden_and_other_files(tmp_path: Path)
     ]
     assert {"b/lines.jsonl:7", "b/lines.jsonl:12", "d.parquet:3", "d.parquet:15"} <= set(locations)
     assert len(locations) == len(set(locations)) == 1 + 8 + 5 + 9 + 13
+    monkeypatch.setenv("HOME", str(tmp_path))  # no shell expands a ~ inside of a mixture
+    assert texts(open_source(DataConfig(), "~/a.txt")) == texts(open_files(tmp_path / "a.txt", ""))
 
 
 def test_a_pass_resumes_after_any_document(tmp_path: Path) -> None:

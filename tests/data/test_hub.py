@@ -113,8 +113,11 @@ def test_a_pass_resumes_exactly(
     assert result["texts"] == (written if row is None else written[row + 1 :])
 
 
-@pytest.mark.parametrize("name", ["hf:json", "hf:parquet", "hf:/data/corpus", "hf:./x", "hf:~/x"])
-def test_files_by_way_of_datasets_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["hf:json", "hf:parquet", "hf:/data/corpus", "hf:./x", "hf:~/x", "hf:tests/data"]
+)
+def test_files_by_way_of_datasets_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     with pytest.raises(DataError, match=r"withdrawn in this version; name the file or folder"):
         open_dataset(DataConfig(source=name))
 

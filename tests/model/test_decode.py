@@ -45,7 +45,9 @@ CONFIGS |= {
     "dense, imported": tiny("dense", **IMPORTED),
     "index, imported": tiny("index", **IMPORTED),
     "index, a key per token": tiny(sparse(PER_TOKEN, branches="sel")),
-    "index, odd": tiny(sparse(replace(ODD, window=512), branches="sel"), heads=3, kv_heads=1),
+    "index, odd": tiny(
+        sparse(replace(ODD, window=512), branches="sel", compressor="pool"), heads=3, kv_heads=1
+    ),
     "mean, imported": tiny("mean", **IMPORTED),
     "pool, imported": tiny("pool", **IMPORTED),
     "M7C's pattern, G=6": tiny(sparse(M7C), heads=6, kv_heads=1, value_dim=None),

@@ -135,10 +135,12 @@ def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) 
 def test_a_later_row_of_a_step_counts_and_lines_that_are_no_rows_are_counted(
     tmp_path: Path,
 ) -> None:
-    (path := tmp_path / "metrics.csv").write_text("step,loss\n2,5\n2,4\n1,6\ntorn\n3,3")
+    (path := tmp_path / "metrics.csv").write_text(
+        "step,loss\n2,5\n2,4\n1,6\ntorn\n1.5,3\n-1,3\n3,3"
+    )
     table = read_table(path)
     assert table.rows == [{"step": 1, "loss": 6}, {"step": 2, "loss": 4}]
-    assert table.problem == "metrics.csv: 1 lines could not be read"
+    assert table.problem == "metrics.csv: 3 lines could not be read"
 
 
 def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:

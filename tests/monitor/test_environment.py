@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -35,7 +36,7 @@ def test_env_json_records_hardware_and_code_but_no_secrets(
     assert env["cpu"]["cores"] >= 1
     models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
     assert not models or cpu_model() == models[0].strip()
-    assert env["cpu"]["memory_gb"] > 0
+    assert env["cpu"]["memory_gb"] == pytest.approx(psutil.virtual_memory().total / 1e9)
     assert {"date", "command", "git_commit", "python", "host", "cuda"} <= env.keys()
 
 

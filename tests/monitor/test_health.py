@@ -201,8 +201,11 @@ def test_bfloat16_gates_are_averaged_in_float32() -> None:
 def test_only_the_first_pass_since_arming_counts() -> None:
     recorder, (layer,) = armed_recorder(1)
     outputs = make_gates(1, 90), make_blocks(1, 90, SPEC)
+    others = make_gates(1, 90, seed=5), make_blocks(1, 90, SPEC, seed=5)
+    layer.observer(*others, None)
+    recorder.arm()
     layer.observer(*outputs, None)
-    layer.observer(make_gates(1, 90, seed=5), make_blocks(1, 90, SPEC, seed=5), None)
+    layer.observer(*others, None)
     assert_same(recorder.read(), [reference(*outputs, SPEC, None)])
     assert layer.observer is None
     assert recorder.read() == [], "a reading covers the passes since the last"

@@ -325,10 +325,12 @@ def test_the_norm_is_that_of_the_rounded_sum(backend: str) -> None:
 
 
 def test_under_autocast_the_sum_has_the_wider_dtype() -> None:
-    x, delta, weight = X.float() + 1, X.bfloat16() + 2, WEIGHT.float()
-    total, normed = add_rms_norm(x, delta, weight, EPS)
-    assert total.dtype == normed.dtype == torch.float32
-    torch.testing.assert_close(normed, F.rms_norm(x + delta, (5,), weight, EPS))
+    wide, narrow, weight = X.float() + 1 / 3, X.bfloat16() + 2, WEIGHT.float()
+    for x, delta in ((wide, narrow), (narrow, wide)):
+        total, normed = add_rms_norm(x, delta, weight, EPS)
+        assert total.dtype == normed.dtype == torch.float32
+        torch.testing.assert_close(total, wide + narrow, rtol=0, atol=0)
+        torch.testing.assert_close(normed, F.rms_norm(total, (5,), weight, EPS))
 
 
 def test_x_and_delta_share_one_gradient() -> None:

@@ -243,7 +243,8 @@ def test_two_crashes_after_the_same_step_are_a_crash_loop(runs: Runs) -> None:
 
 
 def test_two_crashes_before_the_first_heartbeat_are_a_crash_loop() -> None:
-    process = call("--restart", 9, "--", "sh", "-c", "exit 5", program=IMPATIENT)
+    command = "sh", "-c", "exit 5", "--", "1"  # whose arguments may contain a -- of their own
+    process = call("--restart", 9, "--", *command, program=IMPATIENT)
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 5
     assert "restart 1 of 9 in 1 s, with nothing to resume from" in stderr
