@@ -4,7 +4,7 @@
     run 1, run 2, their ranks   <--  memory-mapped, as soon as a shard is complete
 
 A process that lacks tokens starts the writer unless one is running. The writer writes as many
-tokens as its run needs. Positions in the tokens never depend on how many of them are written.
+tokens as its run needs. The position of a token never depends on how many are written.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class TokenCache:
         """Start the writers, which write the tokens of this many samples of each split."""
         for name, source in self._cached.items():
             for split, count in samples.items():
-                last = math.ceil(count * self.config.sources()[name])
-                source.need(split, block_of(last).stop * self.config.seq_len + 1)
+                of_source = math.ceil(count * self.config.sources()[name])
+                # All of the last sample's block, which is shuffled as a whole; and its last label.
+                source.need(split, block_of(of_source).stop * self.config.seq_len + 1)
             source.start()
 
     def stores(self, split: str) -> list[TokenStore]:
@@ -113,11 +114,11 @@ class CachedSource:
         slug = re.sub(r"[^\w.-]+", "_", source.name.rstrip("/").rpartition("/")[2])[:40]
         self.stamp, self._folder = plan.stamp, root / f"{slug}-{self._key}"
         self._job = Job(source, tokenizer, self._folder, plan)
-        self._index, self._version = plan, (0, 0)  # of the file that it was read from
+        self._index, self._version = plan, (0, 0)  # newest index, and the version of its file
         self._writer: Writer | None = None
 
     def need(self, split: str, tokens: int) -> None:
-        """Let the next writer write this many tokens of a split, unless it writes all anyway."""
+        """Make the next writer write this many tokens; it writes all of a small source anyway."""
         if not self._job.source.is_small:
             self._job.needs[split] = max(tokens, self._job.needs.get(split, 0))
 
@@ -128,7 +129,7 @@ class CachedSource:
 
     def store(self, split: str) -> TokenStore:
         """Return a split, as soon as it has tokens."""
-        # A small source is complete first, and then shuffled like a prepared one.
+        # Wait for all of a small source, to shuffle it as a whole, like a prepared one.
         source, folder = self._job.source, self._folder
         if source.is_small:
             store = TokenStore(folder, source.name, self._wait_for(split, math.inf), split)
@@ -196,7 +197,7 @@ class ValidationData:
         """Wait for the samples; raise a DataError if there are none, or data.timeout passes."""
         self._requested, self._micro_batch, self._world_size = sequences, micro_batch, world_size
         self._samples = cache.open_samples("val", VALIDATION_SEED)
-        # Fewer samples than requested if a source, which is named then, has no more.
+        # Fewer than requested if a source has no more samples; then `_exhausted` is its name.
         self.sequences, self._exhausted = self._samples.available(sequences)
         self.bytes_per_token = self._samples.bytes_per_token
 

@@ -1,7 +1,8 @@
 """Local files as a document source: JSON lines, Parquet, tables and any text, alone or in folders.
 
-A reader yields (document, number of records up to it) after a number of records. A record that
-cannot be read is yielded as its DataError; a file that cannot be read further raises.
+A reader skips the records that were consumed, and yields each further document with the number of
+records up to it. For a record that cannot be read it yields a DataError; for a file that cannot be
+read further it raises.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -36,10 +37,10 @@ from nsa.data.source import (
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson")
-TABLES = (".csv", ".tsv", ".json")  # records in a data set, else text: a .json may be a setting
+TABLES = (".csv", ".tsv", ".json")  # `open_files` reads them as records, or as one text each
 TABLE_SUFFIXES = tuple(a + b for a in TABLES for b in ("", *COMPRESSIONS))
 RECORD_SUFFIXES = (".parquet", *(a + b for a in JSON_LINES for b in ("", *COMPRESSIONS)))
-# Of files that hold documents by their name.
+# A file with one of these suffixes is always read.
 SUFFIXES = (*RECORD_SUFFIXES, *(".txt" + b for b in ("", *COMPRESSIONS)))
 READABLE = (
     ".jsonl, .ndjson, .txt, .csv, .tsv, .json (also .gz or .zst), .parquet, and any other file of "
@@ -49,8 +50,8 @@ ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit int
 BUFFER_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 32  # of a file that is one document, decompressed
 MAX_LINE_BYTES = 1 << 28  # also of a CSV field, and of a JSON array, which is parsed as a whole
-LARGEST_TEXT = 8 << 20  # a larger file of a folder, with another suffix, is taken for generated
-HEAD_BYTES = 1 << 16  # of a file with another suffix: decides whether it holds text
+LARGEST_TEXT = 8 << 20  # of a folder's files without such a suffix: larger ones are no prose
+HEAD_BYTES = 1 << 16  # the start of a file without such a suffix: shows whether it is text
 
 Records = Iterator[tuple[Document | DataError, int]]
 
@@ -110,7 +111,7 @@ def _table(file: TextFile, first: int, field: str) -> Records:
     """Read a document per row of a table, or per object of a JSON array."""
     csv.field_size_limit(MAX_LINE_BYTES)
     with io.TextIOWrapper(file.open(), "utf-8-sig", "replace", newline="") as text:
-        records: Any = csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",")
+        records: Iterable[Any]
         if file.suffix == ".json":
             array = text.read(MAX_LINE_BYTES + 1)
             if len(array) > MAX_LINE_BYTES or not array.lstrip().startswith("["):
@@ -119,15 +120,17 @@ def _table(file: TextFile, first: int, field: str) -> Records:
                     "line and name it .jsonl"
                 )
             records = json.loads(array)
+        else:
+            records = csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",")
         for number, record in enumerate(records, 1):
             if number > first and (document := _document(file, number, record, field)):
                 yield document, number
 
 
 def _document(file: TextFile, number: int, record: Any, field: str) -> Document | DataError | None:
-    """Return a record, or a line of JSON, as a document; None without text; or its error.
+    """Return a record as a document, None if it has no text, or a DataError if it is broken.
 
-    Invalid UTF-8 of a line becomes U+FFFD.
+    `record` is an object, or the bytes of a line of JSON, of which invalid UTF-8 becomes U+FFFD.
     """
     location = f"{file.path}:{number}"
     try:
@@ -153,7 +156,7 @@ def _document(file: TextFile, number: int, record: Any, field: str) -> Document 
 def _rows(file: TextFile, first: int, field: str) -> Records:
     """Read a document per row; skip earlier row groups.
 
-    No batch spans two groups, so a pass that resumes ends at the same row before a broken one.
+    No batch spans two groups, so every pass, resumed or not, reads the rows before a broken group.
     """
     import pyarrow.parquet as pq
 
@@ -202,9 +205,10 @@ def open_files(
 ) -> Files:
     """Open a file, or all text files below a folder, ordered by relative path.
 
-    `pattern` selects files of a folder by name or relative path. Without it, a folder with JSON
-    lines or Parquet is a dataset, of which other files than .txt are no documents. A table is read
-    as records if it is `path`, if `pattern` selects it, or in a folder of tables alone.
+    `pattern` selects files of a folder by name or relative path. Without it, a folder that holds
+    JSON lines or Parquet is a dataset, of which only these and .txt are read. A table is read as
+    records if it is `path`, if `pattern` selects it, or if its folder holds only tables; else it is
+    one text, as a .json may hold settings.
     """
     if path.is_dir():
         present = sorted(_below(path, pattern))
@@ -257,7 +261,7 @@ def _below(folder: Path, pattern: str | None) -> Iterator[Path]:
 
 
 def _is_text(path: Path, tables: bool, largest: float = math.inf) -> bool:
-    """Return whether a file holds documents by its name, or is text; False if it is empty."""
+    """Return whether to read a file: by its suffix, or because its start is text."""
     if _named(path, SUFFIXES) or (tables and _named(path, TABLE_SUFFIXES)):
         return True
     with name_in_errors(path):
@@ -291,7 +295,7 @@ class Files(Source):
     name: str
     files: Sequence[TextFile]
     text_field: str
-    left_out: int = 0  # files of the folder that hold no text, or too much
+    left_out: int = 0  # files of the folder that are empty, no text, or too large
     on_error: str = "stop"  # or "skip": yield the errors of records and files that cannot be read
 
     def __post_init__(self) -> None:
@@ -322,8 +326,8 @@ class Files(Source):
     def size_if_few(self, limit: int) -> int | None:
         """Return the bytes of text if there are fewer than `limit` documents, else None.
 
-        An uncompressed text file is one document, whose size is known without reading. None for a
-        pipe, which could be read only once.
+        An uncompressed text file is one document, and its size is known without reading it. A
+        pipe, which can be read only once, gives None.
         """
         count = size = 0
         for file in self.files:

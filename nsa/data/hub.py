@@ -1,7 +1,8 @@
 """Hugging Face datasets as a document source, streamed with `datasets`.
 
-`datasets` reads and resumes. A cursor holds its state before a block of rows, and the number of
-rows of the block that were consumed. It retries for minutes, so the server is probed before.
+`datasets` reads and resumes. A cursor holds the state of `datasets` before a block of rows, and the
+number of rows of the block that were consumed. `datasets` retries for minutes, so one request
+probes the server first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nsa.system import with_timeout
 from nsa.text import type_and_message
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
-BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for files
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # what `datasets` calls readers of files
 ROWS_PER_BLOCK = 64  # the state of `datasets` takes longer to copy than a row to read
 HUB = "https://huggingface.co"
 PROBE_SECONDS = 5.0  # a server that does not respond for this long counts as down
@@ -67,8 +68,8 @@ class Hub(Source):
         if not datasets.config.HF_HUB_OFFLINE:
             path = f"datasets/{self._path}/resolve/{revision or 'main'}/README.md"
             probe(self.name, f"{hub_url()}/{path}")
-        # Downloads are counted by a request that takes seconds without a network; the second server
-        # is not needed here.
+        # Two requests that nothing here needs: the first counts the download and takes seconds
+        # without a network, the second looks for Parquet files on another server.
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         datasets.config.USE_PARQUET_EXPORT = False
         files = self._config.pattern
@@ -107,20 +108,20 @@ class Hub(Source):
         cursor = cursor or {"revision": revision, "rows": 0, "dataset": None, "given": 0}
         if cursor["revision"] != revision:
             stream, _ = self._open(cursor["revision"])
-        # The object holds the state of one pass, so each pass gets a copy: one shard of one.
+        # A stream holds the state of one pass, so each pass reads a copy: the only shard of one.
         stream = stream.shard(1, 0)
-        state, given, total = cursor["dataset"], cursor["given"], cursor["rows"]
+        state, consumed, total = cursor["dataset"], cursor["given"], cursor["rows"]
         if state is not None:
             stream.load_state_dict(copy.deepcopy(state))
         try:
-            for record in islice(stream, given, None):
-                total, given = total + 1, given + 1
+            for record in islice(stream, consumed, None):
+                total, consumed = total + 1, consumed + 1
                 if text := text_of(record, self._config.text_field, self.name):
-                    consumed = {"rows": total, "dataset": state, "given": given}
+                    after = {"rows": total, "dataset": state, "given": consumed}
                     location = f"{self.name}: row {total}"
-                    yield Document(text.encode("utf-8", "replace"), location), cursor | consumed
-                if given == ROWS_PER_BLOCK:
-                    state, given = stream.state_dict(), 0
+                    yield Document(text.encode("utf-8", "replace"), location), cursor | after
+                if consumed == ROWS_PER_BLOCK:
+                    state, consumed = stream.state_dict(), 0
         except DataError:
             raise
         except Exception as error:  # of `datasets`, its file systems and its builders
@@ -139,8 +140,8 @@ def hub_url() -> str:
     return os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
 
 
-def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
-    """Raise SourceUnreachable for `what` if the server of `url` does not respond or fails."""
+def probe(name: str, url: str, fix: str = WITHOUT_HUB) -> None:
+    """Raise SourceUnreachable, which names `name`, if the server of `url` fails or is silent."""
     from huggingface_hub.utils import get_session  # configured with proxies and certificates
 
     def head() -> int:
@@ -150,7 +151,7 @@ def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
         status = with_timeout(1.5 * PROBE_SECONDS, head)  # DNS has no timeout
     except Exception as error:  # the exception types of the client differ between versions
         raise SourceUnreachable(
-            f"{what}: {url} cannot be reached ({type_and_message(error)}); {fix}"
+            f"{name}: {url} cannot be reached ({type_and_message(error)}); {fix}"
         ) from None
     if status in SERVER_ERRORS:
-        raise SourceUnreachable(f"{what}: {url} has a server error (HTTP status {status}); {fix}")
+        raise SourceUnreachable(f"{name}: {url} has a server error (HTTP status {status}); {fix}")

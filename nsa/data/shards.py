@@ -13,11 +13,11 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from nsa.untrusted import matches, open_regular, parse_json, read_text, short_re
 FORMAT, VERSION = "nsa shards", 2
 INDEX = "index.json"
 BUFFER_BYTES = 1 << 22
-OPEN_SHARDS = 128  # of a store: a process has 1,024 files
+OPEN_SHARDS = 128  # that a store maps at a time: a process may have 1,024 open files
 RERUN = "run the same command again"
 RESTORE = "restore the file, or delete its folder to write it again"
 
@@ -58,12 +58,9 @@ class Shard:
     sha256: str
 
 
-STAMP_SHAPE, SHARD_SHAPE = (
-    {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(kind)}
-    for kind in (Stamp, Shard)
-)
+SHARD_SHAPE = get_type_hints(Shard)
 INDEX_SHAPE = {
-    "stamp": STAMP_SHAPE,
+    "stamp": get_type_hints(Stamp),
     "settings": dict,
     "shards": [SHARD_SHAPE],
     "cursor": (dict, type(None)),
@@ -99,7 +96,7 @@ def write_shard(
     documents: Sequence[TokenArray],
     text_bytes: int,
 ) -> Shard:
-    """Write documents, each of which ends with the end of text, as one shard."""
+    """Write documents, each of which ends with eos, as one shard."""
     tokens = np.concatenate(documents).astype(_little(stamp), copy=False)
     atomic_write(folder / name, tokens.data)
     digest = hashlib.sha256(tokens.data).hexdigest()
@@ -201,10 +198,10 @@ class TokenStore:
     A shard that is replaced by a new file stays mapped, unchanged. If the mapped file itself is
     overwritten or truncated, the next read raises; without the check SIGBUS could end the process.
 
-    `wait` is set while a process still writes the folder: it waits until the split has a number of
-    tokens, or all of them, and returns the index. Such a store opens no more shards than are
-    needed, so that its size does not depend on when it is read, and its samples are shuffled in
-    blocks.
+    A store grows while a process still writes the folder. `wait(n)` then waits until the split has
+    n tokens or is complete, and returns the index. A store that grows adds a shard only when
+    `wait_for` needs it, so its length does not depend on the writer's speed, and its samples are
+    shuffled in blocks.
     """
 
     def __init__(
@@ -229,7 +226,7 @@ class TokenStore:
         self._folder, self._split, self._wait = folder, split, wait
         self._shards: list[Shard] = []
         self._ends = np.zeros(0, dtype=np.int64)  # of the shards
-        self._opened = lru_cache(OPEN_SHARDS)(self._open)
+        self._mapped = lru_cache(OPEN_SHARDS)(self._map)
         self._extend(index, 1 if self.grows else math.inf)
         digests = "/".join(shard.sha256 for shard in self._shards)
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()  # of the tokens
@@ -264,8 +261,8 @@ class TokenStore:
         number = int(np.searchsorted(self._ends, start, side="right"))
         parts = []
         while start < stop:
-            file, tokens, opened = self._opened(number)
-            if _size_and_time(file) != opened:
+            file, tokens, version = self._mapped(number)
+            if _size_and_time(file) != version:
                 raise DataError(
                     f"{file.name}: overwritten or truncated while in use; restore it, and replace "
                     "shards only by moving complete files into their place"
@@ -273,7 +270,7 @@ class TokenStore:
             end = int(self._ends[number])
             offset = end - len(tokens)
             part = tokens[start - offset : min(stop, end) - offset]
-            if (highest := int(part.max())) >= self.stamp.vocab_size:  # no row of the embedding
+            if (highest := int(part.max())) >= self.stamp.vocab_size:  # has no embedding
                 raise DataError(
                     f"{self._folder / self._shards[number].name}: holds the id {highest} at or "
                     f"after token {start:,}, and {INDEX} says vocab_size = "
@@ -283,7 +280,8 @@ class TokenStore:
             start, number = min(stop, end), number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _open(self, number: int) -> tuple[FileIO, TokenArray, tuple[int, int]]:
+    def _map(self, number: int) -> tuple[FileIO, TokenArray, tuple[int, int]]:
+        """Return the file of a shard, its tokens, and the version of the file."""
         shard = self._shards[number]
         file = open_shard(self._folder, shard, self.stamp)
         tokens = np.memmap(file, _little(self.stamp), "r", shape=(shard.tokens,))

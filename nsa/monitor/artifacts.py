@@ -1,6 +1,6 @@
 """Readers of a run's files, which tolerate torn lines, corrupt bytes and missing files.
 
-Tables, JSON, and the history of a rank: steps, pauses, memory and GPU utilization.
+CSV tables, JSON files, heartbeats, and the history of a rank that its heartbeats give.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from nsa.untrusted import MAX_RUN_FILE_BYTES, open_limited, parse_json, read_text, text_or_empty
 
-PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle")  # of heartbeats
+TRAINING = ("data", "forward", "backward", "step")  # phases of a step
+PHASES = ("setup", *TRAINING, "eval", "save", "idle")  # of heartbeats
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
 
 _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "tokens", "skipped")
@@ -78,8 +79,8 @@ def _row(columns: list[str], line: str) -> Row | None:
             row[column] = float(cell)
         except ValueError:
             continue
-    step = row.get("step")
-    return row if step is not None and step >= 0 and step == int(min(step, 1e15)) else None
+    step = row.get("step", math.nan)
+    return row if 0 <= step <= 1e15 and step.is_integer() else None
 
 
 def list_ranks(run_dir: Path) -> list[int]:
@@ -143,9 +144,6 @@ def finite_number(value: object) -> float | None:
         return None
 
 
-TRAINING = ("data", "forward", "backward", "step")  # phases of a step
-
-
 @dataclass
 class RankHistory:
     """What one rank recorded; its size does not grow with the number of steps."""
@@ -172,7 +170,9 @@ class RankHistory:
     def add(self, beat: dict[str, Any], first_step: bool) -> None:
         """Add a process's next heartbeat; `first_step`: it has not completed a step yet."""
         step, event, phase = int(beat["step"]), beat["event"], beat["phase"]
-        if event == "step_end":  # earlier lines may be from before the checkpoint was loaded
+        if (
+            event == "step_end"
+        ):  # earlier lines may have a step from before the checkpoint is loaded
             if first_step:
                 self.spans.append((step - 1, step))
             else:
@@ -200,7 +200,7 @@ def read_rank(run_dir: Path, rank: int) -> RankHistory:
     path = run_dir / f"heartbeat_rank{rank}.jsonl"
     try:
         with open_limited(path, MAX_HEARTBEAT_BYTES) as file:
-            # A step_end line has the information of step_start, too.
+            # A step_end line repeats what its step_start line says.
             lines = (line for line in io.BufferedReader(file) if b'"step_start"' not in line)
             for beat in valid_beats(lines):
                 if beat["event"] == "start" or beat["pid"] != pid:

@@ -25,7 +25,7 @@ class _Sample:
 
     gates: Tensor | None  # [B, S, Hq, 3]; None: the layer has none
     blocks: Tensor  # [B, S, Hkv, n]
-    previous: Tensor  # [B, S - 1, Hkv, n], blocks of the token before each sampled query but 0
+    previous: Tensor  # [B, S - 1, Hkv, n], blocks of the token before each sample but the first
     stride: int
     seq_len: int
     cu_seqlens: Tensor | None
@@ -35,9 +35,9 @@ class _Sample:
 class HealthRecorder:
     """Samples the first forward pass of each layer after `arm`; `read` computes the statistics.
 
-    Layers call their `observer` with gates, selected blocks, cu_seqlens and selector loss; a layer
-    without an observer pays one attribute lookup. Recomputed and later forward passes are ignored.
-    A compiled model is not sampled.
+    Layers call their `observer` with gates, selected blocks, cu_seqlens and selector loss; without
+    an observer that costs one attribute lookup. Recomputed and later forward passes are ignored,
+    and so is a compiled model.
     """
 
     def __init__(self, layers: Mapping[str, Any], spec: NSASpec) -> None:
@@ -70,7 +70,7 @@ class HealthRecorder:
         gates: Tensor | None,
         blocks: Tensor,
         cu_seqlens: Tensor | None,
-        selector_loss: Tensor | None = None,
+        selector_loss: Tensor | None,
     ) -> None:
         if torch.compiler.is_compiling() or name in self._samples:
             return
@@ -114,7 +114,7 @@ class HealthRecorder:
 def _recall(
     queries: Tensor, target: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
 ) -> Tensor:
-    """Return the fraction of the target that selected blocks hold, and that random ones would: [2].
+    """Return the fraction of the target in selected blocks, and in as many random ones: [2].
 
     Only queries with more candidates than they select count; NaN if there are none.
     """
@@ -123,11 +123,11 @@ def _recall(
     number = torch.arange(count, device=queries.device)
     ranked = (number >= spec.init_blocks) & (number <= own[:, None] - spec.local_blocks)  # [S, M]
     index = blocks[:, queries].transpose(1, 2).long()  # [B, Hkv, S, n]
-    # An additional column takes the padding of index, -1.
+    # The padding of index, -1, goes into an additional last column.
     selected = torch.zeros(*target.shape[:-1], count + 1, dtype=torch.bool, device=target.device)
     selected = selected.scatter_(-1, index.where(index >= 0, count), True)[..., :count]
     target = target * (own >= spec.select_top)[:, None]
-    # The fraction of ranked blocks that a query selects: a random selection holds as much of them.
+    # A random selection holds that fraction of the target that it selects of the ranked blocks.
     chance = (selected & ranked).sum(-1) / ranked.sum(-1).clamp(min=1)
     held, held_by_random = (target * selected).sum(), (target.sum(-1) * chance).sum()
     return torch.stack((held, held_by_random)) / target.sum()
@@ -144,8 +144,8 @@ def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def _statistics(samples: list[_Sample], spec: NSASpec) -> list[LayerStatistics]:
     """Compute the statistics of all layers on the device; copy them to the host together.
 
-    Without free blocks their statistics are None (NaN on the device, from 0/0); without gates the
-    gates' statistics are None.
+    None stands for the statistics of gates in a layer without gates, and for the statistics of
+    free blocks, those selected by importance, if there are none (0/0 = NaN on the device).
     """
     names = [name for name in LAYER_STATISTICS if not name.startswith("gate_")]
     columns = _block_statistics(samples, spec)
@@ -168,7 +168,7 @@ def _statistics(samples: list[_Sample], spec: NSASpec) -> list[LayerStatistics]:
 
 
 def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
-    """Return the columns of LAYER_STATISTICS that follow the gates' columns, each [L]."""
+    """Return "choosing", "entropy", "overlap" and "distance" of LAYER_STATISTICS, each [L]."""
     blocks = torch.stack([sample.blocks for sample in samples])  # [L, B, S, Hkv, n]
     previous = torch.stack([sample.previous for sample in samples])
     first = samples[0]

@@ -96,10 +96,10 @@ class Heartbeat:
         self._writer.submit(partial(self._write, ""))  # what the disk has refused
         return self._writer.flush(timeout) and not self._unwritten
 
-    def close(self, status: str, timeout: float = 5.0) -> None:
-        """Write the last line; wait at most `timeout` seconds for a disk that hangs."""
+    def close(self, status: str) -> None:
+        """Write the last line; wait at most 5 seconds for a disk that hangs."""
         self._record("end", status=status)
-        self._writer.close(timeout)
+        self._writer.close(timeout=5.0)
 
     def _record(self, event: str, **values: Any) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Observers of the training loop: callbacks, the records that these receive, background writers."""
+"""Observers of the training loop: callbacks, the records that they receive, background writers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 from nsa.constants import BRANCHES
 from nsa.text import printable
 
-# Of each range of positions: the model beside its teacher. docs/reference/metrics.md defines them.
+# Columns of CSV files, which docs/reference/metrics.md defines. teacher.csv compares the model with
+# its teacher, by range of positions.
 TEACHER_COLUMNS = ("first", "last", "tokens", "loss", "teacher_loss", "kl", "same_top1")
-LAYER_STATISTICS = (  # columns of selection.csv; docs/reference/metrics.md defines each
+LAYER_STATISTICS = (  # of selection.csv
     *(f"gate_{branch}{suffix}" for suffix in ("", "_std") for branch in BRANCHES),
     "choosing",
     "entropy",
     "overlap",
     "distance",
 )
-# Further columns of a run with the selector loss, from its sampled queries.
+# Further columns of selection.csv with the selector loss, from the queries that it samples.
 SELECTOR_STATISTICS = ("selector_loss", "recall", "recall_random")
-
 
 LayerStatistics = dict[str, float | None]  # None: not measured, or no block is free
 
@@ -70,7 +70,7 @@ TAGS = {x.name: tag for x in fields(StepRecord) if (tag := x.metadata.get("tag")
 class Observer:
     """Callbacks of the training loop on rank 0; they cannot change what it computes.
 
-    Called on the thread of the observer's writer, where they may wait for disks.
+    The observer's background writer calls them on its thread, where they may wait for a disk.
     """
 
     def on_start(self, run_dir: Path, start_step: int) -> None:

@@ -1,6 +1,6 @@
 """Hang detection from heartbeats, and throughput collapse from metrics.csv.
 
-All of it touches the run's folder, so the supervisor calls it in threads: the disk may hang.
+Every check reads the run's folder, whose disk may hang, so the supervisor runs checks in a thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT_OF_PHASE = {"setup": "setup", "eval": "save", "save": "save"}
 WINDOW = 10  # logged steps that a collapse has to last
 COLLAPSE = 0.2  # of the run's median tokens/s
 LIMIT_SECONDS = 10.0  # until a read or write of the run's folder counts as hanging
-# A hang must last this long while the disk takes writes: heartbeats that it held up arrive first.
+# From a first report of a hang, on a disk that works, to the second: delayed heartbeats arrive.
 CONFIRM_SECONDS = HEARTBEAT_SECONDS + 1
 
 
@@ -47,12 +47,12 @@ class HangDetector:
         self.beats: dict[int, dict[str, Any]] = {}  # last heartbeat of each rank that ever ran
         self.messages: list[str] = []  # for the log
         self._limits = WatchConfig()
-        self._disk_ok_since = float("-inf")  # before, the disk hung or refused a write
+        self._disk_ok_since = float("-inf")  # when the disk last hung or refused a write
         self._file_versions: dict[str, tuple[int, int]] = {}
         self._has_warned = False  # of a collapse
 
     def check(self, running: Mapping[int, int]) -> HangReport | None:
-        """Read the folder; return why to halt the `running` ranks, given with their pids."""
+        """Read the folder; return why to halt the run. `running`: pids of the running ranks."""
         start = time.monotonic()
         if self._has_changed("config.yaml"):
             self._read_limits()
@@ -74,7 +74,7 @@ class HangDetector:
 
     def _find_hang(self, running: Mapping[int, int]) -> HangReport | None:
         """Read the heartbeats; report the rank that is above its limit for longest."""
-        now = time.monotonic()  # before they are read: a slow read is no silence
+        now = time.monotonic()  # before the read: a slow read is no silence of a rank
         self.beats = last_beats(self.folder)
         reports = [
             self._check_rank(rank, beat, now)
@@ -85,20 +85,22 @@ class HangDetector:
 
     def _check_rank(self, rank: int, beat: Mapping[str, Any], now: float) -> HangReport | None:
         """Compare a rank with its limit; time in which the disk hung or was full does not count."""
-        written = max(beat["mono"], self._disk_ok_since)
-        phase, step, since = beat["phase"], int(beat["step"]), beat["since"]
+        phase, step = beat["phase"], int(beat["step"])
+        seconds = now - max(beat["mono"], self._disk_ok_since)  # without a heartbeat
         silence = self._limits.silence and max(self._limits.silence, 3 * HEARTBEAT_SECONDS)
-        setting, seconds, detail = "compute", now - written, ""
+        detail = ""
         if beat["event"] == "end":
+            setting, limit = "compute", self._limits.compute
             reason = f"rank {rank} has written its last heartbeat but not exited"
         elif silence and seconds > silence:
-            setting, reason = "silence", f"no heartbeat from rank {rank}"
+            setting, limit = "silence", silence
+            reason = f"no heartbeat from rank {rank}"
             detail = f", in {phase} after step {step}; its process is alive"
         else:
             setting = LIMIT_OF_PHASE.get(phase, "compute")
-            seconds = beat["mono"] - max(beat["mono"] - since, self._disk_ok_since)
+            limit = getattr(self._limits, setting)
+            seconds = min(beat["since"], beat["mono"] - self._disk_ok_since)  # in this phase
             reason = f"rank {rank} has been in {phase} after step {step}"
-        limit = silence if setting == "silence" else getattr(self._limits, setting)
         if not limit or seconds <= limit:
             return None
         reason += f" for {seconds:.0f} s (limit monitor.watch.{setting} = {limit:g}){detail}"

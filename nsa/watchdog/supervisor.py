@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HALTED = 4  # exit code of a run that the watchdog has ended
 EXIT_CODE_OF_STATUS = {"finished": 0, "stopped": 0, "preempted": 0, "no-go": 3}  # any other: 1
 CHECK_SECONDS = 0.5  # between two checks of heartbeats and processes
-PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or launcher and all ranks
+PEER_SECONDS = 5.0  # how long processes may run after a rank failed, or launcher and ranks ended
 LAUNCHER_SECONDS = 3.0  # how long a launcher may outlive its killed ranks
 STACKS_SECONDS = 2.0  # how long ranks may take to write their stacks
 GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL
@@ -42,7 +42,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
 
 
 class SignalState:
-    """The first signal received; `urgent` if another signal came more than a second later."""
+    """The first signal received; `urgent` if another came more than a second later."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -96,7 +96,7 @@ class Supervisor:
         self.report: HangReport | None = None  # why the run was halted
         self._signals, self._launcher = signals, launcher
         self._members: dict[int, psutil.Process] = {}  # the launcher and its descendants, by pid
-        self._reading: Future[HangReport | None] | None = None  # in a thread: the disk may hang
+        self._reading: Future[HangReport | None] | None = None  # a check that a thread runs
         self._reading_since = 0.0
         self._signalled: set[int] = set()  # ranks that got SIGTERM
         self._kill_at = float("inf")  # when to kill all processes
@@ -112,8 +112,8 @@ class Supervisor:
                 self._forward_signal(signal.Signals(self._signals.signal).name)
             ended = self._launcher.poll() is not None and not self._processes()
             if ended or self.report is not None:
-                # Without the last heartbeats the exit code may be wrong. So wait for a disk that
-                # hangs, unless the run was halted or a signal ended it.
+                # The exit code follows from the last heartbeats. So wait for a disk that hangs,
+                # unless the run was halted or a signal ended it.
                 is_read, _ = self._read_folder()
                 if is_read or self.report is not None or self._signals.signal is not None:
                     return self._exit_code()
@@ -138,9 +138,9 @@ class Supervisor:
             self._kill()
 
     def _processes(self) -> list[psutil.Process]:
-        """Return the run's processes, orphans included.
+        """Find new processes of the run; return those that are alive, orphans included.
 
-        Call it often: a process that was never seen below its parent is not found later. psutil
+        Call this often: a process whose parent ends before the next call is never found. psutil
         compares start times, so a later process with the same pid is never signalled.
         """
         with contextlib.suppress(psutil.Error):
@@ -192,7 +192,7 @@ class Supervisor:
         report, self._reading = self._reading.result(), None
         while self.detector.messages:
             self._log_once(self.detector.messages.pop(0))
-        self._processes()  # adds the ranks
+        self._processes()  # finds new ranks
         for rank, beat in self.detector.beats.items():
             # Not a heartbeat of an earlier run in the folder, or of another host.
             is_own = int(beat["pid"]) in self._members and beat["mono"] >= self._start
@@ -240,7 +240,7 @@ class Supervisor:
         log(f"HALT: {report.reason}; dumping stacks, then SIGTERM")
         self.report = report
         self._succeeded = all(self._exit_code_of(rank) == 0 for rank in self.beats)
-        beats = dict(self.beats)  # before SIGTERM, which moves the ranks
+        beats = dict(self.beats)  # before SIGTERM, after which ranks write others
         _send(self.running().values(), signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
         _send(self.running().values(), signal.SIGTERM)
@@ -264,7 +264,7 @@ class Supervisor:
 
     def _kill(self) -> None:
         """SIGKILL the ranks, let the launcher exit with their code, SIGKILL the rest."""
-        self._processes()  # adds their children, which are orphans afterwards
+        self._processes()  # finds the ranks' children, which are orphans afterwards
         _send(self.running().values(), signal.SIGKILL)
         if self.beats:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -136,7 +136,7 @@ def test_all_statistics_match_a_loop_over_single_values(
             make_gates(batch, length, seed),
             make_blocks(batch, length, spec, cu_seqlens, seed),
         )
-        layer.observer(*outputs, cu_seqlens)
+        layer.observer(*outputs, cu_seqlens, None)
         expected.append(reference(*outputs, spec, cu_seqlens))
     assert_same(recorder.read(), expected)
 
@@ -149,7 +149,7 @@ def test_long_sequences_are_sampled_at_a_fixed_stride(
     documents = packed(9, 50, 61) if batch == 1 else None
     recorder, (layer,) = armed_recorder(1)
     outputs = make_gates(batch, 120), make_blocks(batch, 120, SPEC, documents)
-    layer.observer(*outputs, documents)
+    layer.observer(*outputs, documents, None)
     assert_same(recorder.read(), [reference(*outputs, SPEC, documents, stride)])
 
 
@@ -192,7 +192,7 @@ def test_recall_matches_a_loop_over_single_values(documents: tuple[int, ...]) ->
 def test_bfloat16_gates_are_averaged_in_float32() -> None:
     recorder, (layer,) = armed_recorder(1)
     gates = make_gates(8, 500).bfloat16()
-    layer.observer(gates, make_blocks(1, 500, SPEC).expand(8, -1, -1, -1), None)
+    layer.observer(gates, make_blocks(1, 500, SPEC).expand(8, -1, -1, -1), None, None)
     expected = gates.double().mean((0, 1, 2)).tolist()
     (health,) = recorder.read()
     assert [health[f"gate_{branch}"] for branch in BRANCHES] == pytest.approx(expected, abs=1e-5)
@@ -202,10 +202,10 @@ def test_only_the_first_pass_since_arming_counts() -> None:
     recorder, (layer,) = armed_recorder(1)
     outputs = make_gates(1, 90), make_blocks(1, 90, SPEC)
     others = make_gates(1, 90, seed=5), make_blocks(1, 90, SPEC, seed=5)
-    layer.observer(*others, None)
+    layer.observer(*others, None, None)
     recorder.arm()
-    layer.observer(*outputs, None)
-    layer.observer(*others, None)
+    layer.observer(*outputs, None, None)
+    layer.observer(*others, None, None)
     assert_same(recorder.read(), [reference(*outputs, SPEC, None)])
     assert layer.observer is None
     assert recorder.read() == [], "a reading covers the passes since the last"
@@ -215,7 +215,7 @@ def test_samples_keep_no_activation_alive() -> None:
     recorder, (layer,) = armed_recorder(1)
     gates, blocks = make_gates(1, 90), make_blocks(1, 90, SPEC)
     storages = [StorageWeakRef(x.untyped_storage()) for x in (gates, blocks)]
-    layer.observer(gates, blocks, None)
+    layer.observer(gates, blocks, None, None)
     del gates, blocks
     assert all(storage.expired() for storage in storages)
     assert len(recorder.read()) == 1
@@ -228,7 +228,7 @@ def test_measuring_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     transfers = []
     monkeypatch.setattr(Tensor, "tolist", lambda rows: transfers.append(rows.shape) or [])
     for layer in layers:
-        layer.observer(gates, blocks, packed(40, 50).to("meta"))
+        layer.observer(gates, blocks, packed(40, 50).to("meta"), None)
     assert recorder.read() == []
     assert len(transfers) == 1
 
@@ -237,7 +237,7 @@ def test_an_error_while_measuring_costs_the_statistics_and_not_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recorder, layers = armed_recorder(2)
-    layers[0].observer(make_gates(1, 90), torch.zeros(0, dtype=torch.int32), None)
+    layers[0].observer(make_gates(1, 90), torch.zeros(0, dtype=torch.int32), None, None)
     assert [layer.observer for layer in layers] == [None, None]
     assert recorder.read() == []
     recorder.arm()
