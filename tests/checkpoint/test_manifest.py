@@ -143,3 +143,8 @@ def test_a_state_file_of_something_else_is_refused(
     (tmp_path / "state.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"state\.json.*; use another"):
         read_state_file(tmp_path).step  # noqa: B018 (which checks it)
+    (tmp_path / "state.json").write_text("[]")
+    with pytest.raises(
+        ValueError, match=r"not the JSON of a checkpoint: it is no .*; use another$"
+    ):
+        read_state_file(tmp_path)

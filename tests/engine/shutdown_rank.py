@@ -14,11 +14,17 @@ shutdown.PEER_LOSS_GRACE_SECONDS = 0.5
 
 
 def main(time_limit: str, peer: str, waits_in: str) -> None:
+    if waits_in == "the end":
+        shutdown.PEER_LOSS_GRACE_SECONDS = 60
     monitor = ShutdownMonitor(float(time_limit) or None)
     host = os.uname().nodename
     monitor.start([(host, os.getpid()), *([(host, int(peer))] if int(peer) else [])])
     if waits_in != "data":
         print("ready", flush=True)
+    if waits_in == "the end":
+        time.sleep(2)  # in which it sees that the peer has ended
+        monitor.stop_watching()
+        return
     started = time.monotonic()
     while monitor.reason is None and time.monotonic() < started + 60:
         if waits_in == "data":

@@ -16,7 +16,9 @@ import yaml
 
 from nsa.data.shards import Index, write_index
 from nsa.data.source import is_validation
-from nsa.engine.run_request import RunRequest
+from nsa.engine.data import open_data
+from nsa.engine.process_group import Ranks
+from nsa.engine.run_request import RunRequest, TrainState
 from tests.data.processes import workers_of
 from tests.data.test_shards import STAMP
 from tests.engine.runs import (
@@ -30,7 +32,7 @@ from tests.engine.runs import (
     refused,
     succeed,
 )
-from tests.engine.small import small_request
+from tests.engine.small import small, small_request
 from tests.faults import harness
 from tests.ranks import free_port
 
@@ -254,6 +256,13 @@ def test_a_sequence_so_short_that_selection_leaves_no_block_out_is_noted(tmp_pat
     )
     assert short("data.seq_len=32", "attention.kind=dense") == []
     assert short("data.seq_len=32", "attention.branches=cmp+win") == []
+
+
+def test_a_vocabulary_too_small_for_the_tokens_is_refused(books: Path, tmp_path: Path) -> None:
+    config = small()
+    config.data.source, config.model.vocab_size = str(books), 258
+    with pytest.raises(ValueError, match=r"size = 258: too small .*; set model\.vocab_size to 259"):
+        open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path)
 
 
 @pytest.mark.parametrize(

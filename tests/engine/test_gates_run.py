@@ -13,6 +13,9 @@ import torch
 
 from nsa.engine import loop
 from nsa.engine.config import RunConfig
+from nsa.engine.process_group import Ranks
+from nsa.engine.run_request import TrainState
+from nsa.engine.telemetry import Telemetry
 from nsa.gates.results import Gate
 from nsa.monitor.artifacts import RankHistory
 from tests.engine.runs import (
@@ -24,6 +27,8 @@ from tests.engine.runs import (
     refused,
     succeed,
 )
+from tests.engine.small import small_request
+from tests.monitor.records import files_no_longer_than
 
 
 def read_gates(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -91,7 +96,12 @@ def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged_and_says_why
         observers=SimpleNamespace(on_message=messages.append),
         device=torch.device("cpu"),
     )
-    histories = [RankHistory(0), RankHistory(1, problem="the disk did not take the newest lines")]
+    telemetry = Telemetry(small_request(f"--run-dir={tmp_path}"), Ranks(1, 1, 2), TrainState())
+    assert telemetry.history().problem == ""
+    with files_no_longer_than(0):
+        telemetry.step_end(TrainState(step=1))
+        histories = [RankHistory(0), telemetry.history()]
+    telemetry.close("finished")
     assert loop._judge(run, Gate("smoke", 300), histories) is None
     (message,) = messages
     assert message.startswith("go/no-go gate smoke is NOT JUDGED: ")

@@ -64,6 +64,13 @@ def test_a_rank_whose_peer_was_killed_ends_even_in_a_collective() -> None:
     assert f"lost rank 1 (process {peer.pid})" in rank.text("err")
 
 
+def test_a_rank_that_ends_soon_after_a_peer_ends_as_usual() -> None:
+    peer = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    with ready_rank(peer=peer.pid, waits_in="the end") as rank:
+        peer.communicate()
+        assert output(rank) == ""
+
+
 def test_a_killed_launcher_is_a_reason_to_stop() -> None:
     """The parent process has the name of DeepSpeed's launcher in its command."""
     rank_command = [sys.executable, str(PROGRAM), "0", "0", "step"]

@@ -138,6 +138,9 @@ def test_teachers_that_do_not_fit_are_refused_before_the_run(
 def test_a_teacher_with_another_tokenizer_is_refused(dense: Path) -> None:
     config = RunConfig()
     config.train.teacher = str(dense)
+    for config.model.vocab_size in (256, 384):
+        with pytest.raises(ValueError, match="has a vocabulary of 320 and this run one of "):
+            find_teacher(config)
     config.model.vocab_size = 320
     stored = find_teacher(config)
     assert stored is not None

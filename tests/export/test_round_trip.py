@@ -66,6 +66,9 @@ def test_an_export_of_an_import_keeps_the_sources_fields(
     lost = [] if attention == "dense" else ["architectures", "model_type"]
     assert [line.split()[1] for line in lines] == lost
     assert {name for name in before if config.get(name) != before[name]} == {*lost, "torch_dtype"}
+    origin = find_origin(to, None)  # for a run that starts from the export
+    assert origin is not None
+    assert origin == find_origin(tmp_path / "run", None)
     assert config["dtype"] == "float32"
     assert ModelCard.load(to / "README.md").data.get("base_model") is None  # not one of the Hub
     assert settings(to, "generation_config.json") == GENERATION
