@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -136,6 +137,25 @@ def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
         "accumulated in bf16, buckets of 16,777,216 elements, overlapped, 32 sequences per step"
     )
     assert capsys.readouterr().err == f"ok: ZeRO-2, bf16, gradients {buckets} on 1 rank\n"
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Those of its verbs, too."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from options(verb)
+
+
+def test_a_number_that_a_help_states_is_the_default() -> None:
+    stated = [
+        (float(match[1]), option.default)
+        for option in options(cli._parser())
+        if (match := re.search(r"\((?:default:? )?([\d.]+)(?=[):])", option.help or ""))
+    ]
+    assert len(stated) >= 9
+    assert all(number == default for number, default in stated), stated
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,7 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
     """Call deepspeed.initialize with our parameter groups; return the engine."""
     if "activation_checkpointing" in ds_config:
         # DeepSpeed reads this section here only, not in initialize().
-        deepspeed.checkpointing.configure(
-            None, deepspeed_config=deepspeed.DeepSpeedConfig(dict(ds_config))
-        )
+        deepspeed.checkpointing.configure(None, deepspeed_config=dict(ds_config))
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory figures
             engine, *_ = deepspeed.initialize(

@@ -26,15 +26,13 @@ from tests.engine.small import small
 from tests.ranks import ROOT
 
 
-def build(name: str, seed: int, layers: int = 2) -> Any:
-    config = small()
-    config.model.layers = layers
+def build(name: str, seed: int, **blocks: dict[str, Any]) -> Any:
+    config = small("deepspeed" if "activation_checkpointing" in blocks else "reentrant")
     config.train.accumulation, config.train.learning_rate = 1, 1e-2
     torch.manual_seed(seed)
     source = ROOT / f"ds_configs/{name}.json"
-    resolved = resolve_ds_config(
-        load_ds_config(source), config, world_size=dist.get_world_size(), source=source.name
-    )
+    raw = load_ds_config(source) | blocks
+    resolved = resolve_ds_config(raw, config, world_size=dist.get_world_size(), source=source.name)
     return initialise(LanguageModel(config.model), config, resolved)
 
 
@@ -100,6 +98,8 @@ def main() -> None:
     switch(folder, names)
     for name in ("zero1_pcie", "zero1_bf16acc", "zero2_pcie"):
         print(json.dumps({"layout": name, "adjacent": joint_products(name)}), flush=True)
+    build("zero1_pcie", seed=1, activation_checkpointing={"cpu_checkpointing": True}).destroy()
+    print(json.dumps({"cpu_checkpointing": deepspeed.checkpointing.CPU_CHECKPOINT}), flush=True)
 
 
 if __name__ == "__main__":

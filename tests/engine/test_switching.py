@@ -59,6 +59,12 @@ def test_zero_1_and_2_place_the_weights_of_a_fused_product_adjacently(
     assert layouts == dict.fromkeys(("zero1_pcie", "zero1_bf16acc", "zero2_pcie"), [True] * 4)
 
 
+def test_deepspeeds_activation_checkpointing_has_the_settings_of_the_json(
+    rows: list[dict[str, Any]],
+) -> None:
+    assert rows[-1] == {"cpu_checkpointing": True}
+
+
 def test_deepspeed_reduces_in_buckets_where_a_size_is_filled_in(rows: list[dict[str, Any]]) -> None:
     """BF16_Optimizer, and Adam without ZeRO, ignore `reduce_bucket_size`."""
     for name, optimizer in ((row["config"], row["optimizer"]) for row in rows if "config" in row):
