@@ -29,7 +29,7 @@ from nsa.untrusted import data_only, open_regular, parse_json, read_text
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"
-TRANSFORMERS_PREFIX = re.compile(r"^(model\.|lm_(?=head\.))")  # what it puts before our names
+TRANSFORMERS_PREFIX = re.compile(r"^(model\.|lm_(?=head\.))")  # "lm_head", else "model.<name>"
 
 
 def find_weights(path: Path) -> Path:
@@ -129,10 +129,7 @@ def set_weights(
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Read model.safetensors, or all files of its index.
-
-    Strip the "model." that transformers puts before all names except the head's, "lm_head".
-    """
+    """Read model.safetensors, or all files of its index; strip the prefixes of transformers."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

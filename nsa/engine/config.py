@@ -15,7 +15,7 @@ import yaml
 
 from nsa.checkpoint import CheckpointConfig
 from nsa.constants import BRANCHES, SHORT_RUN
-from nsa.data import DataConfig
+from nsa.data.config import DataConfig
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
 from nsa.spec import NSASpec

@@ -17,14 +17,15 @@ from nsa.report.plots import Panel, draw
 from nsa.text import align
 
 JSON, PLOT = "eval.json", "positions.png"
-HEADER = (
-    *("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte"),
-    "loss minus that of",
-)
-FIGURES = (  # the columns between run and difference: key in eval.json, format
-    *(("step", ","), ("seq_len", ","), ("tokens", ","), ("loss", ".4f")),
-    *(("standard_error", ".4f"), ("perplexity", ",.3f"), ("bits_per_byte", ".4f")),
-)
+FIGURES = {  # of the table, by key in eval.json: header and format
+    "step": ("step", ","),
+    "seq_len": ("seq-len", ","),
+    "tokens": ("tokens", ","),
+    "loss": ("loss", ".4f"),
+    "standard_error": ("±", ".4f"),
+    "perplexity": ("perplexity", ",.3f"),
+    "bits_per_byte": ("bits/byte", ".4f"),
+}
 Row = dict[str, Any]  # of eval.json
 
 
@@ -79,7 +80,7 @@ def _to_json(mean: Mean) -> Row:
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """Return a table with a line for each result, and one of losses by position, counted from 1."""
+    """Return the lines of two tables: the results, and their losses by position, from 1."""
     cells: dict[tuple[int, int], dict[str, str]] = {}
     for row in rows:
         for bucket in row["positions"]:
@@ -93,25 +94,26 @@ def lines(rows: Sequence[Row]) -> list[str]:
     by_result = [
         (
             row["run"],
-            *("-" if row[name] is None else format(row[name], form) for name, form in FIGURES),
+            *("-" if row[key] is None else format(row[key], f) for key, (_, f) in FIGURES.items()),
             f"{_label(row['over'])}: {_loss(row['over'], '+.4f')}" if row["over"] else "-",
         )
         for row in rows
     ]
+    header = ("run", *(title for title, _ in FIGURES.values()), "loss minus that of")
     table = align([("loss by position", *labels, ""), *by_position])
-    return [*align([HEADER, *by_result]), "", *table]
+    return [*align([header, *by_result]), "", *table]
 
 
 def _label(row: Row) -> str:
     return f"{row['run']}, {row['seq_len']:,}"
 
 
-def _loss(row: Row, form: str) -> str:
+def _loss(row: Row, format_spec: str) -> str:
     """Return the loss and its standard error; a dash if there is none."""
     if row["loss"] is None:
         return "-"
     error = row["standard_error"]
-    return f"{row['loss']:{form}}" + ("" if error is None else f" ± {error:.4f}")
+    return f"{row['loss']:{format_spec}}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def make_folder(out: Path) -> None:

@@ -42,7 +42,7 @@ def import_run(args: argparse.Namespace) -> int:
         for name, weight in weights.items():
             if not weight.isfinite().all():
                 raise ValueError(
-                    f"{args.source}: weight {name} is not finite everywhere; copy it again"
+                    f"{args.source}: weight {name} has infinite or NaN elements; copy it again"
                 )
         copy_files(source.tokenizer_files(), draft)
         write_weights(dict(model.state_dict()), draft)
@@ -62,7 +62,7 @@ def import_run(args: argparse.Namespace) -> int:
 
 
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
-    """Return the source's config, overridden by --config and --set, with the new folder's path."""
+    """Return the source's config, overridden by --config and --set; it starts from --to."""
     folder, base = args.to.absolute(), deepcopy(source.config)
     if base.train.start_from is None:
         _continue_training(base)
@@ -91,9 +91,10 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
 
 
 def _converted(attention: AttentionConfig, kind: str) -> AttentionConfig:
-    """Return dense attention, or attention with an index: IMPORTED's sizes, or the run's own.
+    """Return the settings of dense attention, or of attention with an index.
 
-    docs/benchmarks/real-weights.md has the figures.
+    An index keeps the block sizes of a run that set its own; the others get those of IMPORTED
+    (figures: docs/benchmarks/real-weights.md).
     """
     if kind == "dense":
         return replace(attention, kind=kind, selector_loss=0.0)
@@ -108,7 +109,7 @@ def _converted(attention: AttentionConfig, kind: str) -> AttentionConfig:
 
 
 def _continue_training(config: RunConfig) -> None:
-    """Set a tenth of the rates and steps of training from nothing; the loss need not fall."""
+    """Set a tenth of the steps and rates of training from random weights."""
     train = config.train
     config.train = replace(
         train,

@@ -23,17 +23,18 @@ from nsa.text import printable
 from nsa.untrusted import matches, read_object, read_text, short_repr
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Fields that describe the exported model itself.
 OWN = {NSAConfig.attribute_map.get(name, name) for name in SHAPE} | {
     *("model_type", "architectures", "dtype", "transformers_version", "max_position_embeddings"),
     *TOKEN_IDS,
 }
-# Of the source's files, its machine, or code that an export does not have.
+# Fields about the source's files, machine and code, which an export does not have.
 DROPPED = {
     *("_name_or_path", "auto_map", "configuration_files", "torch_dtype", "attn_implementation"),
     *("_attn_implementation", "experts_implementation", "_experts_implementation"),
 }
 ROPE = {"rope_parameters", "rope_scaling", "rope_theta"}
-OF_MODEL_TYPE = {  # they mean nothing, or something else, for another architecture
+OF_MODEL_TYPE = {  # fields that mean nothing, or something else, in another architecture
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     *("no_rope_layers", "no_rope_layer_interval", "rope_scaling"),
 }
@@ -84,9 +85,9 @@ def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
 def merge(
     config: PretrainedConfig, model: ModelConfig, source: dict[str, Any], original: PretrainedConfig
 ) -> dict[str, Any]:
-    """Return config.json: the model's shape from `config`, and every other field of the source.
+    """Return an export's config.json: the model's own fields, and every other one of the source.
 
-    `config` is `model`, and `original` the source, as transformers reads them.
+    `config` and `original` are transformers' configs of `model` and of `source`.
     """
     dropped = set(DROPPED)
     if config.model_type != source["model_type"]:

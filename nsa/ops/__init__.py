@@ -55,7 +55,7 @@ __all__ = [
 def compress_mean(k: Tensor, spec: NSASpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return the mean of each compressed block of keys or values [B, T, H, D]: [B, N, H, D].
 
-    Keys must be rotated already. `rotary_pool` computes the same in one pass over a projection.
+    Keys must be rotated already. `rotary_pool` rotates and pools in one pass over a projection.
     """
     if k.dim() != 4:
         raise ValueError(f"k has shape {tuple(k.shape)}; it must be [B, T, heads, size]")

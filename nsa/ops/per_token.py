@@ -40,8 +40,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (x + delta, rms_norm(x + delta) · weight), both [.., width]; delta None adds nothing.
 
-    The norm is that of the rounded sum, in float32. The kernels' x and delta share one gradient,
-    without a second derivative. The backends "blockwise" and "reference" both run PyTorch.
+    The norm of the rounded sum is computed in float32. On a GPU x and delta have the same gradient
+    tensor, without a second derivative. The backends "blockwise" and "reference" both run PyTorch.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(

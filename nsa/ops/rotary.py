@@ -1,8 +1,8 @@
 """RoPE, gates and mean-pooled keys and values from one packed projection.
 
     packed [B, T, P]   q heads | k sets × heads | v sets × heads | index q, k | gate logits | pad
-      -> q, gates, k_cmp, v_cmp, rotated keys and values of each set, and of an index rotated
-         queries and keys without RoPE; all contiguous
+      -> q, gates, k_cmp, v_cmp, keys and values of up to 3 sets, queries and keys of an index
+         all contiguous; q, the sets' keys, their means and the index's queries have RoPE
 
 One op reads each column once; its backward pass writes the gradient of `packed`, each column once.
 Blocks overlap, so the gradient of pooling is a gather: a token reads the few blocks that cover it.
@@ -25,7 +25,7 @@ from nsa.ops.inputs import PackedLayout, RotaryPoolInputs
 
 
 class RotaryPooled(NamedTuple):
-    """Outputs of `rotary_pool`; a set that the layout does not return by token is empty."""
+    """Outputs of `rotary_pool`; a set that the layout does not return has no elements."""
 
     q: Tensor  # [B, T, Hq, Dk], rotated
     gates: Tensor | None  # [B, T, Hq, gates]
@@ -102,7 +102,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     layout, dtype = x.read_layout(), x.packed.dtype
-    outputs = [x.packed.new_empty(0) for _ in range(12)]  # those that the layout lacks
+    outputs = [x.packed.new_empty(0) for _ in range(12)]  # stay empty if the layout lacks them
     q, keys, values, index, logits = layout.parts(x.packed.contiguous())
     outputs[0] = rotate(q[:, :, 0], x.cos, x.sin).to(dtype)
     if layout.gates:
@@ -144,9 +144,9 @@ def _unpool(x: RotaryPoolInputs, gradient_BNKD: Tensor) -> Tensor:
     return padded[:, x.token_blocks].sum(2)
 
 
-def _backward(*gradients_inputs_gates: Any) -> Tensor:
-    """The gradient of `packed`."""
-    *gradients, x, gates = gradients_inputs_gates
+def _backward(*arguments: Any) -> Tensor:
+    """The gradient of `packed`, from the outputs' 12 gradients, the inputs and the saved gates."""
+    *gradients, x, gates = arguments
     layout = x.read_layout()
     packed = torch.empty_like(x.packed, memory_format=torch.contiguous_format)
     q, keys, values, index, logits = layout.parts(packed)

@@ -13,7 +13,7 @@ from nsa.atomic_io import atomic_write
 
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_SMOOTHED_FROM = 50  # points; shorter curves are not smoothed
+_SMOOTHING = 50  # a curve of 50 points or more becomes a mean over a 50th of them on each side
 _SMALLEST_RANGE = 1e-3  # of a y axis, relative to its values: a smaller one shows rounding noise
 _CHARACTERS_PER_INCH = 11  # in the legend and the titles
 
@@ -67,7 +67,7 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
 
 
 def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> None:
-    """Draw one panel; a label has the same colour in all panels of a picture, by `curves`."""
+    """Draw one panel; `curves` are the labels of all panels: a label has one colour in them all."""
     from matplotlib import colormaps
 
     axis.set_xlabel(panel.x)
@@ -94,10 +94,10 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> 
         if panel.marked:
             axis.errorbar(steps, values, panel.errors.get(label), **line)
             continue
-        if len(values) >= _SMOOTHED_FROM:
-            if not panel.ordered:  # all values behind the mean, so that spikes are visible
+        if len(values) >= _SMOOTHING:
+            if not panel.ordered:  # also draw the values themselves, so that spikes are visible
                 axis.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-            values = running_mean(values, len(values) // 50)
+            values = running_mean(values, len(values) // _SMOOTHING)
         axis.plot(steps, values, **line)
     _scale_y(axis, panel)
 

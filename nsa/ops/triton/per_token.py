@@ -86,7 +86,8 @@ class PackedGates(NamedTuple):
 
 def swiglu_forward(x: PackedGates) -> Tensor:
     """silu(gate) · up: [.., width]."""
-    out, packed, rows, grid = _swiglu_output(x), *_swiglu_sizes(x)
+    out = _swiglu_output(x)
+    packed, rows, grid = _swiglu_sizes(x)
     launch(
         swiglu_kernel, grid, SWIGLU_TILE,
         gate_up=x.gate_up.contiguous(), out=out, rows=rows,
@@ -109,7 +110,7 @@ def swiglu_backward(d_out: Tensor, x: PackedGates) -> Tensor:
 
 
 def _swiglu_sizes(x: PackedGates) -> tuple[int, int, tuple[int, int]]:
-    """Columns of gate_up, its rows, and a grid."""
+    """Columns and rows of gate_up, and the grid of programs."""
     packed = x.gate_up.shape[-1]
     rows = x.gate_up.numel() // packed
     return packed, rows, (cdiv(rows, SWIGLU_TILE.rows), cdiv(x.width, SWIGLU_TILE.keys))
@@ -204,10 +205,10 @@ class AddNorm(NamedTuple):
 
 
 def add_rms_norm_forward(x: AddNorm) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm times weight).
+    """(x + delta, its norm times weight); without a delta the first is a copy of x.
 
-    Without a delta, the first is a copy of x: a custom op cannot return its input, and an x outside
-    of the op would get its two gradients from another kernel.
+    A custom op cannot return its input. If callers used x itself instead of the copy, x would have
+    two gradients, which another kernel would have to add.
     """
     total, normed = (torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in range(2))
     rows, width = normed.numel() // normed.shape[-1], normed.shape[-1]
@@ -232,7 +233,7 @@ def _norm_tile(width: int) -> tuple[int, int, Config]:
 def add_rms_norm_backward(
     d_total: Tensor | None, d_normed: Tensor | None, x: AddNorm, total: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradient of x, which is also that of delta, and of weight."""
+    """The gradients of x, equal to delta's, and of weight."""
     if d_normed is None:
         d_normed = torch.zeros_like(total)
     rows, width = total.numel() // total.shape[-1], total.shape[-1]
