@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 
 from nsa.planner.inputs import BatchShape, Model, Zero
 
@@ -310,17 +309,18 @@ def select_auto(
     """
     sequences, any_mode = batch.micro_batch * batch.accumulation, batch.checkpointing == "auto"
     modes = MODES if any_mode else (batch.checkpointing,)
-    rows = range(sequences, 0, -1) if any_rows else [batch.micro_batch]
+    rows = [batch.micro_batch]  # ascending
+    if any_rows:
+        rows = [count for count in range(1, sequences + 1) if sequences % count == 0]
 
-    def bytes_of(shape: BatchShape) -> float:
-        return required(memory(model, zero, shape, ranks))
-
-    for mode, count in product(modes, [count for count in rows if sequences % count == 0]):
+    def bytes_of(count: int, mode: str) -> float:
         steps = sequences // count
         shape = replace(batch, micro_batch=count, accumulation=steps, checkpointing=mode)
-        needed = bytes_of(shape)
-        if needed <= available:
-            break
+        return required(memory(model, zero, shape, ranks))
+
+    mode = next((mode for mode in modes if bytes_of(rows[0], mode) <= available), modes[-1])
+    count = next((x for x in reversed(rows) if bytes_of(x, mode) <= available), rows[0])
+    needed, steps = bytes_of(count, mode), sequences // count
     enough = needed <= available
     reason = f"needs about {needed / 1e9:.1f} of {available / 1e9:.1f} GB"
     lines = []
@@ -329,11 +329,12 @@ def select_auto(
         lines = [f"micro-batch: {each} ({reason}{'' if enough else ', so it does not fit'})"]
     if any_mode:
         others = ", ".join(
-            f"{other} would need {bytes_of(replace(shape, checkpointing=other)) / 1e9:.1f}"
+            f"{other} would need {bytes_of(count, other) / 1e9:.1f}"
             for other in MODES
             if other != mode
         )
         reason += f"; {others}; CUDA, NCCL and fragmentation included"
         reason += "" if enough else "; does not fit: lower train.micro_batch"
         lines.append(f"activation checkpointing: {mode} ({reason})")
+    shape = replace(batch, micro_batch=count, accumulation=steps, checkpointing=mode)
     return shape, lines
