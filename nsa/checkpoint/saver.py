@@ -47,7 +47,7 @@ from nsa.checkpoint.state_file import (
 from nsa.untrusted import data_only
 from nsa.validation import at_least
 
-# Of a group of parameters, besides the rate, which the training loop sets.
+# Settings of a parameter group that `load` keeps as this launch has them; the loop sets the rate.
 OPTIMIZER_SETTINGS = ("betas", "eps", "momentum", "weight_decay", "decay", "lr_factor")
 
 

@@ -100,7 +100,7 @@ def _contents(index: Index) -> list[str]:
                 f"{held_out}; choose another --held-out, or a larger source"
             )
             continue
-        tokens = sum(shard.tokens for shard in shards)
+        tokens = index.tokens(split)
         text_bytes = sum(shard.text_bytes for shard in shards)
         documents = sum(shard.documents for shard in shards)
         lines.append(

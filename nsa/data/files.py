@@ -188,8 +188,8 @@ def _whole_file(file: TextFile, first: int, field: str) -> Records:
 
 
 @contextmanager
-def name_in_errors(path: Path) -> Iterator[None]:
-    """Replace errors of the file system and of Arrow by a DataError that names the file."""
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the file system, Arrow and parsers into a DataError that names the file."""
     try:
         yield
     except DataError:
@@ -251,7 +251,7 @@ def _below(folder: Path, pattern: str | None) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    with name_in_errors(folder):
+    with file_errors(folder):
         for root, folders, names in os.walk(folder, onerror=fail):
             folders[:] = [name for name in folders if not name.startswith(".")]
             for path in (Path(root, name) for name in names if not name.startswith(".")):
@@ -264,7 +264,7 @@ def _is_text(path: Path, tables: bool, largest: float = math.inf) -> bool:
     """Return whether to read a file: by its suffix, or because its start is text."""
     if _named(path, SUFFIXES) or (tables and _named(path, TABLE_SUFFIXES)):
         return True
-    with name_in_errors(path):
+    with file_errors(path):
         if path.exists() and (not path.is_file() or path.stat().st_size > largest):
             return False
         with path.open("rb") as file:
@@ -277,7 +277,7 @@ def _is_text(path: Path, tables: bool, largest: float = math.inf) -> bool:
 
 
 def _text_file(path: Path, root: Path, tables: bool = False) -> TextFile:
-    with name_in_errors(path):
+    with file_errors(path):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
             raise ValueError("it is a device or a folder")  # /dev/zero has no end
@@ -315,7 +315,7 @@ class Files(Source):
 
         skipped = () if self.on_error == "stop" else (DataError,)
         size = 0
-        with suppress(*skipped), name_in_errors(file.path):
+        with suppress(*skipped), file_errors(file.path):
             metadata = pq.read_metadata(file.path)
             for group in map(metadata.row_group, range(metadata.num_row_groups)):
                 for column in map(group.column, range(group.num_columns)):
@@ -344,7 +344,7 @@ class Files(Source):
     def read(self, cursor: Cursor | None = None) -> Documents:
         start, first = (cursor["file"], cursor["record"]) if cursor else (0, 0)
         for number, file in enumerate(self.files[start:], start):
-            with name_in_errors(file.path):
+            with file_errors(file.path):
                 size = file.path.stat().st_size
             if size != file.bytes:
                 raise DataError(
@@ -352,7 +352,7 @@ class Files(Source):
                     "new run with files that do not change"
                 )
             try:
-                with name_in_errors(file.path):
+                with file_errors(file.path):
                     for document, record in file.reader(file, first, self.text_field):
                         if isinstance(document, DataError) and self.on_error == "stop":
                             raise document

@@ -253,6 +253,6 @@ def _from_pretrained(path: str, offline: bool = True) -> Any:
     return AutoTokenizer.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
 
 
-def _refusal(name: str, reason: object, fix: str) -> DataError:
-    line = str(reason).strip().split("\n")[0].rstrip(".")
-    return DataError(f"data.tokenizer = {name!r} cannot be loaded ({line}); {fix}")
+def _refusal(name: str, error: BaseException, fix: str) -> DataError:
+    reason = first_line(error).rstrip(".")
+    return DataError(f"data.tokenizer = {name!r} cannot be loaded ({reason}); {fix}")

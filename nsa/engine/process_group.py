@@ -1,8 +1,8 @@
 """Ranks of a run: join the process group, agree over CPUs, leave, end the process with a code.
 
 Ranks that DeepSpeed's launcher starts on one machine meet at a file in a folder that only this user
-can enter. PyTorch's own rendezvous is a TCP port, which obeys every user of the machine: the first
-process to join is a rank. Over the file they exchange the loopback addresses at which they connect.
+can enter, and exchange the loopback addresses at which they connect. PyTorch's own rendezvous is a
+TCP port, at which any user of the machine could join as a rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def start_ranks(ranks: Ranks) -> torch.device:
         "LOCAL_RANK": str(ranks.local_rank),
         "WORLD_SIZE": str(ranks.world_size),
         "MASTER_ADDR": LOOPBACK[0],
-        "MASTER_PORT": "29500",  # DeepSpeed asks for one; a single rank opens no port
+        "MASTER_PORT": "29500",  # DeepSpeed requires one; a single rank opens no port
     }
     os.environ.update(defaults | os.environ)
     if interface := interface_towards(os.environ["MASTER_ADDR"]):

@@ -195,11 +195,11 @@ def _resolve_folder(
         profile = "production" if on_accelerator else "demo"
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
     checkpoint, saved, found = find_saved(run_dir) if flags.resume else (None, None, [])
-    began_with = read_json(run_dir / "env.json").get("profile")
-    if saved is not None and isinstance(began_with, str):
-        if flags.profile not in (None, began_with):
-            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {began_with}")
-        profile = began_with
+    recorded = read_json(run_dir / "env.json").get("profile")
+    if saved is not None and isinstance(recorded, str):
+        if flags.profile not in (None, recorded):
+            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {recorded}")
+        profile = recorded
     elif flags.profile is None and not on_accelerator and saved is None:
         notes.append(
             "NO ACCELERATOR FOUND: running the `demo` profile, few steps on short sequences, "
@@ -212,7 +212,7 @@ def _resolve_folder(
 def _resolve_settings(
     recipe: Recipe, flags: argparse.Namespace, profile: str, saved: Path | None, notes: list[str]
 ) -> tuple[RunConfig, RunConfig]:
-    """Return the config of the recipe or of the saved run, and what the flags make of it."""
+    """Return the config of the recipe or of the saved run, without and with the flags' changes."""
     overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
     if saved is not None:
         base, withdrawn = read_saved_config(saved / "config.yaml")
@@ -238,13 +238,13 @@ def _resolve_settings(
 def _resolve_data(config: RunConfig, saved: RunConfig | None) -> None:
     """Make paths absolute, so that the run resumes from any folder, and pin the teacher."""
     source = absolute_source(config.data.source)
-    # A mixture is no other one because the saved config spells a path otherwise.
+    # A path that the saved config only spells differently is no change of the data.
     if saved is not None and source == absolute_source(saved.data.source):
         source = saved.data.source
     config.data.source = source
     if config.data.cache is not None:
         config.data.cache = str(Path(config.data.cache).expanduser().absolute())
-    if config.train.teacher is not None:  # its newest checkpoint: that of a resumed run is the same
+    if config.train.teacher is not None:  # pin its newest checkpoint: a resumed run has the same
         teacher = Path(config.train.teacher).expanduser().absolute()
         with contextlib.suppress(ValueError):  # `find_teacher` raises it, with the setting's name
             teacher = find_weights(teacher)

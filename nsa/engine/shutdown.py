@@ -65,7 +65,7 @@ class ShutdownMonitor:
     def start(self, processes: Sequence[tuple[str, int]]) -> None:
         """Handle SIGTERM and SIGINT from here on; call it on the main thread.
 
-        Watch those of all ranks' `processes`, (host, process id), that run on this host.
+        Watch the ranks' `processes`, (host, process id), as far as they run on this host.
         """
         for number in SIGNALS:
             signal.signal(number, self._on_signal)

@@ -1,7 +1,7 @@
 """Chat templates, rendered with limits of time and memory.
 
-A template is a program of whoever wrote the model's folder. Each chat is rendered in a process of
-its own, which can be ended from any thread; a fork server, which imports once, starts it fast.
+A template is a program by the author of the model's folder. So each chat is rendered in a process
+of its own, which any thread can end; a fork server, which imports once, starts it fast.
 """
 
 from __future__ import annotations

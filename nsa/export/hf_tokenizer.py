@@ -1,8 +1,8 @@
 """Hugging Face tokenizer files: AutoTokenizer encodes any text to the same ids as the run's.
 
-The tokenizer of an imported model stays as it is, and one with special tokens of its own keeps
-them, its chat template and its start of text: it then reads "<|im_start|>" in a text as that token,
-while training took it for plain text.
+The tokenizer files of an imported model are copied. Another tokenizer with special tokens keeps
+them, its chat template and its start of text; it then encodes "<|im_start|>" in a text as that
+token, although training encoded it as plain text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
     "generation_config.json",
 )
-# Of the machine that wrote a tokenizer_config.json, and code that is in another folder.
+# Fields of tokenizer_config.json about the machine that wrote it, or code in another folder.
 DROPPED = ("local_files_only", "is_local", "auto_map")
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 BYTE_SPECIALS = {

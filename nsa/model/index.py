@@ -49,15 +49,10 @@ def index_start(attention: Mapping[str, Tensor], kv_heads: int) -> dict[str, Ten
 
     The parameters of φ are not among them: they start as the mean.
     """
-    rows = len(attention["k.weight"])
-
-    def group_mean(q: Tensor) -> Tensor:
-        return q.unflatten(0, (kv_heads, -1, rows // kv_heads)).mean(1).flatten(0, 1)
-
-    start = {}
+    size, start = len(attention["k.weight"]) // kv_heads, {}
     for name, weight in attention.items():
-        if name in ("q.weight", "q.bias"):
-            start[name] = group_mean(weight)
+        if name in ("q.weight", "q.bias"):  # the mean of each group's queries
+            start[name] = weight.unflatten(0, (kv_heads, -1, size)).mean(1).flatten(0, 1)
         elif name in ("k.weight", "k.bias", "q_norm.weight", "k_norm.weight"):
             start[name] = weight.clone()
     return start

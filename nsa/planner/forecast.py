@@ -1,8 +1,8 @@
 """Forecast of a step: memory, traffic, compute, exposed communication; `auto`.
 
-Memory is that of one GPU: static tensors, and the phases of a step in which it can peak.
+Memory is counted for one GPU: static tensors, and the phases of a step in which it can peak.
 
-Traffic is that of a ring: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n.
+Traffic is counted for a ring: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n.
 """
 
 from __future__ import annotations
