@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nsa.checkpoint import CheckpointConfig
+from nsa.checkpoint.saver import CheckpointConfig
 from nsa.data.config import DataConfig
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.recipe import Recipe, main

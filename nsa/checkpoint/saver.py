@@ -170,7 +170,7 @@ def capture(engine: Any, draft: Path) -> dict[str, Any]:
     return files
 
 
-def load(engine: Any, saved: Checkpoint) -> None:
+def load_checkpoint(engine: Any, saved: Checkpoint) -> None:
     """Restore weights, optimizer and random numbers on every rank from a checkpoint.
 
     DeepSpeed restores the optimizer's settings too; those of this launch come back afterwards.

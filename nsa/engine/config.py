@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nsa.checkpoint import CheckpointConfig
+from nsa.checkpoint.saver import CheckpointConfig
 from nsa.constants import BRANCHES, SHORT_RUN
 from nsa.data.config import DataConfig
 from nsa.model.config import ModelConfig

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint import Checkpoint, SaveFailed, Saver
+from nsa.checkpoint.saver import SaveFailed, Saver
+from nsa.checkpoint.state_file import Checkpoint
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.doctor.node import Check

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nsa import checkpoint
-from nsa.checkpoint import Checkpoint
-from nsa.checkpoint.state_file import Topology, check_loadable, layout_of
+from nsa.checkpoint.state_file import (
+    Checkpoint,
+    Topology,
+    check_loadable,
+    layout_of,
+    read_state_file,
+)
+from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, zero_mode
@@ -22,7 +27,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     if path is None:
         request.config.check_phases()  # also of a resumed run that has saved no checkpoint
         return None, notes
-    saved = checkpoint.read_state_file(path)
+    saved = read_state_file(path)
     ranks = saved.topology.ranks
     required = Topology(
         layout=layout_of(request.zero_stage),
@@ -137,12 +142,12 @@ def convert_to_universal(
     collectives: CpuCollectives, saved: Checkpoint, ranks: Ranks
 ) -> Checkpoint:
     """Let rank 0 convert a checkpoint if another number of ranks saved it; return the result."""
-    if not checkpoint.needs_universal(saved, ranks.world_size):
+    if not needs_universal(saved, ranks.world_size):
         return saved
     error = None
     if ranks.rank == 0:
         try:
-            saved = checkpoint.to_universal(saved)
+            saved = to_universal(saved)
         except ValueError as raised:
             error = raised
     collectives.barrier(error)

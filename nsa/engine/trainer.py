@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from nsa import checkpoint
 from nsa.checkpoint.commit import trial_commit
+from nsa.checkpoint.saver import SaveFailed, Saver, load_checkpoint
 from nsa.data.batches import Batch
 from nsa.data.source import SourceUnreachable
 from nsa.doctor.node import OK, Check, failures, kept_checkpoints, lines, node_checks, passed
@@ -79,7 +79,7 @@ def start(request: RunRequest, lock: FolderLock | None) -> None:
     try:
         train(run)
     except ValueError as error:
-        if isinstance(error, AllRanksError | checkpoint.SaveFailed):
+        if isinstance(error, AllRanksError | SaveFailed):
             raise
         crash(error)  # an error of one rank in a step is no user's mistake
     stop_ranks()
@@ -168,7 +168,7 @@ def build(run: Run) -> None:
         run.teacher = load_teacher(run.stored_teacher, config, run.device)
         run.notes.append(f"teacher: {run.stored_teacher.weights_folder}")
     if run.resume_from is not None:
-        checkpoint.load(run.engine, run.resume_from)
+        load_checkpoint(run.engine, run.resume_from)
     # Nothing is refused from here on, so the run's folder may change.
     passed_gate = preflight(checks)
     if run.ranks.rank == 0:
@@ -201,7 +201,7 @@ def _create_parts(run: Run) -> None:
         world_size=world_size,
     )
     stamp = run.data.cache.stamps[0]
-    run.saver = checkpoint.Saver(
+    run.saver = Saver(
         run.engine,
         request.run_dir / "checkpoints",
         config.checkpoint,

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint import CheckpointConfig, SaveFailed, Saver, load, newest_valid, read_state_file
+from nsa.checkpoint.commit import newest_valid
+from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver, load_checkpoint
+from nsa.checkpoint.state_file import read_state_file
 from nsa.engine.process_group import CpuCollectives, Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import build, step, weights
 
@@ -72,7 +74,7 @@ def resume(trial: Trial) -> dict[str, Any]:
     continued = weights(trial.engine)
     seed(90)  # loading must undo this
     saved = read_state_file(trial.root / "run/step00000003")
-    load(trial.engine, saved)
+    load_checkpoint(trial.engine, saved)
     assert saved.train_state == {"step": 3}
     drawn = draw()
     seed(trial.rank)

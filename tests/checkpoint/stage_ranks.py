@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
-from nsa import checkpoint
+from nsa.checkpoint.saver import load_checkpoint
+from nsa.checkpoint.state_file import read_state_file
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.checkpoint.planted_code import KINDS, plant
 from tests.checkpoint.toy import build, save_once, step
@@ -58,7 +59,7 @@ def main() -> None:
             if not int((attacked / "planted").read_text()):
                 continue
             try:
-                checkpoint.load(engine, checkpoint.read_state_file(attacked / "step00000003"))
+                load_checkpoint(engine, read_state_file(attacked / "step00000003"))
                 errors[attacked.name] = ""
             except ValueError as error:
                 errors[attacked.name] = str(error)

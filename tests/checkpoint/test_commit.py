@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_valid
 from nsa.checkpoint.commit import (
     commit,
     draft_of,
@@ -22,6 +21,7 @@ from nsa.checkpoint.commit import (
     find_problem,
     list_checkpoints,
     new_draft,
+    newest_valid,
     prune,
     remove_drafts,
     trial_commit,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_valid, read_state_file
-from nsa.checkpoint.commit import manifest_text
+from nsa.checkpoint.commit import manifest_text, newest_valid
+from nsa.checkpoint.state_file import read_state_file
 from tests.checkpoint.conftest import Rows
 from tests.disks import flip_a_bit, truncate
 

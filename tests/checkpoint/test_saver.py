@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nsa.checkpoint import newest_valid, read_manifest, read_state_file
-from nsa.checkpoint.state_file import Topology
+from nsa.checkpoint.commit import newest_valid, read_manifest
+from nsa.checkpoint.state_file import Topology, read_state_file
 from nsa.system import package_version
 from tests.checkpoint.conftest import Rows
 from tests.checkpoint.test_manifest import FILES

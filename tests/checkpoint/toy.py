@@ -9,7 +9,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint import CheckpointConfig, Saver
+from nsa.checkpoint.saver import CheckpointConfig, Saver
 from nsa.engine.process_group import CpuCollectives
 
 GROUPS = (lambda p: p.dim() > 1, lambda p: p.dim() == 1)  # with weight decay, and without

@@ -10,7 +10,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from nsa import checkpoint
+from nsa.checkpoint.saver import load_checkpoint
+from nsa.checkpoint.state_file import read_state_file
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import GROUPS, build, save_once, step, weights
@@ -44,18 +45,18 @@ def save(root: Path, stage: int) -> None:
 def resume(root: Path, stage: int) -> None:
     """Take the last four steps from the other number's checkpoint, then from our own."""
     ranks, name = dist.get_world_size(), f"{stage}_from_{3 - dist.get_world_size()}"
-    saved = checkpoint.read_state_file(root / name / "step00000004")
+    saved = read_state_file(root / name / "step00000004")
     if needs_universal(saved, ranks):
         if dist.get_rank() == 0:
             to_universal(saved)
         dist.barrier()
         saved = to_universal(saved)
     engine = build(seed=2, stage=stage)
-    checkpoint.load(engine, saved)
+    load_checkpoint(engine, saved)
     assert saved.train_state == {"step": 4}
     record(root, f"{name}_on_{ranks}", engine, stage)
     own = root / f"{stage}_from_{ranks}" / "step00000004"
-    checkpoint.load(engine, checkpoint.read_state_file(own))
+    load_checkpoint(engine, read_state_file(own))
     record(root, f"{stage}_from_{ranks}_again", engine, stage)
     engine.destroy()
 

@@ -15,7 +15,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from nsa import checkpoint
+from nsa.checkpoint.saver import load_checkpoint
+from nsa.checkpoint.state_file import read_state_file
 from nsa.engine.build import initialise
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
@@ -66,8 +67,8 @@ def switch(folder: Path, names: list[str]) -> None:
             engine = build(target, seed=2)
             row: dict[str, Any] = {"from": source, "to": target}
             try:
-                state = checkpoint.read_state_file(folder / source / "step00000003")
-                checkpoint.load(engine, state)
+                state = read_state_file(folder / source / "step00000003")
+                load_checkpoint(engine, state)
                 assert state.train_state == {"step": 3}
                 row["weights"] = bool(torch.equal(weights(engine), saved[source]))
                 step(engine, 3)

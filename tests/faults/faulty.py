@@ -72,7 +72,7 @@ def plant(fault: Fault) -> None:
     import deepspeed
     import torch
 
-    from nsa.checkpoint import Saver
+    from nsa.checkpoint.saver import Saver
     from nsa.data.batches import Samples
     from nsa.model import LanguageModel
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from nsa import checkpoint
+from nsa.checkpoint.commit import newest_valid
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.monitor.run_folders import read_heartbeats
 from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
@@ -144,7 +144,7 @@ def resume(folder: Path, *arguments: str) -> Resumed:
 
 def weights(run_dir: Path) -> str:
     """Return a hash of all tensors in the last checkpoint."""
-    path, notes = checkpoint.newest_valid(run_dir / "checkpoints")
+    path, notes = newest_valid(run_dir / "checkpoints")
     assert path is not None, notes
     assert path.name == f"step{STEPS:08d}"
     digest = hashlib.sha256()

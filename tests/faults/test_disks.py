@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa import checkpoint
+from nsa.checkpoint.commit import newest_valid
 from tests.disks import flip_a_bit, freezable_disk, frozen, mount, mounted, truncate
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
@@ -104,7 +104,7 @@ def test_a_failing_disk_costs_checkpoints_and_not_the_run(
         assert len(lost) == len(set(lost)), "each is logged once"
         assert MESSAGE[how] in run.output
         fix(how, folder, run.dir / "checkpoints")
-        path, _ = checkpoint.newest_valid(run.dir / "checkpoints")
+        path, _ = newest_valid(run.dir / "checkpoints")
         assert path is not None
         done = int(path.name[4:])
         assert done in (EVERY, 2 * EVERY)
