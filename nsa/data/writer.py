@@ -3,9 +3,9 @@
     documents  ->  tokens | eos  ->  train-000-<k>.bin, val-000-<k>.bin
                                      index.json: their names, and a cursor
 
-A process of its own writes, which holds a lock. Shards come before the index that lists them: after
-a kill at any moment, the next process continues where the last complete shard ended, and the files
-are those of an uninterrupted one.
+A separate process writes, and holds a lock. It writes a shard before the index that lists it. So
+after a kill at any moment the next process continues after the last complete shard, and the files
+equal those of a process that was never interrupted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from nsa.system import isolated_environment
 from nsa.text import printable
 from nsa.untrusted import read_text
 
-DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer if they have more bytes than the next
+DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer once they have BYTES_PER_CALL
 BYTES_PER_CALL = 4 << 20
 FIRST_SHARD, LAST_SHARD = 1 << 16, 1 << 22  # tokens of a cache's shards, which double in size
 # The settings that determine a folder's tokens, besides source and tokenizer.
@@ -69,7 +69,7 @@ class Job:
     tokenizer: Tokenizer
     folder: Path
     plan: Index  # without shards
-    # Tokens of each split at which it stops; {}: at the source's end.
+    # Tokens of each split that are enough; {}: write all of the source.
     needs: dict[str, int] = field(default_factory=dict)
 
     def full_shard(self, index: Index) -> int:
@@ -310,7 +310,7 @@ def check_same(folder: Path, index: Index, plan: Index) -> None:
     """Raise a DataError if a folder was started with other settings."""
     before, now = ({**asdict(one.stamp), **one.settings} for one in (index, plan))
     if before["tokenizer_fingerprint"] == now["tokenizer_fingerprint"]:
-        del now["tokenizer"]  # another name of the same
+        del now["tokenizer"]  # the same tokenizer may have another name
     for name, value in now.items():
         if before.get(name) != value:
             raise DataError(

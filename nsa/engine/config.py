@@ -248,11 +248,12 @@ def _validated(tree: dict[str, Any]) -> RunConfig:
 
 
 def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -> set[str]:
-    """Override values of `tree` in place, and adapt what was not given to what was.
+    """Override settings of `tree` in place, and adapt the settings that depend on them.
 
-    Returns the names of what was given. A step keeps its tokens when micro_batch changes to or from
-    `auto`, and the warmup its fraction of the steps. If attention changes to a kind or to branches
-    without φ, selector loss or window, the tree's values for these are dropped.
+    Returns the names of all overridden settings, which are not adapted. A step keeps its tokens
+    when micro_batch changes to or from `auto`, and the warmup its fraction of the steps. If
+    attention changes to a kind or to branches without φ, selector loss or window, the tree's values
+    for these are dropped.
     """
     train, attention, given = tree["train"], tree["model"]["attention"], set[str]()
     before, schedule = train["micro_batch"], (train["warmup_steps"], train["steps"])

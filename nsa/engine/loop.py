@@ -273,10 +273,10 @@ def executed_flops(config: RunConfig, step: int) -> float:
 
 @torch.no_grad()
 def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
-    """Return the mean loss of the validation samples, the same samples on any number of ranks.
+    """Return the mean loss of the validation samples; None if any rank has to stop.
 
-    With a teacher also the comparison with it by position. The loss is None if any rank has to
-    stop. Attention is dense if the last step's was, and sparse in the selector's steps.
+    With a teacher, also return rows that compare the model with it, by position. Attention is dense
+    if it was in the last step, except in the selector's steps, which are evaluated sparse.
     """
     run.telemetry.enter("eval")
     teacher = run.teacher

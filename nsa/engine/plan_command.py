@@ -136,7 +136,7 @@ def _plan(flags: argparse.Namespace) -> int:
 
 
 def _resolve(flags: argparse.Namespace) -> tuple[RunConfig, list[str]]:
-    """Return a run's config, and a note if it has not the model that a run would start from."""
+    """Return a run's config, and a note if it lacks the model of train.start_from."""
     from nsa.engine.config import resolve_config
     from nsa.engine.recipe import with_model_of_start
 

@@ -75,8 +75,8 @@ def _listen(host: str, port: int) -> socket.socket:
 class ServedModel:
     """One model and its tokenizer, as the `ModelManager` of transformers' handlers.
 
-    It loads an export or another folder of transformers as it is; a run or an import by a temporary
-    export. Weights are safetensors, and no code of the folder runs.
+    A folder of transformers, such as an export, is loaded directly; a run or an import through a
+    temporary export. Weights are safetensors, and no code of the folder runs.
     """
 
     def __init__(self, path: Path, device: str | None = None) -> None:

@@ -114,8 +114,8 @@ class AttentionMetadata:
 def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:
     """Return the blocks that cover each token, [T, ⌈l/d⌉], from their first tokens [N].
 
-    A block that covers t begins after t - l and not after t. No block of another document does:
-    it ends before t's document or begins after it.
+    A block that covers t begins after t - l and not after t. A block of another document never
+    does, because it ends before t's document or begins after it.
     """
     token = torch.arange(seq_len, device=first.device)
     after = torch.searchsorted(first, token, right=True)

@@ -44,7 +44,7 @@ def parallel_linear(
 ) -> Tensor:
     """Return the outputs of linears on x [.., in] side by side: [.., sum of out + pad].
 
-    Those of `detached` follow; their gradient does not reach x.
+    The outputs of `detached` follow; their gradient does not reach x.
     The width is padded to a multiple of PAD_TO. The padding's values are finite and arbitrary; its
     gradient must be 0. Weights that are adjacent in memory, as in the flat buffers of ZeRO-1 and 2,
     are not copied. Others are concatenated on each pass: about 0.2 GB per micro-batch of M7C,

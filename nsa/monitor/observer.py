@@ -86,10 +86,10 @@ class Observer:
         """Called after the last step."""
 
 
-def warn(text: str) -> None:
+def warn(text: str, program: str = "nsa") -> None:
     """Print one line to stderr; ignore an stderr that is full or closed."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"nsa: {printable(text)}", file=sys.stderr, flush=True)
+        print(f"{program}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class BackgroundWriter:

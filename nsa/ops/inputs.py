@@ -27,7 +27,7 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
 def block_starts(
     seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec, device: torch.device
 ) -> Tensor:
-    """Return each compressed block's first token, int64 [N]; documents: wait for the device."""
+    """Return each compressed block's first token, int64 [N]; cu_seqlens: wait for the device."""
     if cu_seqlens is None:
         return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
     blocks = compressed_cu_seqlens(cu_seqlens, spec)

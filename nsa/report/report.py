@@ -164,7 +164,7 @@ def _report(args: argparse.Namespace) -> int:
 def write_report(run_dir: Path, status: str = "") -> Path:
     """Write `report.md` and its pictures for a run in any state.
 
-    At the end of a run, with its `status`, without pictures if it only tried whether all works.
+    The run itself calls it with its `status` at the end, and then draws no pictures of a short run.
     """
     run = summarise(run_dir)
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.csv", "gates.json")):

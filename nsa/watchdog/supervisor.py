@@ -13,7 +13,6 @@ import platform
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
@@ -25,8 +24,8 @@ from typing import Any
 import psutil
 
 from nsa.atomic_io import atomic_write_text
+from nsa.monitor.observer import warn
 from nsa.system import in_background, is_alive, with_timeout
-from nsa.text import printable
 from nsa.watchdog.hang_detector import LIMIT_SECONDS, HangDetector, HangReport
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -39,6 +38,7 @@ STACKS_SECONDS = 2.0  # how long ranks may take to write their stacks
 GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # how long to repeat SIGKILL until no process is left
 _PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
+log = partial(warn, program="watch")
 
 
 class SignalState:
@@ -57,12 +57,6 @@ class SignalState:
             self.signal, self._received = number, time.monotonic()
         # Within a second, the terminal and the scheduler may both send the same request.
         self.urgent = time.monotonic() - self._received > 1.0
-
-
-def log(text: str) -> None:
-    """Print one line on stderr; ignore an stderr that is full or closed."""
-    with contextlib.suppress(OSError):
-        print(f"watch: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def adopt_orphans() -> None:
