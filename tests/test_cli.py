@@ -150,11 +150,12 @@ def options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def test_a_number_that_a_help_states_is_the_default() -> None:
     stated = [
-        (float(match[1]), option.default)
+        (float(match[1].replace(",", "")), option.default)
         for option in options(cli._parser())
-        if (match := re.search(r"\((?:default:? )?([\d.]+)(?=[):])", option.help or ""))
+        if option.default is not None
+        and (match := re.search(r"\((?:default:? )?([\d.,]*\d)[,:)]", option.help or ""))
     ]
-    assert len(stated) >= 9
+    assert len(stated) >= 11
     assert all(number == default for number, default in stated), stated
 
 

@@ -43,7 +43,7 @@ def add_parser(verbs: Any) -> None:
     add("--out", type=Path, required=True, help="the folder to write")
     about = "fraction of the documents for validation only (default %(default)s)"
     add("--held-out", type=float, default=DEFAULT.held_out, help=about)
-    about = "tokens per file (default 100 million)"
+    about = "tokens per file (default 100,000,000)"
     add("--shard-tokens", type=int, default=100_000_000, help=about)
     prepare.set_defaults(run=_prepare, parser=prepare)
 

@@ -163,6 +163,11 @@ def test_an_older_draft_of_the_step_is_removed(tmp_path: Path) -> None:
     assert list(new_draft(tmp_path, 3).iterdir()) == []
 
 
+def test_a_damaged_checkpoint_is_replaced_by_the_next_of_its_step(tmp_path: Path) -> None:
+    (save(tmp_path, 3) / "shard1.pt").unlink()
+    assert find_problem(save(tmp_path, 3)) is None
+
+
 @pytest.mark.parametrize(
     ("keep", "damaged", "left"),
     [

@@ -261,7 +261,8 @@ def test_every_number_of_the_tree_must_be_finite() -> None:
 @pytest.mark.parametrize(
     ("changes", "warmup"),
     [
-        (["train.steps=20"], 1),
+        (["train.steps=10"], 1),
+        (["train.steps=40"], 2),
         (["train.steps=3125"], 125),
         (["train.steps=50000"], 2_000),
         (["train.steps=100", "train.warmup_steps=30"], 30),

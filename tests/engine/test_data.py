@@ -14,6 +14,7 @@ from threading import Thread
 import pytest
 import yaml
 
+from nsa.data.cache import cache_folder
 from nsa.data.shards import Index, write_index
 from nsa.data.source import is_validation
 from nsa.engine.data import open_data
@@ -220,8 +221,9 @@ def test_a_new_run_stores_local_data_as_an_absolute_path(
     monkeypatch.chdir(books.parent)
     mixture = request(tmp_path / "mixed", "data.source={./books.jsonl: 1, embedded: 2, hf:a/b: 3}")
     assert mixture.config.data.source == {str(books): 1, "embedded": 2, "hf:a/b": 3}
-    started = request(tmp_path / "run", "data.source=books.jsonl")
+    started = request(tmp_path / "run", "data.source=books.jsonl", "data.cache=cache")
     assert started.config.data.source == str(books)
+    assert cache_folder(started.config.data, tmp_path / "run") == books.parent / "cache"
     write_settings(tmp_path / "run", started)
     monkeypatch.chdir(tmp_path)
     assert request(tmp_path / "run", resume=True).config == started.config

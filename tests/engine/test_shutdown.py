@@ -71,17 +71,23 @@ def test_a_rank_that_ends_soon_after_a_peer_ends_as_usual() -> None:
         assert output(rank) == ""
 
 
-def test_a_killed_launcher_is_a_reason_to_stop() -> None:
+@pytest.mark.parametrize(
+    ("parent", "time_limit", "reason"),
+    [("deepspeed.launcher.launch", 0, "launcher exited"), ("shell", 4, "--time-limit")],
+)
+def test_a_killed_launcher_is_a_reason_to_stop_and_another_parent_is_none(
+    parent: str, time_limit: int, reason: str
+) -> None:
     """The parent process has the name of DeepSpeed's launcher in its command."""
-    rank_command = [sys.executable, str(PROGRAM), "0", "0", "step"]
+    rank_command = [sys.executable, str(PROGRAM), str(time_limit), "0", "step"]
     start = f"import subprocess, time; subprocess.Popen({rank_command!r}); time.sleep(60)"
-    command = [sys.executable, "-c", start, "deepspeed.launcher.launch"]
+    command = [sys.executable, "-c", start, parent]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "ready\n"
         launcher.kill()
-        assert launcher.stdout.readline() == "launcher exited\n"
+        assert launcher.stdout.readline() == f"{reason}\n"
 
 
 @pytest.mark.parametrize(

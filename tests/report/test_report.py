@@ -109,7 +109,9 @@ def test_only_recorded_values_are_plotted(tmp_path: Path) -> None:
     assert plots(full) == {"curves.png", "layers.png"}
     for run_dir, panels in ((bare, 5), (full, 6)):
         run = summarise(run_dir)
-        assert len(curve_panels({"run": run})) == panels
+        drawn = curve_panels({"run": run})
+        assert len(drawn) == panels
+        assert [panel.title for panel in drawn if panel.logarithmic] == ["gradient norm"]
         assert pixels(run_dir / "report/curves.png", BLUE) > 300
     assert size(full / "report/curves.png") == size(bare / "report/curves.png")
     text = (full / "report.md").read_text()
