@@ -47,7 +47,7 @@ from nsa.checkpoint.state_file import (
 from nsa.untrusted import data_only
 from nsa.validation import at_least
 
-# Settings of a parameter group that `load` keeps as this launch has them; the loop sets the rate.
+# Settings of a parameter group that loading keeps as this launch set them; the loop sets the rate.
 OPTIMIZER_SETTINGS = ("betas", "eps", "momentum", "weight_decay", "decay", "lr_factor")
 
 

@@ -50,7 +50,7 @@ ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit int
 BUFFER_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 32  # of a file that is one document, decompressed
 MAX_LINE_BYTES = 1 << 28  # also of a CSV field, and of a JSON array, which is parsed as a whole
-LARGEST_TEXT = 8 << 20  # of a folder's files without such a suffix: larger ones are no prose
+LARGEST_TEXT = 8 << 20  # of a folder's files without such a suffix; larger ones are left out
 HEAD_BYTES = 1 << 16  # the start of a file without such a suffix: shows whether it is text
 
 Records = Iterator[tuple[Document | DataError, int]]

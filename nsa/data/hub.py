@@ -108,7 +108,7 @@ class Hub(Source):
         cursor = cursor or {"revision": revision, "rows": 0, "dataset": None, "given": 0}
         if cursor["revision"] != revision:
             stream, _ = self._open(cursor["revision"])
-        # A stream holds the state of one pass, so each pass reads a copy: the only shard of one.
+        # A stream holds the state of one pass, so each pass reads a copy, which `shard` returns.
         stream = stream.shard(1, 0)
         state, consumed, total = cursor["dataset"], cursor["given"], cursor["rows"]
         if state is not None:

@@ -276,7 +276,7 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     """Return the mean loss of the validation samples; None if any rank has to stop.
 
     With a teacher, also return rows that compare the model with it, by position. Attention is dense
-    if it was in the last step, except in the selector's steps, which are evaluated sparse.
+    if it was in the last step, except in the selector's steps, where evaluation is sparse.
     """
     run.telemetry.enter("eval")
     teacher = run.teacher

@@ -90,7 +90,7 @@ def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
     """Return the checkpoint to resume from, the folder of the run's settings, and log lines.
 
     The checkpoint is the newest valid one, None before the first. The folder is the checkpoint, or
-    the run's folder if the checkpoint holds no settings (of earlier versions), None without any.
+    the run's if the checkpoint holds no settings, as in earlier versions; None if neither does.
     """
     path, damaged = newest_valid(run_dir / "checkpoints")
     notes = [f"skipped: {note}" for note in damaged]

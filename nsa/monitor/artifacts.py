@@ -170,10 +170,8 @@ class RankHistory:
     def add(self, beat: dict[str, Any], first_step: bool) -> None:
         """Add a process's next heartbeat; `first_step`: it has not completed a step yet."""
         step, event, phase = int(beat["step"]), beat["event"], beat["phase"]
-        if (
-            event == "step_end"
-        ):  # earlier lines may have a step from before the checkpoint is loaded
-            if first_step:
+        if event == "step_end":
+            if first_step:  # its earlier lines may have a step from before a checkpoint was loaded
                 self.spans.append((step - 1, step))
             else:
                 self.spans[-1] = (self.spans[-1][0], step)

@@ -159,9 +159,9 @@ class Supervisor:
             return 128 + self._signals.signal
         if launcher_code > 192:  # 256 - n, from sys.exit(-n): signal n killed a rank
             return 128 + 256 - launcher_code
-        if launcher_code <= 0 and codes:
+        if launcher_code <= 0 and codes:  # the launcher reports no failed rank, or was killed
             return next((code for code in codes if code), 1)
-        return launcher_code if launcher_code >= 0 else 128 - launcher_code
+        return launcher_code if launcher_code >= 0 else 128 - launcher_code  # -n: by signal n
 
     def _exit_code_of(self, rank: int) -> int | None:
         """Return the exit code that a rank's last heartbeat implies; None: unknown."""
@@ -198,7 +198,7 @@ class Supervisor:
         """Send SIGTERM to the ranks, which save and exit; a launcher would kill them after 30 s."""
         if self._signals.urgent:
             self._kill_at = time.monotonic()
-        if self._kill_at < float("inf"):
+        if self._kill_at < float("inf"):  # all processes are ending already
             return
         running = self.running().items()
         ranks = {rank: process for rank, process in running if rank not in self._signalled}
