@@ -94,6 +94,7 @@ def test_config_json_uses_the_names_that_other_tools_read(run: Path, exported: P
 
 
 def test_fp32_weights_are_the_optimizers_master_weights(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "wide").mkdir()  # an empty folder is as good as none
     assert main(["export", str(run), "--to", str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
     loaded = load_run(run, device="cpu", dtype=torch.float32)
@@ -131,6 +132,7 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
         ({"fineweb_edu": 0.75, str(text): 0.25}, ["HuggingFaceFW/fineweb-edu"]),
         (str(text), None),
         (f"hf:{text.parent}", None),
+        ("hf:./secret", None),
     ):
         config["data"]["source"] = source
         (folder / "config.yaml").write_text(yaml.safe_dump(config))

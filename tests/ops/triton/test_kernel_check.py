@@ -236,6 +236,8 @@ def test_auto_takes_pytorch_for_a_disabled_operation_and_says_why() -> None:
         dispatch("triton", "swiglu", on_gpu)
     x = torch.randn(3, 8)
     assert swiglu(x).shape == (3, 4)
+    disable({"pool": "of a later check"})
+    assert dispatch("auto", "swiglu", on_gpu) is triton
 
 
 def test_without_the_fused_attention_its_branches_run_in_pytorch() -> None:
