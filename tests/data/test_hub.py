@@ -146,6 +146,7 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(tmp_path: Path) -> Non
     ]
     jobs += [{"name": "hf:me/none", "config": {}}, {"name": "hf:me/gated", "config": {}}]
     jobs.append({"name": name, "config": {}, "count": 40})
+    jobs += [{"name": "fineweb_edu", "config": config} for config in ({}, {"subset": "mine"})]
     with serving(root) as server:
         results = results_of(tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
         assert results[0]["texts"] == large
@@ -160,6 +161,8 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(tmp_path: Path) -> Non
         assert "'me/none' doesn't exist" in errors[7]
         assert "'me/gated' is a gated dataset" in errors[8]
         assert "hf auth login" in errors[8]
+        assert "data.subset = 'sample-10BT'" in errors[10]
+        assert "data.subset = 'mine'" in errors[11]
 
         # The files on the hub change: a resumed run reads the old revision.
         write(tmp_path / "second/large", "parquet", 1)

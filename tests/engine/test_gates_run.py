@@ -17,7 +17,7 @@ from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import TrainState
 from nsa.engine.telemetry import Telemetry
 from nsa.gates.results import Gate
-from nsa.monitor.artifacts import RankHistory
+from nsa.monitor.artifacts import RankHistory, last_beat
 from tests.engine.runs import (
     TINY,
     losses,
@@ -102,6 +102,9 @@ def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged_and_says_why
         telemetry.step_end(TrainState(step=1))
         histories = [RankHistory(0), telemetry.history()]
     telemetry.close("finished")
+    beat = last_beat(tmp_path / "heartbeat_rank1.jsonl")
+    assert beat is not None
+    assert (beat["step"], beat["phase"]) == (1, "idle")
     assert loop._judge(run, Gate("smoke", 300), histories) is None
     (message,) = messages
     assert message.startswith("go/no-go gate smoke is NOT JUDGED: ")
