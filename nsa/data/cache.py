@@ -54,9 +54,7 @@ class TokenCache:
             if not source.is_prepared
         }
         self.stamps = [
-            self._cached[name].stamp
-            if name in self._cached
-            else read_index(Path(name).expanduser()).stamp
+            self._cached[name].stamp if name in self._cached else read_index(name).stamp
             for name in config.sources()
         ]
         first = self.stamps[0]

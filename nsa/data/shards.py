@@ -134,8 +134,9 @@ def is_prepared(path: str) -> bool:
         return False
 
 
-def read_index(folder: Path) -> Index:
-    """Read the index of a finished folder."""
+def read_index(path: Path | str) -> Index:
+    """Read the index of a finished folder, which may begin with ~."""
+    folder = Path(path).expanduser()
     index = find_index(folder)
     if index is None:
         raise DataError(f"{folder}: not a folder that `nsa data prepare` wrote")
@@ -295,8 +296,7 @@ def _size_and_time(file: FileIO) -> tuple[int, int]:
 
 def open_shards(path: str, split: str) -> TokenStore:
     """Open one split of a prepared folder; check sizes, but not checksums."""
-    folder = Path(path).expanduser()
-    return TokenStore(folder, path, read_index(folder), split)
+    return TokenStore(Path(path).expanduser(), path, read_index(path), split)
 
 
 def verify_shards(folder: Path, index: Index) -> None:

@@ -123,6 +123,5 @@ def dataset_vocabulary(data: DataConfig) -> int | None:
 
     GPUs multiply by the head fastest then.
     """
-    folders = [Path(name).expanduser() for name in data.sources() if is_prepared(name)]
-    sizes = [read_index(folder).stamp.vocab_size for folder in folders]
+    sizes = [read_index(x).stamp.vocab_size for x in data.sources() if is_prepared(x)]
     return -(-max(sizes) // 64) * 64 if sizes else None

@@ -168,7 +168,7 @@ def _sources(data: DataConfig) -> list[str]:
     names = []
     for name in data.sources():
         if is_prepared(name):
-            name = read_index(Path(name).expanduser()).stamp.source
+            name = read_index(name).stamp.source
         path = Path(name.removeprefix("hf:"))  # earlier versions read hf:<folder>
         local = is_path(name) or path.is_absolute() or name.startswith(("hf:.", "hf:~"))
         names.append(f"{path.name} (local)" if local else name)
