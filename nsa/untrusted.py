@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 MAX_TEXT_BYTES = 2**28  # of a text file; this project's are far smaller
-MAX_RUN_FILE_BYTES = 2**25  # of a table or JSON file of a run; those of a long run have half
+MAX_RUN_FILE_BYTES = 2**25  # of a run's table or JSON file; a long run's are half as large
 MAX_YAML_CHARS = 2**18  # PyYAML is slow
 OTHER_BASE = re.compile("[-+]?(0[0-9_xXbB]|.*:)")  # octal, hexadecimal, binary, base 60
 FORCE_DATA, FORCE_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -145,7 +145,7 @@ _YAMLLoader.add_constructor("tag:yaml.org,2002:float", _YAMLLoader.construct_yam
 
 
 def _decimal(node: yaml.ScalarNode, read: Callable[[yaml.ScalarNode], float]) -> yaml.ScalarNode:
-    """Return a number's node; raise an error that says what YAML reads if it is not decimal."""
+    """Return a number's node; if it is not decimal, raise an error with what YAML 1.1 reads."""
     if OTHER_BASE.match(node.value) is None:
         return node
     value = f"is {read(node)}" if len(node.value) < 20 else "is not decimal"

@@ -236,7 +236,7 @@ def tokenizer_folder(name: str) -> Path:
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that end a generated text: the end of text, and those of its model's files."""
+    """Return the ids that end a generated text: eos, and eos_token_id of the model's files."""
     file = tokenizer_folder(tokenizer.name) / "generation_config.json"
     stops: Any = []
     if isinstance(tokenizer, HubTokenizer) and file.is_file():

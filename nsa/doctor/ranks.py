@@ -40,8 +40,8 @@ _LINK_FIX = (
 )
 
 
-# What a rank reports: by check name, the values that must be equal; as "place" its own, the host
-# and the UUID of its GPU, empty on the CPU.
+# What a rank reports: by name of the check, the values that must be equal on all ranks; and in
+# "place" its host, and the UUID of its GPU, empty on the CPU.
 Facts = dict[str, dict[str, str]]
 
 

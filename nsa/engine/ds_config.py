@@ -345,7 +345,7 @@ def _unknown(path: str, known: Iterable[str]) -> str:
 
 
 def _mode_problems(resolved: dict[str, Any]) -> Problems:
-    """Yield what this stage and precision would train otherwise than the config says."""
+    """Yield settings that DeepSpeed would not follow with this stage and precision."""
     stage = block_of(resolved, "zero_optimization").get("stage")
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         yield "zero_optimization.stage", ": write 0, 1, 2 or 3"

@@ -60,7 +60,7 @@ class Recipe:
     name: str
     description: str
     profiles: Mapping[str, Callable[[], RunConfig]]
-    model_of_start: bool = False  # shape and tokenizer are those of train.start_from
+    model_of_start: bool = False  # take shape and tokenizer from train.start_from
 
 
 def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:

@@ -161,7 +161,7 @@ def dense_config(model: ModelConfig, **more: Any) -> PretrainedConfig:
 
 
 def dense_name(name: str) -> str:
-    """Return a weight's name in these families."""
+    """Return a weight's name in the dense families."""
     block = BLOCK.fullmatch(name)
     if block is None:
         return OTHERS.get(name, f"model.{name}")

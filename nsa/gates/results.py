@@ -1,4 +1,4 @@
-"""Go/no-go gates of a run: their steps, their results, and `gates.json`, which holds these.
+"""Go/no-go gates of a run: their steps, their results, and the results' file, `gates.json`.
 
     preflight -> sanity -> smoke -> extended -> production
 

@@ -322,7 +322,7 @@ class NSAttention(Attention):
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Add an index's queries and keys as "index", or compressed keys and values as "cmp".
 
-        Without a compressed branch the latter only select blocks.
+        Without a compressed branch, compressed keys only select blocks.
         """
         kv = super().branch_kv(parts, metadata)
         if self.index is not None:

@@ -265,7 +265,7 @@ class Supervisor:
                 self._launcher.wait(LAUNCHER_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
         while (running := self._processes()) and time.monotonic() < deadline:
-            _send(running, signal.SIGKILL)  # whatever they start meanwhile, too
+            _send(running, signal.SIGKILL)  # includes processes that were just started
             time.sleep(CHECK_SECONDS)
 
 
