@@ -215,10 +215,11 @@ def test_after_kill_9_the_next_run_continues_without_a_lost_or_repeated_sample(
 
 
 def test_a_mixture_of_prepared_and_other_sources_has_its_fractions(
-    large: str, tmp_path: Path, open_cache: OpenCache
+    large: str, tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(configure("synthetic"), tmp_path / "out")
-    names = {large: 2.0, str(tmp_path / "out"): 1.0, "embedded": 1.0}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = {large: 2.0, "~/out": 1.0, "embedded": 1.0}
     samples = open_cache(configure(names), needs=400).open_samples("train", 3)
     located = [samples.locate(position)[0].name for position in range(400)]
     assert [located.count(name) for name in names] == [200, 100, 100]

@@ -27,11 +27,15 @@ def call(*arguments: object) -> int:
 
 
 def test_prepare_and_check_report_contents_and_damage(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "out"
+    monkeypatch.setenv("HOME", str(tmp_path))
     source = ("--source", texts, "--text-field", "body")
-    prepare = ("prepare", *source, "--tokenizer", "byte", "--out", out, "--held-out", "0.1")
+    prepare = ("prepare", *source, "--tokenizer", "byte", "--out=~/out", "--held-out", "0.1")
     assert call(*prepare) == 0
     output = capsys.readouterr()
     assert f"{out} is finished\ntrain: " in output.out
@@ -43,7 +47,7 @@ def test_prepare_and_check_report_contents_and_damage(
     message = f"nsa: --source = '{out}': is prepared already; train on it\n"
     assert capsys.readouterr().err == message
 
-    assert call("check", out) == 0
+    assert call("check", "~/out") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{out}: source {texts}, tokenizer byte; intact"
     assert lines[1].startswith("train: ")

@@ -176,8 +176,11 @@ def test_a_vocabulary_above_65536_uses_four_bytes_per_id() -> None:
 
 
 def test_fingerprints_differ_if_ids_differ(
-    trained: Tokenizer, gpt4_like: Tokenizer, folder: Path
+    trained: Tokenizer, gpt4_like: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    named = build_tokenizer(DataConfig(tokenizer=f"hf:~/{folder.name}"))
+    assert named.fingerprint == trained.fingerprint
     definition = json.loads((folder / "tokenizer.json").read_text())
     same = HubTokenizer("elsewhere", json.dumps(definition), "<|endoftext|>")
     assert same.fingerprint == trained.fingerprint

@@ -227,6 +227,10 @@ def test_a_mistake_costs_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (["--until=0"], ["--until", "0"]),
         (["--universal"], ["--universal: requires --resume; add it"]),
         (["--config=nowhere.yaml"], ["nowhere.yaml"]),
+        (
+            ["--set=model.width=1048576", "--set=model.mlp_width=1048576"],
+            ["model.width = 1048576", " GB on 1 ranks", "make the model smaller"],
+        ),
         pytest.param(
             ["--set=train.precision=fp16"],
             ["train.precision = 'fp16'", "set train.precision to bf16 or fp32"],

@@ -148,7 +148,9 @@ def test_sources_are_compared_by_resolved_path_and_by_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for one, other, shared in (
+        ("~/b.txt", "b.txt", True),
         ("a/b.txt", f"{tmp_path}/a/b.txt", True),
         ("a/b.txt", "a", True),
         ("a", "./a/c/../b.txt", True),

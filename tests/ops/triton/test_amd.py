@@ -141,3 +141,4 @@ def test_runs_record_amds_chip_and_rocm(on_chip: OnChip, monkeypatch: pytest.Mon
     cuda = run_environment._cuda()
     assert cuda is not None
     assert (cuda["version"], cuda["rocm"], cuda["nccl"]) == (None, "7.0", "2.22.3")
+    assert (cuda["devices"], cuda["memory_gb"]) == (["AMD Instinct MI300X"], [192.0])
