@@ -504,7 +504,8 @@ def _parts(x: AttentionInputs, splits: int) -> tuple[Tensor, Tensor]:
 
 def band_forward(x: AttentionInputs) -> tuple[Tensor, ...]:
     """(o, lse)."""
-    return tuple(launch_forward(*((x, None) if x.branch == "window" else (None, x))))
+    win, cmp = (x, None) if x.branch == "window" else (None, x)
+    return tuple(launch_forward(win, cmp))
 
 
 def band_backward(

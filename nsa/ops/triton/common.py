@@ -407,7 +407,7 @@ def sum_parts_kernel(
 
 
 def sum_parts(parts: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The sums of float32 parts [rows, WIDTH], of which one or three tensors like these consist."""
+    """Sum the rows of float32 parts [rows, WIDTH]; split the sum into one or three like tensors."""
     sums = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
     sizes = [x.numel() for x in like]
     first, second, third = (*sums, None, None)[:3]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Config(NamedTuple):
-    """Rows are queries times heads of a group; keys are those of one step of a kernel's loop."""
+    """A tile: rows are queries times heads of a group, keys the keys of one step of a loop."""
 
     rows: int
     keys: int
@@ -144,9 +144,9 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
 
 _HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
-# Candidates that come before these, by operation or kind of kernel, and head size. Those of sm_90
-# are measured (docs/benchmarks/gpu.md), those of sm_80 counted (traffic.md). `small` is for
-# chips of which neither was done, with 64 to 100 KB of shared memory for a block.
+# A chip's own candidates, which precede the general ones, by operation or kind of kernel, and head
+# size: for sm_90 measured (docs/benchmarks/gpu.md), for sm_80 counted (traffic.md). `small` is for
+# other chips, with 64 to 100 KB of shared memory for a block.
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
         ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],

@@ -32,11 +32,9 @@ from nsa.ops.triton.configs import choose_config
 from nsa.ops.triton.launch import launch, next_power_of_2, padded_size
 
 NONE = tl.constexpr(1 << 30)  # an index that no block has
-# Scores below those of all candidates, whose least is LEAST: of an empty place in the top-n, and of
-# a block that is no candidate or already taken.
-LEAST = tl.constexpr(-1e30)
-EMPTY = tl.constexpr(-2e30)
-TAKEN = tl.constexpr(-3e30)
+LEAST = tl.constexpr(-1e30)  # the lowest score of a candidate
+EMPTY = tl.constexpr(-2e30)  # the score of an empty place in the top-n
+TAKEN = tl.constexpr(-3e30)  # the score of a block that is no candidate, or is already taken
 
 
 @triton.jit

@@ -3,7 +3,7 @@
     mass_kernel         logarithm of each block's softmax mass, from selected or compressed keys
     divergence_kernel   both softmaxes over blocks, the loss, and dp = ∂loss/∂p by block
     keys_kernel         the gradient of compressed keys: a program sums over all queries of its keys
-    queries_kernel      that of the queries that rank, if they are not the attention's
+    queries_kernel      the gradient of an index's queries, if there is an index
 
 Rows are the sampled queries times the heads of a group, of q or of q_cmp. The positions of a
 compressed block are divided among the selection blocks, so the sum of a row's masses is l times its
