@@ -332,7 +332,10 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
     ("name", "content"),
     [
         ("t.csv", b'id,text\n1,"two\nlines, one ""field"""\n2,\n3,caf\xc3\xa9\n'),
-        ("t.tsv", b'id\ttext\r\n1\t"two\nlines, one ""field"""\r\n2\t\r\n3\tcaf\xc3\xa9\r\n'),
+        (  # with a byte order mark, as Excel writes it
+            "t.tsv",
+            b'\xef\xbb\xbftext\tid\r\n"two\nlines, one ""field"""\t1\r\n\t2\r\ncaf\xc3\xa9\t3\r\n',
+        ),
         (
             "t.json",
             b' [{"id": 1, "text": "two\\nlines, one \\"field\\""}, {"text": null},'

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.loop import executed_flops
+from nsa.engine.trainer import _check_node
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
 from tests.engine.small import small_request
@@ -29,6 +31,13 @@ def test_weights_that_no_machine_holds_are_refused(monkeypatch: pytest.MonkeyPat
     gigabytes = float(str(refused.value).split("take ")[1].split()[0].replace(",", ""))
     one_rank = 4 * 512 * 16_384 * (3 * 65_536 + 6 * 8 + 4 * 2 * 8) / 1e9  # MLP, q, o, k and v
     assert gigabytes == pytest.approx(4 * one_rank, rel=0.01)
+
+
+def test_the_disk_must_hold_the_checkpoints_until_the_run_stops(tmp_path: Path) -> None:
+    flags = "--steps=20", "--until=10", "--set=checkpoint.every=2"
+    request = small_request(*flags, f"--run-dir={tmp_path}")
+    (disk,) = (check for check in _check_node(request, steps_done=4) if check.name == "disk")
+    assert "3 checkpoints of " in disk.detail
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,7 @@ def test_a_run_that_does_not_fit_exits_with_1() -> None:
         ("--gpus 3 --nodes 2", "--gpus 3: not a multiple of --nodes 2"),
         ("--link pcie9", "--link pcie9: write pcie3"),
         ("--link -1", "--link -1: write pcie3"),
+        ("--link inf", "--link inf: write pcie3"),
         ("--device v100", "--device v100: write a100"),
         ("--mfu 40", "--mfu 40.0: a fraction of the peak"),
         ("--memory nan", "--memory nan: must be above 0"),
