@@ -59,7 +59,7 @@ def test_missing_peer_access_is_reported_by_pair() -> None:
 
 def test_nccls_variables_disable_peer_access() -> None:
     assert p2p_disabled({"NCCL_P2P_DISABLE": "1"})
-    assert p2p_disabled({"NCCL_P2P_LEVEL": "LOC"})
+    assert p2p_disabled({"NCCL_P2P_LEVEL": "loc"})
     assert p2p_disabled({"NCCL_P2P_LEVEL": "0"})
     assert not p2p_disabled({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "SYS"})
 

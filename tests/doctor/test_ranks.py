@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from nsa.doctor.node import FAIL, OK, WARN, Check
-from nsa.doctor.ranks import Facts, all_reduce_check, code_fingerprint, compare
+from nsa.doctor.ranks import Facts, all_reduce_check, code_fingerprint, compare, rank_checks
 from tests.ranks import launch
 
 Results = dict[str, dict[str, Check]]
@@ -18,6 +21,7 @@ VALUES = {
     "versions": {"torch": "2.13.0"},
     "devices": {"": "NVIDIA A100"},
 }
+WARNING = Check("disk", WARN, "nearly full", "free some")
 FACTS, OTHER, THIRD = (VALUES | {"place": {"host": "node1", "gpu": f"gpu-{x}"}} for x in "abc")
 
 
@@ -37,7 +41,7 @@ def test_healthy_ranks_pass_with_one_nodes_warning_and_the_speed_of_the_link(
 ) -> None:
     healthy = results["healthy"]
     assert {name for name, check in healthy.items() if check.status != OK} == {"disk"}
-    assert healthy["disk"] == Check("disk", WARN, "nearly full", "free some")
+    assert healthy["disk"] == WARNING
     words = healthy["all-reduce"].detail.split()
     assert words[:5] == ["4", "MB", "over", "2", "ranks"]
     assert float(words[-2]) > 0
@@ -73,6 +77,15 @@ def test_an_error_on_one_rank_is_reported_by_both(results: Results) -> None:
     assert check.status == FAIL
     assert "rank 1: RuntimeError: NCCL error: unhandled system error" in check.detail
     assert "last error" not in check.detail
+
+
+def test_a_check_of_one_of_several_hosts_names_its_host() -> None:
+    def gather(value: Any, kind: Any) -> list[Any]:
+        other = value | {"place": {"host": "node2", "gpu": ""}} if kind is Facts else value
+        return [value, other]
+
+    one, other, *_ = rank_checks(device=torch.device("cpu"), gather=gather, node=[WARNING])
+    assert one.name == other.name == f"disk ({platform.node()})"
 
 
 def check_of(name: str, *ranks: Facts) -> Check:

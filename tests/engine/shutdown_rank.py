@@ -18,7 +18,8 @@ def main(time_limit: str, peer: str, waits_in: str) -> None:
         shutdown.PEER_LOSS_GRACE_SECONDS = 60
     monitor = ShutdownMonitor(float(time_limit) or None)
     host = os.uname().nodename
-    monitor.start([(host, os.getpid()), *([(host, int(peer))] if int(peer) else [])])
+    peers = [(host if int(peer) > 0 else "another host", abs(int(peer)))] if int(peer) else []
+    monitor.start([(host, os.getpid()), *peers])
     if waits_in != "data":
         print("ready", flush=True)
     if waits_in == "the end":

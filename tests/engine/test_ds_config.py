@@ -18,6 +18,7 @@ from nsa.engine.ds_config import (
     leave_to_recipe,
     load_ds_config,
     resolve_ds_config,
+    zero_mode,
 )
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
@@ -145,6 +146,8 @@ def test_only_the_stage_is_required() -> None:
         resolved["timers"]["throughput"]["enabled"] is False
     )  # DeepSpeed's default synchronizes twice per micro-batch
     assert resolved["optimizer"]["params"]["torch_adam"] is True
+    stage_3 = resolve({"zero_optimization": {"stage": 3}})
+    assert (zero_mode(resolved).overlap, zero_mode(stage_3).overlap) == (False, True)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -71,6 +71,13 @@ def test_a_rank_that_ends_soon_after_a_peer_ends_as_usual() -> None:
         assert output(rank) == ""
 
 
+def test_a_process_of_another_host_is_not_watched() -> None:
+    namesake = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    with ready_rank(time_limit=4, peer=-namesake.pid) as rank:
+        namesake.communicate()
+        assert output(rank) == "--time-limit\n"
+
+
 @pytest.mark.parametrize(
     ("parent", "time_limit", "reason"),
     [("deepspeed.launcher.launch", 0, "launcher exited"), ("shell", 4, "--time-limit")],

@@ -216,6 +216,7 @@ def test_the_exit_code_is_the_ranks_and_only_a_crash_is_restarted(runs: Runs) ->
 
 def test_peers_of_a_dead_rank_are_killed_though_they_ignore_sigterm(runs: Runs) -> None:
     assert runs["rank killed"].exit_code() == 137
+    assert len(runs["rank killed"].calls()) == 1, "nothing is restarted without --restart"
     assert (
         "rank 1, forward after step 3: exited without a last heartbeat"
         in runs["rank killed"].stderr
