@@ -62,11 +62,11 @@ def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -
 def test_a_disk_that_hung_gives_each_rank_its_limits_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.watchdog.hang_detector.LIMIT_SECONDS", 0.1)
     write_limits(tmp_path)
     slow, detector, silent = HangDetector(tmp_path), HangDetector(tmp_path), beat(ago=100)
     saving = beat(phase="save", since=5_000.0)
     with monkeypatch.context() as patch:
+        patch.setattr("nsa.watchdog.hang_detector.LIMIT_SECONDS", 0.1)
         patch.setattr(os, "fsync", lambda descriptor: time.sleep(0.2))
         for ranks in ([silent], [silent, saving]):
             assert check(slow, *ranks) is None
