@@ -172,7 +172,7 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
         beat = beating(disk, seconds=100)
         assert beat.flush(PATIENCE)
         with frozen(disk):
-            closing = threading.Thread(target=beat.close, args=("finished", 0.05), daemon=True)
+            closing = threading.Thread(target=beat.close, args=("finished",), daemon=True)
             closing.start()
             closing.join(PATIENCE / 2)
             gave_up = not closing.is_alive()
