@@ -24,7 +24,7 @@ from tests.ranks import ROOT, spawn_ranks
 
 BIN = Path(sys.executable).parent
 LIMIT = 300.0  # seconds until a run counts as hung
-# A tiny model on the code path of the demo.
+# A tiny model on the code path of the demo, in the precision of production.
 TINY = [
     f"--set={setting}"
     for setting in (
@@ -39,6 +39,7 @@ TINY = [
         "train.eval_samples=8",
         "train.warmup_steps=2",
         "checkpoint.every=3",
+        "train.precision=bf16",
     )
 ]
 Finished = subprocess.CompletedProcess[str]
