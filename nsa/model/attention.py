@@ -81,7 +81,7 @@ class Attention(nn.Module):
         # fork_rng: with or without an index, a seed gives the same other weights.
         with torch.random.fork_rng(devices=()):
             self.index = Index(config) if attention.has_index else None
-        gates = 0 if dense or attention.has_index else len(self.branches)
+        gates = 0 if attention.has_one_set else len(self.branches)
         if gates:
             self.gates = nn.Linear(config.width, self.heads * gates, bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)

@@ -313,19 +313,21 @@ def select_auto(
     if any_rows:
         rows = [count for count in range(1, sequences + 1) if sequences % count == 0]
 
-    def bytes_of(count: int, mode: str) -> float:
+    def shape_of(count: int, mode: str) -> BatchShape:
         steps = sequences // count
-        shape = replace(batch, micro_batch=count, accumulation=steps, checkpointing=mode)
-        return required(memory(model, zero, shape, ranks))
+        return replace(batch, micro_batch=count, accumulation=steps, checkpointing=mode)
+
+    def bytes_of(count: int, mode: str) -> float:
+        return required(memory(model, zero, shape_of(count, mode), ranks))
 
     mode = next((mode for mode in modes if bytes_of(rows[0], mode) <= available), modes[-1])
     count = next((x for x in reversed(rows) if bytes_of(x, mode) <= available), rows[0])
-    needed, steps = bytes_of(count, mode), sequences // count
+    shape, needed = shape_of(count, mode), bytes_of(count, mode)
     enough = needed <= available
     reason = f"needs about {needed / 1e9:.1f} of {available / 1e9:.1f} GB"
     lines = []
     if any_rows:
-        each = f"{count} sequence{'s' * (count > 1)}, accumulation {steps}"
+        each = f"{count} sequence{'s' * (count > 1)}, accumulation {shape.accumulation}"
         lines = [f"micro-batch: {each} ({reason}{'' if enough else ', so it does not fit'})"]
     if any_mode:
         others = ", ".join(
@@ -336,5 +338,4 @@ def select_auto(
         reason += f"; {others}; CUDA, NCCL and fragmentation included"
         reason += "" if enough else "; does not fit: lower train.micro_batch"
         lines.append(f"activation checkpointing: {mode} ({reason})")
-    shape = replace(batch, micro_batch=count, accumulation=steps, checkpointing=mode)
     return shape, lines
