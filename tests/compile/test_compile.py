@@ -54,14 +54,14 @@ def test_the_command_compiles_what_its_flags_name(
 ) -> None:
     """Also if Triton's interpreter is enabled, which compiles nothing. Its cache is warm."""
     out = tmp_path / "aot.json"
-    command = "-m tests.bench aot --jobs 1 --arch sm_80 --operation select_blocks"
+    command = "-m tests.bench aot --jobs 1 --arch sm_80 --operation swiglu"
     process = run(*command.split(), "--out", out, cache=cache, TRITON_INTERPRET="1")
     assert process.returncode == 0, process.stderr
     result = json.loads(out.read_text())
     assert result["failures"] == []
     assert result["triton"]
-    assert len(result["rows"]) == 8  # two shapes, packed or not, with or without an lse
-    assert {row["operation"] for row in result["rows"]} == {"select_blocks"}
+    assert len(result["rows"]) == 4  # two shapes, forward and backward
+    assert {row["operation"] for row in result["rows"]} == {"swiglu"}
     assert {row["dtype"] for row in result["rows"]} == {"bf16"}
 
 
