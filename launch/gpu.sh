@@ -54,7 +54,7 @@ stages() {
     stage B recipe-zero1 70 run_recipe zero1 30 60 20
     bench B ncu 40 train "${step[@]}" --kinds nsa --layers 2 --seconds 0
     stage B real $run_seconds "$python" -m tests.bench real --folder "$results/real" \
-        --out "$results/real.json" --documents 4 --selector-steps 20 --selector-rates 1e-3 \
+        --out "$results/real.json" --documents 4 --selector-steps 20 --selector-rates 3e-3 \
         --steps 40 --rates 6e-5 --needles 8k --depths 3 "${llama[@]}" \
         ${rehearse:+--model "$results/llama"}
     stage - aot 80 "${aot[@]}" --benchmarks --arch "$arch" --out "$results/aot.json" "${small[@]}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +17,22 @@ from nsa.data.dataset import open_dataset
 from nsa.data.hub import Hub
 from nsa.data.source import DataError
 from tests.data.hub_server import REPO, serving
-from tests.ranks import ROOT, free_port
+from tests.ranks import ROOT, free_port, spawn_ranks
 
 FIXES = ("nsa data prepare", "--set data.source=embedded", "HF_HUB_OFFLINE=1")
 ENDINGS = {"json": "jsonl", "parquet": "parquet", "large": "parquet"}
 
-# Reads sources and prints the results; `datasets` reads the environment when it is imported, so
-# each environment needs a process.
-READ = """
-import json, os, sys
-from nsa.data.config import DataConfig
-from nsa.data.hub import hub_url, Hub, probe
-for job in json.loads(sys.argv[1]):
-    texts, state = [], None
-    try:
-        if "what" in job:
-            probe(job["what"], hub_url() + "/")
-        else:
-            documents = Hub(DataConfig(**job["config"]), job["name"]).read(job.get("state"))
-            while len(texts) < job.get("count", 1e9) and (pair := next(documents, None)):
-                texts.append(pair[0].text.decode())
-                state = pair[1]
-        error = None
-    except ValueError as refused:
-        error = str(refused)
-    print(json.dumps({"texts": texts, "state": state, "error": error}))
-sys.stdout.flush()
-os._exit(0)  # as a run ends: pyarrow's threads may outlive the interpreter
-"""
+JOBS = Path(__file__).with_name("hub_jobs.py")
 
 
-def results_of(
-    home: Path, *jobs: dict[str, Any], code: str = READ, **variables: str
-) -> list[dict[str, Any]]:
-    """Do jobs in a process with an environment of its own; return the result of each."""
-    environment = {**os.environ, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, "-c", code, json.dumps(jobs)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def results_of(kind: str, home: Path, *jobs: dict[str, Any], **variables: str) -> list[Any]:
+    """Do jobs of a kind in a process with an environment of its own; return their results."""
+    environment = {"HF_HOME": str(home), **variables}
+    ranks = spawn_ranks(JOBS, kind, json.dumps(jobs), ranks=0, environment=environment)
+    codes = ranks.codes(120)
+    ranks.end()
+    assert codes == [0], ranks.text("err")
+    return [json.loads(line) for line in ranks.text("out").splitlines()]
 
 
 def write(folder: Path, kind: str, *sizes: int) -> list[str]:
@@ -77,27 +52,6 @@ def write(folder: Path, kind: str, *sizes: int) -> list[str]:
     return texts
 
 
-RESUME = """
-import json, sys
-from nsa.data.config import DataConfig
-from nsa.data.hub import Hub
-from tests.data.texts import check_resumption, contents_of
-(job,) = json.loads(sys.argv[1])
-config = DataConfig(pattern=job["pattern"])
-source = Hub(config, job["name"])
-if job["row"] is None:
-    texts = check_resumption(source, 9)
-    pairs = list(source.read())
-    for number in range(62, 68):  # around the end of a block
-        rest = contents_of(Hub(config, job["name"]), pairs[number][1])
-        assert rest == [document.text for document, _ in pairs[number + 1 :]]
-else:
-    _, cursor = list(source.read())[job["row"]]
-    texts = contents_of(source, cursor)
-print(json.dumps({"texts": [text.decode() for text in texts]}))
-"""
-
-
 @pytest.mark.parametrize(
     ("kind", "sizes", "row"),
     [("json", (23, 0, 75, 5), None), ("parquet", (3_000,), 2_344)],
@@ -109,7 +63,7 @@ def test_a_pass_resumes_exactly(
     written = write(tmp_path / "files", kind, *sizes)
     job = {"name": f"hf:{REPO}", "pattern": f"*.{ENDINGS[kind]}", "row": row}
     with serving(tmp_path / "files") as server:
-        (result,) = results_of(tmp_path / "home", job, code=RESUME, HF_ENDPOINT=server.address)
+        (result,) = results_of("resume", tmp_path / "home", job, HF_ENDPOINT=server.address)
     assert result["texts"] == (written if row is None else written[row + 1 :])
 
 
@@ -148,7 +102,7 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(tmp_path: Path) -> Non
     jobs.append({"name": name, "config": {}, "count": 40})
     jobs += [{"name": "fineweb_edu", "config": config} for config in ({}, {"subset": "mine"})]
     with serving(root) as server:
-        results = results_of(tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
+        results = results_of("read", tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
         assert results[0]["texts"] == large
         assert results[1]["texts"] == small
         errors = [result["error"] or "" for result in results]
@@ -169,7 +123,7 @@ def test_a_hub_dataset_has_subsets_and_keeps_its_revision(tmp_path: Path) -> Non
         (tmp_path / "second/README.md").write_text((root / "README.md").read_text())
         server.versions["c" * 40] = tmp_path / "second"
         jobs = [{"name": name, "config": {}, "state": results[9]["state"]}, jobs[0]]
-        later = results_of(tmp_path / "later", *jobs, HF_ENDPOINT=server.address)
+        later = results_of("read", tmp_path / "later", *jobs, HF_ENDPOINT=server.address)
     assert later[0]["texts"] == large[40:]
     assert later[1]["texts"] == ["document 0 é"]
 
@@ -186,7 +140,7 @@ def test_broken_empty_and_slow_files_of_a_hub(tmp_path: Path) -> None:
     patterns = ("good/*", "some.jsonl.zst", "bad/*", "empty.jsonl")
     jobs = [{"name": f"hf:{REPO}", "config": {"pattern": pattern}} for pattern in patterns]
     with serving(root, "slow") as server:
-        results = results_of(tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
+        results = results_of("read", tmp_path / "home", *jobs, HF_ENDPOINT=server.address)
     good, some, bad, empty = results
     assert good["texts"] == written
     assert some["texts"] == ["a", "b"]
@@ -196,26 +150,6 @@ def test_broken_empty_and_slow_files_of_a_hub(tmp_path: Path) -> None:
     assert "nothing in its first files" in empty["error"]
 
 
-CACHED = """
-import json, sys
-from contextlib import closing
-from pathlib import Path
-from nsa.data.cache import TokenCache
-from nsa.data.config import DataConfig
-from nsa.data.dataset import open_dataset
-(job,) = json.loads(sys.argv[1])
-config = DataConfig(source=job["name"], seq_len=16, held_out=0.2, timeout=job["timeout"])
-try:
-    with closing(TokenCache(open_dataset(config), Path(job["folder"]))) as cache:
-        cache.start({"train": job["samples"]})
-        samples = cache.open_samples("train", 1)
-        rows = samples.batch(range(job["samples"])).input_ids.tolist()
-    print(json.dumps({"rows": rows, "fingerprint": samples.fingerprint}))
-except ValueError as error:
-    print(json.dumps({"error": str(error)}))
-"""
-
-
 def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_complete(
     tmp_path: Path,
 ) -> None:
@@ -223,42 +157,38 @@ def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_compl
     write(tmp_path / "first", "parquet", *[2_000] * 6)
     write(tmp_path / "second", "parquet", 1)
 
-    def run(samples: int, folder: str, hub: str) -> dict[str, Any]:
-        job = {"folder": str(tmp_path / folder), "samples": samples, "timeout": 120}
-        job |= {"name": f"hf:{REPO}"}
-        return results_of(tmp_path / "home", job, code=CACHED, HF_ENDPOINT=hub)[0]
+    def job(samples: int, folder: str) -> dict[str, Any]:
+        settings = {"folder": str(tmp_path / folder), "samples": samples, "timeout": 120}
+        return settings | {"name": f"hf:{REPO}"}
+
+    def run(hub: str, *jobs: dict[str, Any]) -> list[Any]:
+        return results_of("tokenise", tmp_path / "home", *jobs, HF_ENDPOINT=hub)
 
     with serving(tmp_path / "first") as server:
-        complete = run(15_000, "complete", server.address)
-        part = run(100, "parts", server.address)
+        complete, part = run(server.address, job(15_000, "complete"), job(100, "parts"))
         (index,) = (tmp_path / "parts").glob("*/index.json")
         assert not json.loads(index.read_text())["finished"]
         server.versions["c" * 40] = tmp_path / "second"
-        rest = run(15_000, "parts", server.address)
+        (rest,) = run(server.address, job(15_000, "parts"))
     assert part["rows"] == complete["rows"][:100]
     assert rest["rows"] == complete["rows"]
     assert {each["fingerprint"] for each in (complete, part, rest)} == {complete["fingerprint"]}
-    assert run(15_000, "parts", f"http://127.0.0.1:{free_port()}") == rest
+    assert run(f"http://127.0.0.1:{free_port()}", job(15_000, "parts")) == [rest]
 
 
-LOAD = {
-    "full": f"import datasets; datasets.load_dataset({REPO!r})",
-    "streamed": f"import datasets; list(datasets.load_dataset({REPO!r}, streaming=True)['train'])",
-}
-
-
-@pytest.mark.parametrize("kind", ["full", pytest.param("streamed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_fully_loaded_dataset_is_read_offline_and_a_streamed_one_is_refused(
-    tmp_path: Path, kind: str
+    tmp_path: Path, streaming: bool
 ) -> None:
     written = write(tmp_path / "root", "parquet", 30, 30)
-    home, job = tmp_path / "home", {"name": f"hf:{REPO}", "config": {}}
+    home, load = tmp_path / "home", {"name": REPO, "streaming": streaming}
     with serving(tmp_path / "root") as server:
-        results_of(home, code=LOAD[kind], HF_ENDPOINT=server.address)
-        hub = {"HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "1"}
-    (result,) = results_of(home, job, **hub)
-    assert result["texts"] == (written if kind == "full" else [])
-    for fix in FIXES if kind == "streamed" else ():
+        hub = {"HF_ENDPOINT": server.address}
+        assert results_of("load", home, load, **hub) == [{"rows": 60}]
+    job = {"name": f"hf:{REPO}", "config": {}}
+    (result,) = results_of("read", home, job, **hub, HF_HUB_OFFLINE="1")
+    assert result["texts"] == ([] if streaming else written)
+    for fix in FIXES if streaming else ():
         assert fix in result["error"]
 
 
@@ -267,7 +197,7 @@ def test_a_closed_port_is_reported_at_once_with_fixes(tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [{"what": "tokenizer"}]
     jobs += [{"name": name, "config": {}} for name in datasets]
     hub = f"http://127.0.0.1:{free_port()}"
-    results = results_of(tmp_path, *jobs, HF_ENDPOINT=hub)
+    results = results_of("read", tmp_path, *jobs, HF_ENDPOINT=hub)
     for name, result in zip(("tokenizer", *datasets), results, strict=True):
         for part in (f"{name}: {hub}", "cannot be reached", "Connection refused", *FIXES):
             assert part in result["error"]
@@ -295,5 +225,5 @@ def test_a_hub_that_falls_silent_ends_a_run_after_data_timeout(tmp_path: Path) -
     job = {"name": f"hf:{REPO}", "folder": str(tmp_path), "samples": 10**6, "timeout": 20}
     with serving(tmp_path / "root", "silent") as server:
         server.ok_before = 5
-        (result,) = results_of(tmp_path / "home", job, code=CACHED, HF_ENDPOINT=server.address)
+        (result,) = results_of("tokenise", tmp_path / "home", job, HF_ENDPOINT=server.address)
     assert f"data.source = '{job['name']}': no document for 20 seconds" in result["error"]
