@@ -63,13 +63,15 @@ def test_a_pattern_is_frozen_and_hashable() -> None:
     block_len=st.integers(1, 40),
     stride=st.integers(1, 40),
     select_len=st.integers(1, 70),
+    window=st.integers(1, 40),
     length=st.integers(0, 300),
 )
 @settings(max_examples=200, deadline=None)
 def test_counts_of_blocks_equal_the_length_of_their_list(
-    block_len: int, stride: int, select_len: int, length: int
+    block_len: int, stride: int, select_len: int, window: int, length: int
 ) -> None:
-    spec = NSASpec(block_len, min(stride, block_len), select_len)
+    spec = NSASpec(block_len, min(stride, block_len), select_len, window=window)
+    assert NSASpec.from_ints(spec.to_ints()) == spec
     starts = range(0, length, spec.block_stride)
     complete = [start for start in starts if start + block_len <= length]
     assert spec.compressed_len(length) == len(complete)
@@ -77,6 +79,7 @@ def test_counts_of_blocks_equal_the_length_of_their_list(
     for t in range(0, length, 7):
         ended = [start for start in complete if start + block_len - 1 <= t]
         assert spec.visible_compressed(t) == len(ended)
+        assert spec.visible_window(t) == len([s for s in range(t + 1) if t - s < window])
 
 
 def test_max_overlaps_is_exact_where_the_stride_divides_select_len_else_an_upper_bound() -> None:

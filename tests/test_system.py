@@ -14,6 +14,7 @@ import pytest
 
 from nsa.system import (
     LOOPBACK,
+    available_memory,
     existing_or_resource,
     in_background,
     interface_towards,
@@ -22,7 +23,7 @@ from nsa.system import (
     package_version,
     with_timeout,
 )
-from nsa.text import align, first_line, markdown_table
+from nsa.text import align, as_one_line, first_line, markdown_table, type_and_message
 from nsa.untrusted import text_or_empty
 from tests.ranks import ROOT
 
@@ -92,9 +93,24 @@ def test_no_cell_of_a_markdown_table_ends_it_or_holds_html_or_a_link() -> None:
     assert lines[2:] == ["| x / y z | &lt;b>\\[1\\](http:&#47;/d) |"]
 
 
-def test_the_first_line_of_an_error_or_its_type() -> None:
+def test_an_error_is_one_line() -> None:
     assert first_line(ValueError("\n one\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
+    assert type_and_message(ValueError("\n one\ntwo")) == "ValueError: one two"
+    assert type_and_message(AssertionError()) == "AssertionError"
+    fix = "check the disk, or use another file"
+    assert str(as_one_line(OSError(5, "I/O error", "a\n"))) == rf"a\n: I/O error; {fix}"
+    assert str(as_one_line(OSError("closed"))) == f"closed; {fix}"
+
+
+@pytest.mark.parametrize(("limit", "limited"), [("1000000\n", True), ("max\n", False), ("", False)])
+def test_a_containers_memory_is_that_of_its_limit(
+    limit: str, limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.untrusted.text_or_empty", lambda path: limit)
+    assert (available_memory() == 10**6) == limited
+    monkeypatch.setattr("nsa.untrusted.text_or_empty", lambda path: f"{2**60}\n")
+    assert 10**6 < available_memory() <= psutil.virtual_memory().total
 
 
 def test_a_flag_names_the_installed_file_unless_there_is_one_of_that_name(

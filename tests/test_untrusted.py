@@ -42,6 +42,8 @@ def test_a_file_that_would_fill_the_memory_is_refused_unread(tmp_path: Path) -> 
     os.truncate(tmp_path / "sparse", MAX_TEXT_BYTES + 1)
     with pytest.raises(ValueError, match=r"sparse: has more than 268,435,456 bytes"):
         read_text(tmp_path / "sparse")
+    (tmp_path / "file").write_text("text")
+    assert read_text(tmp_path / "file", limit=4) == "text"
 
 
 def test_json_of_the_greatest_depth_is_read() -> None:

@@ -38,6 +38,7 @@ def find_weights(path: Path) -> Path:
     Warn of damaged checkpoints that are skipped.
     """
     problem: str | None
+    path = path.expanduser()  # no shell expands a ~ inside of --set
     if not path.is_dir():
         problem = "there is no such folder"
     elif has_safetensors(path):

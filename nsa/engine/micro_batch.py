@@ -78,7 +78,7 @@ def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
     if mode.stage == 3:
         sizes = model_of(config).sizes
         threshold = zero.get("stage3_param_persistence_threshold", 1e5)
-        persistent = [size for size in sizes if size < threshold]  # not sharded
+        persistent = [size for size in sizes if size <= threshold]  # not sharded
         reused = zero.get("stage3_max_live_parameters", 1e9) >= sum(sizes)
         reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * sum(sizes)
         stage_3 = {

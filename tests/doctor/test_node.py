@@ -14,6 +14,7 @@ from nsa.doctor.node import (
     MIB,
     OK,
     WARN,
+    Gpus,
     compiler_check,
     disk_check,
     kept_checkpoints,
@@ -79,6 +80,47 @@ def test_all_kept_checkpoints_must_fit(
     check = disk_check(tmp_path / "run", checkpoint_bytes=2 * GB, checkpoints=10)
     assert check.status == status
     assert "10 checkpoints of 2.00 GB and logs take 22.0 GB" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "expected"),
+    [
+        (Gpus(), None, ("fail", "torch sees 0 of 2: it is a CPU build")),
+        (Gpus([4]), None, ("ok", "torch sees 1")),
+        (Gpus([4]), 2, ("fail", "torch sees 1, fewer than the 2 ranks")),
+    ],
+)
+def test_a_rank_per_gpu_is_expected_unless_their_number_is_given(
+    gpus: Gpus,
+    ranks: int | None,
+    expected: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = "GPU 0: A100 (UUID: a)\n  MIG 1g.10gb\nGPU 1: A100 (UUID: b)\n"
+    monkeypatch.setattr(node, "output_of", lambda *command: listed)
+    monkeypatch.setattr(node, "torch_gpus", lambda: gpus)
+    checks = node.node_checks(tmp_path, parameters=1, checkpoints=1, ranks=ranks)
+    of_gpus = {check.name: (check.status, check.detail) for check in checks}
+    assert of_gpus["gpus"] == expected
+    assert "peer access" not in of_gpus
+
+
+@pytest.mark.parametrize(
+    ("access", "variable", "status"), [(True, "0", WARN), (True, "1", FAIL), (False, "0", FAIL)]
+)
+def test_two_gpus_need_shared_memory_or_peer_access_that_nccl_may_use(
+    access: bool, variable: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "free")(64 * MIB)
+    monkeypatch.setattr(node.shutil, "disk_usage", lambda folder: usage)
+    peers = {(0, 1): True, (1, 0): access}
+    monkeypatch.setattr(node, "torch_gpus", lambda: Gpus([4, 4], peers))
+    monkeypatch.setenv("NCCL_P2P_DISABLE", variable)
+    checks = node.node_checks(tmp_path, parameters=1, checkpoints=1)
+    statuses = {check.name: check.status for check in checks}
+    assert statuses["/dev/shm"] == status
+    assert statuses["peer access"] == (OK if access else WARN)
 
 
 @pytest.mark.parametrize(

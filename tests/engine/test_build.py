@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from nsa.engine.build import parameter_groups
+from nsa.engine.build import build_model, parameter_groups
 from nsa.model import LanguageModel
+from tests.engine.small import small
 from tests.model.models import tiny
 
 CPU = torch.device("cpu")
+
+
+def test_the_seed_determines_the_first_weights() -> None:
+    config = small()
+    weight = build_model(config, CPU).embed.weight
+    assert torch.equal(build_model(config, CPU).embed.weight, weight)
+    config.train.seed += 1
+    assert not torch.equal(build_model(config, CPU).embed.weight, weight)
+    assert build_model(config, torch.device("meta")).embed.weight.is_meta
 
 
 def test_matrices_decay_and_norms_and_position_embeddings_do_not() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from nsa.engine.config import RunConfig, TrainConfig
-from nsa.engine.loop import executed_flops
+from nsa.engine.config import RunConfig, TrainConfig, resolve_config
+from nsa.engine.loop import executed_flops, set_phase
 from nsa.engine.trainer import _check_node
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
@@ -56,7 +57,7 @@ def test_auto_begins_dense_for_half_the_steps_where_that_trains_the_selector(
     train: TrainConfig, attention: AttentionConfig, dense_steps: int
 ) -> None:
     config = RunConfig(ModelConfig(attention=attention), train=replace(train, dense_steps="auto"))
-    assert config.resolved().train.dense_steps == dense_steps
+    assert resolve_config(config).train.dense_steps == dense_steps
     given = RunConfig(ModelConfig(attention=attention), train=replace(train, dense_steps=7))
     assert given.resolved().train.dense_steps == 7
 
@@ -71,6 +72,24 @@ def test_the_flops_of_a_step_are_those_of_its_phase() -> None:
     assert [executed_flops(config, step) for step in (0, 3, 4, 9)] == [dense / 3] * 2 + [sparse] * 2
     config.train = TrainConfig(steps=10, dense_steps=4)
     assert [executed_flops(config, step) for step in (0, 3, 4, 9)] == [dense] * 2 + [sparse] * 2
+
+
+@pytest.mark.parametrize(
+    ("train", "phases"),
+    [  # of steps 1 and 2: whether only the selector learns, attention is dense; weight decays
+        (TrainConfig(selector_steps=2), [(True, True, [0.0, 0.0]), (False, False, [0.1, 0.0])]),
+        (TrainConfig(dense_steps=2), [(False, True, [0.1, 0.0]), (False, False, [0.1, 0.0])]),
+    ],
+)
+def test_weights_decay_in_the_steps_in_which_they_learn(
+    train: TrainConfig, phases: list[tuple[bool, bool, list[float]]]
+) -> None:
+    groups, dense = [{"decay": 0.1}, {"decay": 0.0}], list[bool]()
+    model = SimpleNamespace(set_dense=dense.append)
+    engine = SimpleNamespace(module=model, optimizer=SimpleNamespace(param_groups=groups))
+    for step, phase in enumerate(phases, 1):
+        selector_only = set_phase(engine, RunConfig(train=train), step)
+        assert (selector_only, dense[-1], [x["weight_decay"] for x in groups]) == phase
 
 
 @pytest.mark.parametrize(

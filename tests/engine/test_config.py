@@ -21,8 +21,9 @@ def test_set_overrides_the_file_and_the_file_overrides_the_recipe(tmp_path: Path
     recipe.train.steps, recipe.train.seed, recipe.train.clip = 10, 11, 0.5
     file = tmp_path / "more.yaml"
     file.write_text("train:\n  seed: 21\n  steps: 20\n")
-    config = resolve_config(recipe, file, ["train.steps=30"])
+    config = resolve_config(recipe, file, ["train.steps=29", "train.steps=30", "data.pattern=a=b"])
     assert (config.train.steps, config.train.seed, config.train.clip) == (30, 21, 0.5)
+    assert config.data.pattern == "a=b"
     assert recipe.train.steps == 10, "the recipe is not modified"
 
 
@@ -45,6 +46,11 @@ def test_a_mixture_is_one_value_with_free_keys_and_is_saved_as_one(tmp_path: Pat
     assert resolve_config(RunConfig(), file) == config
     overridden = resolve_config(config, None, ["data.source={embedded: 1}"])
     assert overridden.data.sources() == {"embedded": 1.0}, "a mixture is overridden as a whole"
+    llama = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config.model.rope_type = "llama3"
+    config.model.rope_extension = llama | {"original_max_position_embeddings": 16.0}
+    changes = ["model.rope_type=linear", "model.rope_extension={factor: 2}"]
+    assert resolve_config(config, None, changes).model.rope_extension == {"factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +144,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         (f"train.seed={2**62 + 1}", ["train.seed", f"is too large; make it at most {2**62}"]),
         ("train.learning_rate=fast", ["train.learning_rate", "'fast'", "a number"]),
         ("train.learning_rate=-1", ["train.learning_rate", "-1"]),
+        ("train.clip=true", ["train.clip = True: must be a number"]),
         ("train.value_rate=0", ["train.value_rate = 0", "above 0"]),
         ("train.precision=fp8", ["train.precision", "fp8", "bf16"]),
         ("train.accumulation=010", ["--set train.accumulation=010: ", "'010' is 8 in YAML 1.1"]),
@@ -172,6 +179,7 @@ def test_an_error_names_the_setting_its_value_and_the_fix(
         resolve_config(RunConfig(), None, [assignment])
     for word in words:
         assert word in str(caught.value)
+    assert len(str(caught.value)) < 800, "of the longest values, the beginning"
 
 
 LEAST = {
@@ -209,6 +217,7 @@ def test_a_setting_may_be_its_limit_and_is_never_nan_nor_a_number_of_another_kin
         with pytest.raises(ValueError, match=rf"model\.layers = {value!r}: must be a whole number"):
             config.validate()
     assert resolve_config(RunConfig(), None, ["data.timeout=604800"]).data.timeout == 604_800
+    assert resolve_config(RunConfig(), None, [f"train.seed={2**62}"]).train.seed == 2**62
     for name, least in (("clip", "0 or more"), ("value_rate", "above 0")):
         config = RunConfig()  # built in Python
         setattr(config.train, name, math.nan)

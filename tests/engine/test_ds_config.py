@@ -18,6 +18,7 @@ from nsa.engine.ds_config import (
     leave_to_recipe,
     load_ds_config,
     resolve_ds_config,
+    summary_line,
     zero_mode,
 )
 
@@ -68,7 +69,7 @@ def error_message(raw: dict[str, Any], **train: Any) -> str:
         ('{"b": {"c": {"stage": 1, "stage": 1}}}', ['"stage" is written twice']),
         ('{"gradient_clipping": NaN}', ["NaN", "finite"]),
         ('{"gradient_clipping": -Infinity}', ["-Infinity", "finite"]),
-        ('["stage"]', ["write an object"]),
+        (f'["{"ä" * 99}"]', [f'holds ["{"ä" * 55}…; write an object']),
         ("", ["line 1"]),
     ],
 )
@@ -247,18 +248,27 @@ def test_every_refused_key_is_tried_above() -> None:
         ("zero_optimization__stage3_max_live_parameters", 1),
         ("fp16__loss_scale", 128),
         ("steps_per_print", None),
+        ("optimizer__type", "Adam"),
     ],
 )
 def test_a_key_without_effect_is_no_error(key: str, value: Any) -> None:
     assert at(resolve(json_with("zero1_pcie", **{key: value})), key) == value
 
 
+@pytest.mark.parametrize(("device", "offloaded"), [("cpu", True), ("none", False)])
+def test_offload_takes_an_optimizer_that_reduces_in_buckets(device: str, offloaded: bool) -> None:
+    offload = {"zero_optimization__offload_optimizer": {"device": device}}
+    resolved = resolve(json_with("zero1_pcie", **offload))
+    assert ("reduce_bucket_size" in resolved["zero_optimization"]) == offloaded
+    assert (", offloaded, " in summary_line(resolved, 2)) == offloaded
+
+
 def test_betas_and_epsilon_of_the_json_win_over_the_defaults() -> None:
     params = resolve(json_with())["optimizer"]["params"]
     assert (params["betas"], params["eps"]) == ([0.9, 0.95], 1e-8)
-    given = {"optimizer__params__betas": [0.8, 0.99], "optimizer__params__eps": 1e-6}
+    given = {"optimizer__params__betas": [0.0, 0.99], "optimizer__params__eps": 1e-6}
     params = resolve(json_with(**given))["optimizer"]["params"]
-    assert (params["betas"], params["eps"]) == ([0.8, 0.99], 1e-6)
+    assert (params["betas"], params["eps"]) == ([0.0, 0.99], 1e-6)
     params = resolve(json_with(**dict.fromkeys(given, "auto")))["optimizer"]["params"]
     assert (params["betas"], params["eps"]) == ([0.9, 0.95], 1e-8)
     alone = resolve({"zero_optimization": {"stage": 1}})["optimizer"]["params"]

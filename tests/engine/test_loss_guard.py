@@ -39,8 +39,8 @@ def test_a_loss_that_is_not_finite_makes_every_gradient_nan(value: float) -> Non
 
 
 def test_a_plain_optimizer_skips_a_step_that_is_not_finite() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.AdamW([weight, unused], lr=0.1)
     skip_nonfinite_steps(optimizer)
     weight.grad = torch.tensor([1.0, math.nan])
     optimizer.step()
@@ -67,7 +67,8 @@ def test_more_bad_steps_than_the_budget_end_the_run() -> None:
         handle_skipped_step(guard, messages)
     cause = "step 7: a loss is not finite on rank 0"
     assert messages == [f"{cause}; step skipped ({n} of at most 20)" for n in range(1, 21)]
-    with pytest.raises(RunAborted, match="21 bad steps since launch, more than 20"):
+    last = "step 7: a gradient is not finite; 21 bad steps since launch, more than 20"
+    with pytest.raises(RunAborted, match=last):
         handle_skipped_step(guard, messages)
 
 

@@ -13,12 +13,14 @@ import yaml
 
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig, resolve_config
-from nsa.engine.micro_batch import batch_of, model_of, zero_of
+from nsa.engine.ds_config import resolve_ds_config
+from nsa.engine.micro_batch import batch_of, model_of, resolved_zero, zero_of
 from nsa.engine.recipe import Recipe
 from nsa.engine.run_request import RunRequest
 from nsa.planner.forecast import memory, required
+from nsa.planner.inputs import Zero
 from tests.engine.runs import load_profile
-from tests.engine.small import gpus
+from tests.engine.small import gpus, small
 
 GB = 1e9
 Production = Callable[..., RunRequest]  # the fixture `production`
@@ -124,6 +126,33 @@ def test_a_micro_batch_that_does_not_divide_a_step_is_refused(value: int) -> Non
     message = f"train.micro_batch = {value}: does not divide the recipe's 32 sequences"
     with pytest.raises(ValueError, match=message):
         resolve_config(recipe, None, [f"train.micro_batch={value}"])
+
+
+def test_stage_3_gathers_weights_that_cannot_stay_twice_and_shards_no_small_ones() -> None:
+    config = small()
+    sizes = model_of(config).sizes
+
+    def planned(**zero: int) -> Zero:
+        raw = {"zero_optimization": {"stage": 3} | {f"stage3_{key}": n for key, n in zero.items()}}
+        return resolved_zero(resolve_ds_config(raw, config, world_size=2), config)
+
+    default = planned()
+    assert (default.persistent, default.persistent_tensors) == (sum(sizes), len(sizes))
+    assert (default.gathers, default.prefetch) == (1, 5e7)  # DeepSpeed's default
+    largest = max(sizes)
+    assert planned(param_persistence_threshold=largest).persistent == sum(sizes)
+    some = planned(param_persistence_threshold=largest - 1)
+    assert some.persistent == sum(size for size in sizes if size < largest)
+    assert planned(max_live_parameters=sum(sizes)).gathers == 1
+    assert planned(max_live_parameters=sum(sizes) - 1).gathers == 2
+    assert planned(max_reuse_distance=3 * sum(sizes) - 1).gathers == 2
+
+
+def test_gradients_are_planned_in_the_dtype_in_which_they_are_reduced() -> None:
+    for more, reduce_bytes in (({}, 2), ({"communication_data_type": "fp32"}, 4)):
+        raw = {"zero_optimization": {"stage": 0}} | more
+        zero = resolved_zero(resolve_ds_config(raw, small(), world_size=2), small())
+        assert (zero.reduce_bytes, zero.accumulate_bytes, zero.bucket) == (reduce_bytes, 2, 0)
 
 
 def mode_and_note(one: RunRequest) -> tuple[str, str]:

@@ -80,14 +80,31 @@ def test_ranks_of_one_launcher_meet_at_a_file_and_leave_none(
 def test_a_port_in_use_is_refused_with_the_flag_that_sets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    problem = "EADDRINUSE, message: Address already in use"
+
     def refuse(*_: object, **__: object) -> None:
-        raise dist.DistNetworkError("EADDRINUSE, message: Address already in use")
+        raise dist.DistNetworkError(problem)
 
     monkeypatch.setattr(process_group.deepspeed, "init_distributed", refuse)
     monkeypatch.setenv("MASTER_ADDR", "node1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ValueError, match=r"--master_port 29500: already in use.* --master_port"):
         process_group._join(Ranks(rank=0, local_rank=0, world_size=2), "gloo")
+    problem = "no route to host"
+    with pytest.raises(dist.DistNetworkError, match=problem):
+        process_group._join(Ranks(rank=0, local_rank=0, world_size=2), "gloo")
+
+
+def test_a_launcher_numbers_the_ranks_and_a_process_without_one_is_the_only_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+    for name, number in zip(names, ("3", "1", "4"), strict=True):
+        monkeypatch.setenv(name, number)
+    assert Ranks.from_environment() == Ranks(rank=3, local_rank=1, world_size=4)
+    for name in names:
+        monkeypatch.delenv(name)
+    assert Ranks.from_environment() == Ranks(rank=0, local_rank=0, world_size=1)
 
 
 def test_a_rank_0_removes_its_file_as_it_ends(

@@ -17,8 +17,8 @@ from torch import Tensor
 from nsa.checkpoint.commit import commit, new_draft, write_part
 from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of, read_state_file
 from nsa.engine import recipe as recipes
-from nsa.engine.config import RunConfig, TrainConfig
-from nsa.engine.recipe import Recipe
+from nsa.engine.config import RunConfig, TrainConfig, to_yaml
+from nsa.engine.recipe import Recipe, with_model_of_start
 from nsa.engine.resume import (
     agree_on_run,
     check_groups,
@@ -41,18 +41,23 @@ def resumed(run: Path, *flags: str) -> RunRequest:
     return recipes.resolve_request(RECIPE, recipes.build_parser(RECIPE).parse_args(arguments))
 
 
+def save(run: Path, step: int, settings: dict[str, str]) -> Path:
+    """Save a checkpoint of no weights, of two ranks."""
+    draft = new_draft(run / "checkpoints", step)
+    state = Checkpoint(draft, {"step": step}, Topology(layout_of(1), "bf16", 2))
+    files = settings | {"state.json": state.to_json(), "rng_rank0.pt": ""}
+    for name, text in files.items():
+        (draft / name).write_text(text)
+    write_part(draft, 0, files)
+    return commit(run / "checkpoints", step, 1, {})
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """The folder of a demo run on two ranks with a checkpoint of no weights."""
     run = tmp_path / "run"
     request = small_request(f"--run-dir={run}", "--set=train.micro_batch=4", "--set=data.seq_len=8")
-    draft = new_draft(run / "checkpoints", 3)
-    state = Checkpoint(draft, {"step": 3}, Topology(layout_of(1), "bf16", 2))
-    files = request.config_files() | {"state.json": state.to_json(), "rng_rank0.pt": ""}
-    for name, text in files.items():
-        (draft / name).write_text(text)
-    write_part(draft, 0, files)
-    commit(run / "checkpoints", 3, 1, {})
+    save(run, 3, request.config_files())
     (run / "env.json").write_text(json.dumps({"profile": "demo"}))
     return run
 
@@ -60,12 +65,16 @@ def saved(tmp_path: Path) -> Path:
 def test_what_a_resumed_run_continues_with_is_logged(saved: Path) -> None:
     newest = saved / "checkpoints/step00000003"
     assert find_saved(saved) == (newest, newest, [])
+    bare = save(saved, 4, {})  # as of an earlier version
+    assert find_saved(saved) == (bare, None, [])
+    (saved / "config.yaml").touch()
+    assert find_saved(saved) == (bare, saved, [])
+    shutil.rmtree(bare)
     (saved / "checkpoints/step00000005").mkdir()
     checkpoint, settings, (skipped, last) = find_saved(saved)
     assert (checkpoint, settings, last) == (newest, newest, "resuming from step00000003")
     assert skipped.startswith("skipped: step00000005: ")
     (newest / "state.json").write_text("{}")
-    (saved / "config.yaml").touch()
     checkpoint, settings, notes = find_saved(saved)
     assert (checkpoint, settings) == (None, saved)
     assert notes[2:] == ["--resume: none of 2 checkpoints is valid; starting at step 0"]
@@ -211,6 +220,19 @@ def test_a_run_resumed_on_another_kind_of_machine_keeps_its_profile(
     assert not any("ACCELERATOR" in note for note in request.notes)
 
 
+@pytest.mark.parametrize(("on_gpu", "profile"), [(True, "production"), (False, "demo")])
+def test_a_new_run_is_that_of_production_on_an_accelerator(
+    on_gpu: bool, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if on_gpu:
+        monkeypatch.setattr(recipes, "get_accelerator", gpus)
+    flags = recipes.build_parser(RECIPE).parse_args(["--run-dir=~/run"])
+    request = recipes.resolve_request(RECIPE, flags)
+    assert (request.profile, request.run_dir) == (profile, tmp_path / "run")
+    assert any("NO ACCELERATOR FOUND" in note for note in request.notes) != on_gpu
+
+
 def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) -> None:
     request = resumed(saved, "--profile=production")
     assert request.profile == "demo"
@@ -235,13 +257,35 @@ def test_a_teacher_is_the_newest_checkpoint_that_its_run_has_now(saved: Path) ->
         ("data.packing=documents", False),
         ("data.timeout=9", False),
         ("data.on_error=skip", False),
+        ("data.cache=tokens", False),
         ("train.clip=0.5", False),
+        ("model.activation_checkpointing=none", False),
+        ("attention.backend=blockwise", False),
     ],
 )
 def test_a_resumed_run_starts_its_data_again_where_its_order_changed(
     saved: Path, change: str, again: bool
 ) -> None:
     assert resumed(saved, f"--set={change}").data_changed == again
+
+
+def test_a_converted_model_brings_its_shape_its_tokenizer_and_at_most_its_length(
+    tmp_path: Path,
+) -> None:
+    start, base = small("none"), RunConfig()
+    start.data.tokenizer, start.data.seq_len = "hf:other", 64
+    (tmp_path / "config.yaml").write_text(to_yaml(start))
+    (tmp_path / "model.safetensors").touch()
+    base.model.attention.selector_loss, base.model.activation_checkpointing = 0.5, "reentrant"
+    attention = replace(start.model.attention, selector_loss=0.5)
+    model = replace(start.model, attention=attention, activation_checkpointing="reentrant")
+    for seq_len in (32, 128):
+        base.data.seq_len = seq_len
+        config = with_model_of_start(base, None, [f"train.start_from={tmp_path}"])
+        assert config.model == model
+        assert config.data == replace(base.data, tokenizer="hf:other", seq_len=min(seq_len, 64))
+    with pytest.raises(ValueError, match=r"start_from = null: this recipe needs a model; set it"):
+        with_model_of_start(base, None, [])
 
 
 def test_a_run_starts_from_another_architecture_only_after_its_import(tmp_path: Path) -> None:

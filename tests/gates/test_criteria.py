@@ -80,6 +80,12 @@ def test_each_gate_has_its_criteria_and_those_of_the_gates_before(tmp_path: Path
         "peak-memory growth, second half",
     ]
     assert names(Gate("production", 1_000)) == names(EXTENDED)
+    limits = [criterion.limit for criterion in judge_files(tmp_path, EXTENDED, CONFIG).criteria]
+    assert limits[:2] == ["all 1,000", "none"]
+    assert limits[2:8] == [
+        *("below 1", "at most 120", "at most 2", "at least 50", "at least 0.8", "at most 0.1")
+    ]
+    assert limits[8:] == ["at least 1.05", "below 60", "at most 0.05"]
 
 
 def test_twenty_steps_never_pass_a_gate_at_three_hundred(tmp_path: Path) -> None:
@@ -134,11 +140,12 @@ def test_one_loss_that_is_not_finite_is_a_no_go(tmp_path: Path, loss: float) -> 
 
 def test_skipped_steps_may_have_non_finite_losses_and_others_may_not(tmp_path: Path) -> None:
     write_beats(tmp_path, beats(300), beats(300, rank=1, skipped=1))  # rank 0 has none
-    write_metrics(tmp_path, change=lambda step: {"loss": math.nan} if step == 150 else {})
+    write_metrics(tmp_path, change=lambda step: {"loss": math.nan} if step == 290 else {})
     match = criterion(tmp_path, "non-finite losses")
     assert match.ok
     assert match.limit == "at most 1, the skipped steps"
-    assert match.evidence.endswith("; not finite at step 150; 1 steps were skipped")
+    assert match.evidence.endswith("; not finite at step 290; 1 steps were skipped")
+    assert criterion(tmp_path, "final / initial loss").ok
     write_metrics(tmp_path, change=lambda step: {"loss": math.inf} if step in (150, 200) else {})
     assert criterion(tmp_path, "non-finite losses").ok is False
 
@@ -156,6 +163,9 @@ def test_a_loss_that_does_not_fall_is_a_no_go_from_the_second_gate_on(tmp_path: 
     fell = criterion(tmp_path, "final / initial loss")  # 31 rows: the means of six
     assert (fell.ok, fell.value) == (True, 0.5)
     assert fell.evidence.endswith("means of the first and last 6: 4, 2")
+    write_metrics(tmp_path, 1_000, log_every=5)
+    many = criterion(tmp_path, "final / initial loss", EXTENDED)
+    assert "means of the first and last 20: " in many.evidence
     write_metrics(tmp_path, 20)
     few = criterion(tmp_path, "final / initial loss")
     assert (few.ok, few.evidence[:32]) == (None, "3 finite losses, 4 are needed; m")
@@ -326,6 +336,8 @@ def test_memory_is_judged_at_extended_by_its_peak_and_its_growth_on_any_rank(
     assert (peak.ok, peak.value) == (True, pytest.approx(30))
     assert peak.evidence.endswith("ranks 0, 1, 2; rank 1 is the highest")
     assert criterion(tmp_path, "peak memory of", EXTENDED, max_memory_gb=30.0).ok is False
+    write_metrics(tmp_path, 1_000, change=lambda step: {"memory_gb": 40.0 if step == 500 else 9.0})
+    assert criterion(tmp_path, "peak memory of", EXTENDED).value == 40, "of the table, on rank 0"
     write_beats(tmp_path, [line | {"memory_gb": 0.0} for line in beats(1_000, rank=3)])
     unknown = criterion(tmp_path, "growth", EXTENDED)
     assert (unknown.ok, unknown.evidence) == (None, "rank 3 recorded no memory")

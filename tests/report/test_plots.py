@@ -59,6 +59,8 @@ def test_curves_share_axes_and_panels_are_side_by_side(tmp_path: Path) -> None:
 def test_an_unknown_picture_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x\.xyz: .*(xyz|Format)"):
         draw([Panel("a", {"one": ([0.0], [0.0])})], tmp_path / "x.xyz")
+    draw([Panel("a", {"one": ([0.0], [0.0])})], tmp_path / "x")
+    assert (tmp_path / "x").read_bytes().startswith(b"\x89PNG")
 
 
 def rows(tmp_path: Path, values: list[float], **panel: bool) -> int:

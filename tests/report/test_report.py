@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from nsa.cli import main
 from nsa.gates.results import Gate, record_result
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.environment import cpu_model, write_env
 from nsa.report.compare import compare_runs, read_runs
-from nsa.report.report import curve_panels, summarise, write_report
+from nsa.report.report import _layer_panels, curve_panels, summarise, write_report
 from tests.monitor.run_folders import (
     beats,
     judge_files,
@@ -54,7 +55,7 @@ def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     lines = beats(300, start=150, pid=900, mono=1_000.0)
     write_beats(tmp_path, beats(160), [*lines, {**lines[-1], "event": "end", "status": "done"}])
-    write_beats(tmp_path, beats(300, rank=1, skipped=2))
+    write_beats(tmp_path, beats(300, rank=1, skipped=2, memory_gb=12.5))
     write_env(tmp_path, recipe="m7c", profile="production", notes=["a | note"])
     halt = {"time": "now", "reason": "no step for 600 s", "rank": 1, "phase": "forward"}
     (tmp_path / "halt.json").write_text(json.dumps(halt))
@@ -80,7 +81,7 @@ def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     assert run["longest pause since the last start"] == [
         "0.1 s (rank 0, in backward after step 151)"
     ]
-    assert run["peak memory of a rank, GB"] == ["10.00"]
+    assert run["peak memory of a rank, GB"] == ["12.50"]
     assert run["skipped steps"] == ["2"], "the most of any rank"
     assert "torch 2" in run["versions"][0]
     assert cpu_model().replace("|", "/") in run["hardware"][0]
@@ -97,14 +98,16 @@ def test_a_run_that_begins_dense_has_a_speed_for_each_phase(tmp_path: Path) -> N
     assert table(text, "Settings")["train.dense_steps"] == ["200"]
 
 
-def test_only_recorded_values_are_plotted(tmp_path: Path) -> None:
+def test_only_recorded_values_are_plotted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bare, full = tmp_path / "bare", tmp_path / "full"
     write_metrics(bare, 20, start=5)  # no validation: 5 panels
     write_run(full)
     gates = {"cmp": 0.3, "sel": 0.6, "win": 0.5}
     write_selection(full, gates=gates, changes=[{"recall": 0.5, "recall_random": 0.4}] * 2)
-    write_report(bare)
-    write_report(full)
+    assert main(["report", str(bare), str(full)]) == 0
+    assert capsys.readouterr().out == f"{bare / 'report.md'}\n{full / 'report.md'}\n"
     assert plots(bare) == {"curves.png"}
     assert plots(full) == {"curves.png", "layers.png"}
     for run_dir, panels in ((bare, 5), (full, 6)):
@@ -118,6 +121,9 @@ def test_only_recorded_values_are_plotted(tmp_path: Path) -> None:
     for name in plots(full):
         assert f"](report/{name})" in text
     assert "layers.png" not in (bare / "report.md").read_text()
+    drawn = [panel for panel in _layer_panels(summarise(full)) if "entropy" in panel.title]
+    values = {label: {*values} for label, (_, values) in drawn[0].curves.items()}
+    assert values == {"layer 0": {0.7}, "layer 1": {0.6}}
 
 
 def test_a_heartbeat_file_too_large_to_be_read_is_named(tmp_path: Path) -> None:
@@ -163,10 +169,12 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [99, 100])
 def test_a_short_run_ends_with_a_report_without_pictures(steps: int, tmp_path: Path) -> None:
-    write_metrics(tmp_path, steps)
+    write_metrics(tmp_path, 90)  # the last row that the disk took
     write_beats(tmp_path, beats(steps))
     text = write_report(tmp_path, "finished").read_text()
     assert plots(tmp_path) == ({"curves.png"} if steps == 100 else set())
     assert table(text, "Run")["end"] == ["finished"]
-    write_report(tmp_path)
+    text = write_report(tmp_path).read_text()
     assert plots(tmp_path) == {"curves.png"}
+    assert table(text, "Run")["end"] == ["none recorded: still running, or killed"]
+    assert table(text, "Run")["steps"] == [str(steps)]

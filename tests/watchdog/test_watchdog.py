@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -285,6 +286,7 @@ def test_a_signal_reaches_the_ranks_alone_so_that_they_save(watch: Watch) -> Non
     run.process.send_signal(signal.SIGTERM)  # as a terminal and a scheduler may: not a second one
     assert run.exit_code() == 0
     assert run.statuses() == ["preempted: SIGTERM"] * 2
+    assert "SIGINT: sending SIGTERM to ranks 0, 1, to save and exit; repeat to kill" in run.stderr
 
 
 def test_a_second_signal_kills_the_run(watch: Watch) -> None:
@@ -339,6 +341,52 @@ def test_a_signal_after_all_ranks_have_ended_ends_the_command(tmp_path: Path) ->
     process.send_signal(signal.SIGTERM)
     assert "ending the command" in process.communicate(timeout=60)[1]
     assert process.returncode == 0, "the ranks have succeeded"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "launcher", "number", "code"),
+    [
+        ([], 5, None, 5),
+        ([], -9, None, 137),
+        ([], 247, None, 137),  # sys.exit(-9)
+        ([], 0, signal.SIGTERM, 143),
+        (["finished", "stopped at --until 3 of 9 steps"], -9, None, 0),
+        (["preempted: SIGTERM", None], 0, signal.SIGTERM, 143),
+        (["preempted: SIGTERM"] * 2, 1, signal.SIGTERM, 0),
+        (["failed: ValueError: x", None], 0, signal.SIGTERM, 1),
+        (["finished", "no-go"], 0, None, 3),
+        (["finished", None], 0, None, 1),
+        (["finished", None], -9, None, 1),
+        ([None, None], 3, None, 3),
+    ],
+)
+def test_the_exit_code_is_that_of_the_ranks_or_else_of_the_launcher_or_the_signal(
+    statuses: list[str | None], launcher: int, number: int | None, code: int
+) -> None:
+    """`statuses`: in the ranks' last heartbeats, None of a rank that wrote no last one."""
+    state: Any = SimpleNamespace(signal=number, urgent=False)
+    ended: Any = SimpleNamespace(returncode=launcher)
+    run = supervisor.Supervisor(state, ended)
+    for rank, status in enumerate(statuses):
+        event = "progress" if status is None else "end"
+        run.beats[rank] = make_beat(rank, event=event, status=status)
+    assert run._exit_code() == code
+
+
+def test_only_heartbeats_of_processes_that_the_command_has_started_are_of_the_run(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        state: Any = SimpleNamespace(signal=None, urgent=False)
+        run = supervisor.Supervisor(state, child)
+        run.detector = supervisor.HangDetector(tmp_path)
+        others: list[dict[str, Any]] = [{"host": "node2"}, {"mono": 0.0}, {"pid": os.getpid()}]
+        for rank, changes in enumerate([{}, *others]):
+            beat = json.dumps(make_beat(rank, **({"pid": child.pid} | changes)))
+            (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(f"{beat}\n")
+        wait_for(lambda: run._read_folder()[0])
+        assert list(run.beats) == [0]
+        child.communicate(b"\n")
 
 
 def has_pending(process: psutil.Process, number: int) -> bool:
