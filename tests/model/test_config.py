@@ -9,12 +9,15 @@ import pytest
 
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.spec import NSASpec
-from tests.model.models import ONE_KEY, PER_TOKEN, SPEC, tiny
+from tests.model.models import IMPORTED, ONE_KEY, PER_TOKEN, SPEC, tiny
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": 0}, r"^model\.layers = 0: must be a whole number, 1 or more$"),
     ({"vocab_size": 50_304.0}, r"^model\.vocab_size = 50304\.0: must be a whole number"),
     ({"layers": True}, r"^model\.layers = True: must be a whole number"),
+    ({"layers": 1_025}, r"^model\.layers = 1025: must be 1,024 or less$"),
+    ({"width": 2**20 + 1}, r"^model\.width = 1048577: must be 1,048,576 or less$"),
+    ({"no_rope_every": -1}, r"^model\.no_rope_every = -1: must be a whole number, 0 or more$"),
     (
         {"heads": 12, "kv_heads": 5},
         r"^model\.heads = 12: not a multiple of model\.kv_heads = 5; change one of them$",
@@ -28,8 +31,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"rope_type": "linear", "rope_extension": {"factor": 2.0} | other}, message)
         for other, message in (
             ({"factor": 0.5}, r": factor = 0\.5 must be a number, 1 or more$"),
+            ({"factor": "2"}, r": factor = '2' must be a number, 1 or more$"),
             ({"beta_fast": 1.0}, "rope_type linear does not read beta_fast; remove it$"),
         )
+    ),
+    (
+        IMPORTED | {"rope_extension": IMPORTED["rope_extension"] | {"beta_fast": -1.0}},
+        r": beta_fast = -1\.0 must be a number, 0 or more$",
     ),
     ({"norm_eps": -1e-5}, r"^model\.norm_eps = -1e-05: "),
 ]
@@ -67,6 +75,11 @@ def test_an_invalid_setting_is_refused(changes: dict[str, Any], message: str) ->
     config = replace(tiny(), **changes)
     with pytest.raises(ValueError, match=message):
         config.validate()
+
+
+def test_the_options_of_yarn_are_accepted() -> None:
+    options = IMPORTED["rope_extension"] | {"beta_fast": 16.0, "truncate": False}
+    tiny(**IMPORTED | {"rope_extension": options}).validate()
 
 
 def test_building_a_model_validates_its_config() -> None:

@@ -217,10 +217,13 @@ def test_the_lowest_temperature_and_top_p_are_greedy() -> None:
 def test_generation_ends_at_the_stop_token_of_the_last_sequence() -> None:
     model, ids = model_of(tiny()), tokens(9, batch=2)
     free = generated(model, list(ids), max_new_tokens=12, seed=3)
+    defaults = {"temperature": 1.0, "top_p": 1.0}
+    assert torch.equal(free, generated(model, list(ids), max_new_tokens=12, seed=3, **defaults))
     stop = int(free[0, 4])
     assert stop not in free[0, :4]
     assert stop not in free[1, :7]
-    ended = generated(model, list(ids), max_new_tokens=12, seed=3, stop=stop)
+    unused = next(id for id in range(61) if id not in free)
+    ended = generated(model, list(ids), max_new_tokens=12, seed=3, stop=[unused, stop])
     assert torch.equal(ended[0, :5], free[0, :5])
     assert ended[0, 5:].eq(-1).all()
     assert torch.equal(ended[1], free[1][: ended.shape[1]])
@@ -251,7 +254,13 @@ def test_invalid_inputs_are_refused_by_name() -> None:
         (lambda: step(rotated, ids[:, 0], cache), r"^the cache is of another model"),
         (lambda: step(model.float(), ids[:, 0], cache), r"^the cache is of another model \(torch"),
         (lambda: generated(model, [ids[0]], max_new_tokens=0), r"^max_new_tokens = 0: must be 1"),
-        (lambda: generated(model, [ids[0]], max_new_tokens=1, top_p=0.0), r"^top_p = 0.0: must"),
+        *(
+            (
+                partial(generated, model, [ids[0]], max_new_tokens=1, top_p=x),
+                rf"^top_p = {x}: must be above 0 and at most 1",
+            )
+            for x in (0.0, 1.5)
+        ),
         *(
             (
                 partial(generated, model, [ids[0]], max_new_tokens=1, temperature=x),

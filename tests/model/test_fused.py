@@ -222,12 +222,14 @@ def test_biases_of_some_linears_are_added_even_if_they_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("delta", [True, False])
-@pytest.mark.parametrize("hooked", [True, False])
-def test_add_norm_is_the_sum_and_its_norm(delta: bool, hooked: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "hooked", "no weight"])
+def test_add_norm_is_the_sum_and_its_norm(delta: bool, kind: str) -> None:
     x, added = rows().unbind(0)
-    norm = nn.RMSNorm(10, eps=1e-3, dtype=torch.float64)
-    nn.init.normal_(norm.weight)
-    if hooked:
+    affine = kind != "no weight"
+    norm = nn.RMSNorm(10, eps=1e-3, elementwise_affine=affine, dtype=torch.float64)
+    for weight in norm.parameters():
+        nn.init.normal_(weight)
+    if kind == "hooked":
         norm.register_forward_hook(lambda _, given, output: 2 * output)
     total = x + added if delta else x
     actual = add_norm(x, added if delta else None, norm)

@@ -137,6 +137,7 @@ def test_a_head_is_trained_saved_resized_and_used_to_generate(tied: bool, tmp_pa
     config = NSAConfig.of(tiny("mean", tied_head=tied), initializer_range=0.3)
     assert config.tie_word_embeddings is tied
     model = NSAForCausalLM(config).double()
+    assert model.model.embed.weight.std().item() == pytest.approx(0.3, rel=0.1)
     model(ids, labels=ids).loss.backward()
     assert (model.lm_head.weight is model.model.embed.weight) is tied
     assert model.lm_head.weight.grad.any()
@@ -153,10 +154,11 @@ def test_a_head_is_trained_saved_resized_and_used_to_generate(tied: bool, tmp_pa
     assert greedy(again, torch.full((1, 3), 69)).shape == (1, 7)
 
 
+@pytest.mark.parametrize("compressor", ["mlp", "pool"])
 def test_weights_that_a_checkpoint_lacks_are_reported_and_get_initial_values(
-    tmp_path: Path,
+    compressor: str, tmp_path: Path
 ) -> None:
-    model = NSAForCausalLM(NSAConfig.of(tiny("mlp", width=96)))
+    model = NSAForCausalLM(NSAConfig.of(tiny(compressor, width=96)))
     state = model.state_dict()
     kept = {name: weight for name, weight in state.items() if name.endswith(".q.weight")}
     model.save_pretrained(tmp_path)
@@ -169,6 +171,12 @@ def test_weights_that_a_checkpoint_lacks_are_reported_and_get_initial_values(
         assert block.attention.k.weight.std().item() == pytest.approx(0.02, rel=0.1)
         for linear in (block.attention.o, block.mlp.down):  # 1/sqrt(2 · layers)
             assert linear.weight.std().item() == pytest.approx(0.02 * scale, rel=0.1)
+        phi = block.attention.compress.key
+        if compressor == "mlp":
+            assert phi.position.std().item() == pytest.approx(0.02, rel=0.4)
+        else:
+            assert not phi.weight.any()
+            assert bool((phi.scale == 1).all())
     assert all(torch.equal(parameters[name], kept[name]) for name in kept)
 
 
@@ -445,8 +453,9 @@ def test_the_configuration_accepts_hugging_face_names() -> None:
 
 
 def test_settings_given_at_load_keep_the_other_saved_settings(tmp_path: Path) -> None:
-    """The selector loss, which is not exported, can be given too."""
-    NSAConfig.of(tiny(replace(ATTENTIONS["mlp"], selector_loss=1.0))).save_pretrained(tmp_path)
+    """The selector loss, which is not exported, can be given too. Nor is the backend."""
+    trained = replace(ATTENTIONS["mlp"], selector_loss=1.0, backend="blockwise")
+    NSAConfig.of(tiny(trained)).save_pretrained(tmp_path)
     given = {"attention": {"spec": {"window": 64}, "backend": "reference"}}
     config = AutoConfig.from_pretrained(tmp_path, **given)
     expected = replace(ATTENTIONS["mlp"], spec=replace(SPEC, window=64), backend="reference")

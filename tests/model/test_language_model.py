@@ -144,12 +144,23 @@ def test_gates_start_at_exactly_one_half_and_have_a_gradient_at_the_first_step()
 
 def test_residual_projections_are_initialized_smaller_by_the_root_of_their_number() -> None:
     torch.manual_seed(0)
-    model = LanguageModel(tiny(layers=8, width=64, mlp_width=128, head_dim=16, value_dim=16))
+    sizes = {"layers": 8, "width": 64, "mlp_width": 128, "head_dim": 16, "value_dim": 16}
+    model = LanguageModel(tiny("mlp", qkv_bias=True, **sizes))
     block = model.blocks[3]
     for back in (block.attention.o, block.mlp.down):
         assert back.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
     for other in (model.embed, block.attention.q, block.attention.k, block.mlp.up):
         assert other.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert block.attention.compress.key.position.std().item() == pytest.approx(0.02, rel=0.3)
+    assert not block.attention.q.bias.any()
+
+
+@pytest.mark.parametrize("attention", ["dense", "index"])
+def test_each_norm_has_the_epsilon_of_the_settings(attention: str) -> None:
+    model = LanguageModel(tiny(attention, qk_norm=True, norm_eps=1e-3))
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
+    assert len(norms) == 2 * (6 if attention == "index" else 4) + 1
+    assert {norm.eps for norm in norms} == {1e-3}
 
 
 @attentions

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import nsa
 from nsa.model.attention_metadata import AttentionMetadata
+from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, SPEC, build, packed, tiny
 from tests.ops import naive
 
@@ -30,11 +31,12 @@ def hidden(length: int, batch: int = 1) -> Tensor:
 def test_a_layer_continues_from_the_weights_of_a_model(
     name: str, cu_seqlens: Tensor | None
 ) -> None:
-    model, settings, x = build(tiny(name)), ATTENTIONS[name], hidden(21)
+    rope = {"rope_theta": 500.0, "rope_type": "linear", "rope_extension": {"factor": 2.0}}
+    model, settings, x = build(tiny(name, **rope)), ATTENTIONS[name], hidden(21)
     attention = model.blocks[1].attention
     metadata = AttentionMetadata.build(model.config, 21, cu_seqlens, x.device)
     parts = {"branches": settings.branches, "compressor": settings.compressor}
-    drop_in = layer(head_dim=6, value_dim=5, spec=settings.spec, **parts)
+    drop_in = layer(head_dim=6, value_dim=5, spec=settings.spec, **parts, **rope)
     drop_in.load_state_dict(attention.state_dict())
     assert torch.equal(drop_in(x, cu_seqlens), attention(x, metadata=metadata))
 
@@ -43,6 +45,7 @@ def test_a_layer_continues_from_the_weights_of_a_model(
     ("arguments", "message"),
     [
         ((10, 4, {}), "heads = 4: does not divide hidden_size = 10; give head_dim"),
+        ((24, 0, {}), "heads = 0: does not divide hidden_size = 24"),
         ((24, 4, {"kv_heads": 3}), "not a multiple of"),
         ((24, 4, {"branches": "all"}), "attention.branches = 'all'"),
         ((24, 4, {"windw": 3}), "no setting 'windw'; choose one of compressor, "),
@@ -52,6 +55,12 @@ def test_sizes_that_do_not_fit_are_refused(arguments: tuple, message: str) -> No
     hidden_size, heads, settings = arguments
     with pytest.raises(ValueError, match=message):
         nsa.NSAttention(hidden_size, heads, **settings)
+
+
+def test_by_default_each_query_head_has_its_own_keys_in_the_papers_pattern() -> None:
+    built = nsa.NSAttention(24, 4)
+    assert (built.kv_heads, built.key_dim, built.value_dim) == (4, 6, 6)
+    assert built.spec == NSASpec()
 
 
 @pytest.mark.parametrize("documents", [(21,), (3, 1, 17), (2, 1), (1,)])

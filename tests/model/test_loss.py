@@ -261,10 +261,13 @@ def test_divergence_of_known_distributions() -> None:
     """The losses of the second token, and KL((½, ½) ‖ (¼, ¾)); nothing for an ignored label."""
     one = torch.ones(2, 1)
     half, quarter = (torch.tensor([p]).log().T.contiguous() for p in ([0.5, 0.5], [0.25, 0.75]))
-    rows = token_divergence((one, quarter), (one, half), torch.tensor([1, -100])).tolist()
+    labels = torch.tensor([1, -100])
+    rows = token_divergence((one, quarter), (one, half), labels).tolist()
     kl = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
     assert rows[0] == pytest.approx([math.log(4 / 3), math.log(2), kl, 0])
     assert rows[1] == [0, 0, 0, 0]
+    rows = token_divergence((one, quarter), (one, quarter), labels).tolist()
+    assert rows == [pytest.approx([math.log(4 / 3)] * 2 + [0, 1]), [0, 0, 0, 0]]
 
 
 def test_the_model_adds_the_teachers_gradient_and_keeps_the_losss_value() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -183,8 +184,13 @@ def test_autocast_trains_the_same_keys() -> None:
     assert float((mine - expected).norm()) < 0.05 * float(expected.norm())
 
 
-@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
-@pytest.mark.parametrize("frozen", ["nothing", "the embedding", "all but keys"])
+@pytest.mark.parametrize(
+    ("frozen", "mode"),
+    [
+        *(("nothing", mode) for mode in ACTIVATION_CHECKPOINTING),
+        *product(["the embedding", "all but keys"], ["reentrant", "selective"]),
+    ],
+)
 def test_checkpointing_and_frozen_weights_change_no_gradient(frozen: str, mode: str) -> None:
     ids = tokens(128, batch=2)
     expected, model = step(build(1.0), ids)[1], build(1.0, mode)
@@ -219,6 +225,8 @@ def test_a_layer_returns_its_selector_loss_once_per_forward_pass() -> None:
     assert not seen[0].requires_grad
     assert 0 < loss.item() < 10
     assert layer.take_selector_loss() is None
+    layer.eval()(torch.randn(2, 128, 32))
+    assert layer.take_selector_loss() is None
 
 
 def test_a_layer_of_ones_own_samples_other_queries_in_each_pass() -> None:
@@ -240,7 +248,8 @@ def test_a_layer_whose_loss_is_never_taken_warns() -> None:
     layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=0.5)
     layer(torch.randn(2, 128, 32))
     with pytest.warns(UserWarning, match="add selector_loss \\* layer.take_selector_loss"):
-        layer(torch.randn(2, 128, 32))
+        layer.eval()(torch.randn(2, 128, 32))
+    assert layer.take_selector_loss() is None, "of an earlier pass"
 
 
 @pytest.mark.filterwarnings("error")

@@ -21,9 +21,16 @@ from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.engine.plan_command import DEVICES
 from nsa.gpus import GPUS
 from nsa.model.config import ModelConfig
-from nsa.model.count import parameter_count
+from nsa.model.count import flops_per_token, parameter_count
 from nsa.monitor.artifacts import read_table
-from nsa.planner.forecast import Hardware, Traffic, communication_seconds, forecast, traffic
+from nsa.planner.forecast import (
+    HOST_SECONDS,
+    Hardware,
+    Traffic,
+    communication_seconds,
+    forecast,
+    traffic,
+)
 from nsa.planner.inputs import BatchShape, Model, Zero
 from tests.ranks import ROOT
 
@@ -161,15 +168,22 @@ def test_a_micro_batch_of_few_tokens_takes_as_long_as_the_host_starts_its_kernel
     assert json.loads(output)["plans"][0]["tokens_per_second"] == pytest.approx(measured, rel=0.05)
     assert "TFLOP/s, limited by the host that starts kernels" in plan(*flags)[1]
     assert "limited by the host" not in plan(*flags, "--mfu=0.2")[1]
+    model, zero, batch = m7c("zero1_pcie", micro_batch=1, accumulation=1, checkpointing="none")
+    unmeasured = replace(A100, mfu=None)
+    seconds = forecast(model, zero, batch, unmeasured, 2).compute
+    again = forecast(model, zero, replace(batch, checkpointing="reentrant"), unmeasured, 2)
+    assert again.compute == pytest.approx(1.5 * seconds), "a third pass"
+    taught = forecast(replace(model, teacher=ModelConfig(layers=5)), zero, batch, unmeasured, 2)
+    assert taught.compute == pytest.approx(seconds + 5 * HOST_SECONDS["dense"])
     accumulating = "--set=train.micro_batch=1", "--set=train.accumulation=8"
     assert "  at 20% of 312 TFLOP/s\n" in plan("--mfu=0.2", *accumulating)[1]
 
 
 def test_the_days_of_a_run_count_its_dense_steps() -> None:
     model, zero, batch = m7c("zero1_pcie", micro_batch=32)
-    for hardware in (A100, replace(A100, mfu=None)):
+    for hardware in (A100, replace(A100, mfu=None), replace(A100, link=1e7)):
         step = forecast(replace(model, dense_steps=300), zero, batch, hardware, 2)
-        assert step.dense_seconds < step.seconds
+        assert step.exposed < step.dense_seconds < step.seconds
         days = (300 * step.dense_seconds + 700 * step.seconds) / 86_400
         assert step.days(1_000) == pytest.approx(days)
     assert "  in the first 25,000 steps\n" in plan()[1]
@@ -181,6 +195,13 @@ def test_traffic_scales_with_ranks_like_a_ring() -> None:
     assert traffic(model, zero, batch, 1).bytes_per_step == 0
     many = traffic(model, zero, batch, 512).bytes_per_step / model.parameters
     assert many == pytest.approx(6 * 511 / 512)
+
+
+@pytest.mark.parametrize(("config", "expected"), [("zero0_debug", 1), ("zero1_pcie", 3)])
+def test_without_buckets_gradients_are_reduced_in_one_collective(
+    config: str, expected: int
+) -> None:
+    assert traffic(*m7c(config), 2).collectives == expected
 
 
 def test_overlap_hides_at_most_the_backward_pass_or_with_zero_3_the_whole_step() -> None:
@@ -200,15 +221,22 @@ def test_overlap_hides_at_most_the_backward_pass_or_with_zero_3_the_whole_step()
     step = forecast(model, zero, batch, slow, 2)
     hidden = step.communication - step.exposed
     assert hidden == pytest.approx(step.compute), "weights are prefetched in the forward pass too"
+    assert traffic(model, replace(zero, prefetch=0), batch, 2).collectives > 0
 
 
-def test_a_bucket_larger_than_the_layers_overlaps_nothing() -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_bucket_larger_than_the_layers_overlaps_nothing(tied: bool) -> None:
+    """A smaller one all but its last part, as large as a layer, and the embedding."""
     model, zero, batch = m7c("zero2_overlap", micro_batch=8)
-    layers = model.parameters - model.embedding
-    step = forecast(model, replace(zero, bucket=layers), batch, A100, 2)
-    assert step.exposed == pytest.approx(step.communication)
-    smaller = forecast(model, replace(zero, bucket=layers - 1), batch, A100, 2)
-    assert smaller.exposed < 0.7 * smaller.communication
+    model = replace(model, config=replace(model.config, tied_head=tied))
+    layers = model.parameters - 50_304 * 768 * (1 if tied else 2)
+    sent = traffic(model, replace(zero, bucket=layers), batch, 2)
+    assert sent.tail / sent.reduce == pytest.approx((layers + model.embedding) / model.parameters)
+    sent = traffic(model, replace(zero, bucket=layers - 1), batch, 2)
+    last = layers // 12 + model.embedding
+    assert sent.tail / sent.reduce == pytest.approx(last / model.parameters)
+    sent = traffic(model, replace(zero, bucket=1_000), batch, 2)
+    assert sent.tail / sent.reduce == pytest.approx((1_000 + model.embedding) / model.parameters)
 
 
 def test_offload_is_named_as_not_counted(tmp_path: Path) -> None:
@@ -236,7 +264,12 @@ def test_checkpointing_costs_one_more_forward_pass() -> None:
         mode: forecast(model, zero, replace(batch, checkpointing=mode), A100, 2).compute
         for mode in ("none", "selective", "reentrant")
     }
-    assert costs["none"] < costs["selective"] < costs["reentrant"] < 4 / 3 * costs["none"]
+    assert costs["none"] < costs["selective"] < costs["reentrant"]
+    flops = flops_per_token(model.config, batch.seq_len)
+    forward = (flops - 6 * model.embedding) / 3  # of the layers: the head is not recomputed
+    assert costs["reentrant"] / costs["none"] == pytest.approx(1 + forward / flops)
+    four = forecast(model, zero, replace(batch, checkpointing="none", accumulation=4), A100, 2)
+    assert four.compute == pytest.approx(4 * costs["none"])
 
 
 def test_the_command_plans_the_given_recipe_and_profile() -> None:
@@ -271,6 +304,7 @@ def test_printed_figures_are_those_of_the_json() -> None:
     assert printed["exposed, ms"][1] == f"{100 * row['exposed'] / row['seconds']:.1f}%"
     assert printed["MB sent by a GPU"][0] == f"{row['bytes_sent'] / 1e6:,.1f}"
     assert printed["total of tensors"][0] == f"{row['memory']['total'] / 1e9:.3f}"
+    assert row["tokens"] == 2 * 32 * 2_048
     assert printed["tokens"] == [f"{row['tokens']:,}"]
     assert printed["tokens/s"] == [f"{row['tokens_per_second']:,.0f}"]
     assert printed["days, 50,000 steps"] == [f"{row['days']:.2f}"]

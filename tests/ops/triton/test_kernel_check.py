@@ -196,6 +196,19 @@ def test_the_inputs_reach_what_kernels_treat_apart() -> None:
     assert logits is not None
     assert labels is not None
     assert labels.min() == -100 < labels.max() < logits.shape[-1]
+    for operation in checks.operations(CONFIG, DEVICE, packed=True):
+        for x in operation.inputs:
+            if x is not None and x.is_floating_point():
+                assert torch.equal(x, x.bfloat16().to(x.dtype)), "exact in each dtype"
+
+
+@pytest.mark.parametrize(("config", "count"), [(CONFIG, 8), (INDEXED, 5)])
+def test_all_that_rotary_pool_computes_is_compared(config: ModelConfig, count: int) -> None:
+    """Queries, pairs of keys and values by branch, an index's queries and keys, gates."""
+    operations = checks.operations(config, DEVICE, packed=True)
+    (operation,) = (x for x in operations if x.name == "rotary_pool")
+    outputs = operation.run(*operation.inputs, backend="blockwise")
+    assert len([x for x in outputs if x is not None and x.numel()]) == count
 
 
 def second_block(index: Tensor) -> Tensor:
