@@ -29,7 +29,7 @@ def results_of(kind: str, home: Path, *jobs: dict[str, Any], **variables: str) -
     """Do jobs of a kind in a process with an environment of its own; return their results."""
     environment = {"HF_HOME": str(home), **variables}
     ranks = spawn_ranks(JOBS, kind, json.dumps(jobs), ranks=0, environment=environment)
-    codes = ranks.codes(120)
+    codes = ranks.codes(300)
     ranks.end()
     assert codes == [0], ranks.text("err")
     return [json.loads(line) for line in ranks.text("out").splitlines()]
