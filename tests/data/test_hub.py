@@ -212,7 +212,7 @@ def test_an_unresponsive_hub_is_reported_without_retries(
     with serving(tmp_path, mode) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.address)
         if mode == "silent":
-            monkeypatch.setattr("nsa.data.hub.PROBE_SECONDS", 0.5)
+            monkeypatch.setattr("nsa.data.hub.PROBE_SECONDS", 2.0)
         with pytest.raises(DataError, match=complaint):
             Hub(DataConfig(), "fineweb_edu")
         assert server.requests == ["HEAD datasets/HuggingFaceFW/fineweb-edu/resolve/main/README.md"]
