@@ -28,10 +28,15 @@ from nsa.untrusted import text_or_empty
 from tests.ranks import ROOT
 
 
-def test_a_programs_output_is_empty_if_it_fails_or_is_missing() -> None:
-    assert output_of(sys.executable, "-c", "print('out')") == "out\n"
-    assert output_of(sys.executable, "-c", "print('out'); raise SystemExit(1)") == ""
+def test_a_programs_output_is_empty_if_it_fails_hangs_or_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert output_of("printf", r"out\377") == "out\N{REPLACEMENT CHARACTER}"
+    assert output_of("sh", "-c", "echo out; exit 1") == ""
     assert output_of("no-such-program") == ""
+    monkeypatch.setattr("nsa.system._TIMEOUT_SECONDS", 0.1)
+    hanging = "import time; print('out', flush=True); time.sleep(60)"
+    assert output_of(sys.executable, "-c", hanging) == ""
 
 
 def test_a_file_that_cannot_be_read_is_empty_text(tmp_path: Path) -> None:
@@ -88,9 +93,9 @@ def test_a_tables_columns_are_aligned_and_its_cells_harmless() -> None:
 
 
 def test_no_cell_of_a_markdown_table_ends_it_or_holds_html_or_a_link() -> None:
-    lines = markdown_table(("a|b", "c"), [("x | y\nz", "<b>[1](http://d)")])
+    lines = markdown_table(("a|b", "c"), [("x | y\nz", "<b>[1](http://d) www.e")])
     assert lines[:2] == ["| a/b | c |", "| --- | --- |"]
-    assert lines[2:] == ["| x / y z | &lt;b>\\[1\\](http:&#47;/d) |"]
+    assert lines[2:] == ["| x / y z | &lt;b>\\[1\\](http:&#47;/d) www&#46;e |"]
 
 
 def test_an_error_is_one_line() -> None:
@@ -118,7 +123,8 @@ def test_a_flag_names_the_installed_file_unless_there_is_one_of_that_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name = "ds_configs/zero1_pcie.json"
-    assert existing_or_resource(name) == ROOT / name
+    for shipped in (name, "recipes/m7c.py"):
+        assert existing_or_resource(shipped) == ROOT / shipped
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / name).write_text("{}")
     assert existing_or_resource(name) == Path(name)

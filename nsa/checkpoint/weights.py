@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,7 @@ def find_weights(path: Path) -> Path:
     Warn of damaged checkpoints that are skipped.
     """
     problem: str | None
-    path = path.expanduser()  # no shell expands a ~ inside of --set
+    path = Path(os.path.expanduser(path))  # no shell expands a ~ inside of --set
     if not path.is_dir():
         problem = "there is no such folder"
     elif has_safetensors(path):

@@ -70,9 +70,12 @@ def entries(manifest: dict[str, Any]) -> dict[str, Any]:
         (lambda m: m.pop("ranks"), "cannot be read"),
         (lambda m: entries(m)["state.json"].update(bytes=-1), "cannot be read"),
         (lambda m: entries(m)["state.json"].pop("sha256"), "cannot be read"),
-        (
-            lambda m: entries(m).update({"../latest": {"bytes": 12, "sha256": ""}}),
-            "names ../latest, outside its folder",
+        *(
+            (
+                lambda m, name=name: entries(m).update({name: {"bytes": 12, "sha256": ""}}),
+                f"names {name}, outside its folder",
+            )
+            for name in ("../latest", "/etc/passwd")
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa.checkpoint import universal
 from nsa.checkpoint.state_file import (
     ANY_RANKS,
     Checkpoint,
@@ -19,6 +21,7 @@ from nsa.checkpoint.state_file import (
 )
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.checkpoint.weights import find_weights, read_weights
+from tests.checkpoint.planted_code import rehash
 from tests.disks import flip_a_bit
 from tests.ranks import launch
 
@@ -80,9 +83,9 @@ def test_the_converted_checkpoint_is_reused_until_it_is_damaged(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = read_state_file(root / "1_from_2" / "step00000004")
-    universal = to_universal(saved)
-    converted = universal.folder
-    assert read_state_file(converted) == universal
+    result = to_universal(saved)
+    converted = result.folder
+    assert read_state_file(converted) == result
     one = next(converted.rglob("exp_avg.pt"))
     unchanged = converted.stat().st_mtime_ns
     to_universal(saved)
@@ -95,6 +98,22 @@ def test_the_converted_checkpoint_is_reused_until_it_is_damaged(
     to_universal(saved)
     assert one.read_bytes() == content
     assert not (tmp_path / "ran").exists(), "the converter imported from the current directory"
+
+
+def test_the_converted_form_of_other_content_is_not_reused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_universal(read_state_file(root / "1_from_2" / "step00000004"))
+    saved = Path(shutil.copytree(root / "1_from_2", tmp_path / "copy")) / "step00000004"
+    (saved / "state.json").write_text((saved / "state.json").read_text() + " ")
+    rehash(saved)
+
+    def convert(checkpoint: Path, converted: Path) -> None:
+        raise ValueError("converted again")
+
+    monkeypatch.setattr(universal, "_convert", convert)
+    with pytest.raises(ValueError, match="converted again"):
+        to_universal(read_state_file(saved))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
@@ -110,6 +129,8 @@ def test_another_number_of_ranks_is_refused_with_the_flag_to_add() -> None:
     saved = Topology(layout="1 or 2", precision="bf16", ranks=2)
     with pytest.raises(ValueError, match=r"saved with world size 2.*has world size 1.*--universal"):
         check_loadable(Path("step00000004"), saved, replace(saved, ranks=1))
+    whole = replace(saved, layout="0")  # in the file of rank 0
+    check_loadable(Path("step00000004"), whole, replace(whole, ranks=1))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def addresses() -> list[str]:
 
 
 os.environ.pop("OMP_NUM_THREADS")
+os.environ["LOCAL_SIZE"] = str(1 + int(os.environ["RANK"]))  # as on two machines
 start_ranks(Ranks.from_environment())
 dist.all_reduce(torch.ones(1))  # ranks connect to each other
 print(torch.get_num_threads())

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
+from nsa.data.cache import TokenCache, ValidationData, cache_folder
+from nsa.data.dataset import open_dataset
 from nsa.engine.config import RunConfig
+from nsa.engine.load_run import StoredRun
 from nsa.engine.plan_command import load_recipe
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import METRICS_COLUMNS
@@ -122,6 +125,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
     """Return the rows of a run's metrics.csv, oldest first; an empty cell is None."""
     rows = read_table(run_dir / "metrics.csv").rows
     return [{column: row.get(column) for column in METRICS_COLUMNS} for row in rows]
+
+
+def validation_loss(loaded: StoredRun, run_dir: Path) -> float:
+    """Return the loss of a loaded model on the validation samples of its run."""
+    config, samples = loaded.config, loaded.config.train.eval_samples
+    cache = TokenCache(open_dataset(config.data), cache_folder(config.data, run_dir))
+    validation = ValidationData(cache, sequences=samples, micro_batch=samples, world_size=1)
+    (batch,) = validation.batches(0)
+    with torch.no_grad():
+        return loaded.model(batch.input_ids, labels=batch.labels).item()
 
 
 def losses(run_dir: Path) -> dict[int, float]:

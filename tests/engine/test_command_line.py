@@ -9,19 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from nsa.engine.config import RunConfig, TrainConfig, resolve_config
-from nsa.engine.loop import executed_flops, set_phase
-from nsa.engine.trainer import _check_node
+from nsa.engine.loop import Run, executed_flops, set_phase
+from nsa.engine.run_dir import FolderLock
+from nsa.engine.trainer import _check_node, _check_steps_left, prepare
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
 from tests.engine.small import small_request
+from tests.monitor.records import files_no_longer_than
 
 SELECTOR = AttentionConfig(
     branches="sel", selector_loss=1.0, spec=NSASpec(select_top=8, local_blocks=4)
 )
-
-
-def notes(*flags: str) -> str:
-    return "\n".join(small_request(*flags).notes)
 
 
 def test_weights_that_no_machine_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +37,41 @@ def test_the_disk_must_hold_the_checkpoints_until_the_run_stops(tmp_path: Path) 
     request = small_request(*flags, f"--run-dir={tmp_path}")
     (disk,) = (check for check in _check_node(request, steps_done=4) if check.name == "disk")
     assert "3 checkpoints of " in disk.detail
+
+
+def test_a_disk_that_takes_no_checkpoint_is_refused_before_the_data_is_opened(
+    tmp_path: Path,
+) -> None:
+    request = small_request(f"--run-dir={tmp_path / 'run'}")
+    run = Run(request, FolderLock(request.run_dir))
+    with files_no_longer_than(1), pytest.raises(ValueError, match=r"saved there: .*File too large"):
+        prepare(run)
+    assert [path.name for path in request.run_dir.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "problem"),
+    [
+        ([], 7, None),
+        ([], 8, None),  # its last gate or report may be missing
+        (["--until=5"], 4, None),
+        (["--until=5"], 5, "already at step 5, not below the requested stop at 5; raise --until"),
+        (["--until=preflight"], 5, None),
+        (["--set=data.seq_len=32"], 7, None),
+        (["--set=data.seq_len=32"], 8, "already at its last step, 8, so changing .*; raise --step"),
+        (["--set=model.layers=1"], 8, "already at its last step, 8, so changing .*; raise --step"),
+    ],
+)
+def test_a_resumed_run_has_steps_left_or_none_to_change(
+    flags: list[str], step: int, problem: str | None
+) -> None:
+    before = small_request("--steps=8").config
+    request = replace(small_request("--steps=8", *flags), resumed_config=before)
+    if problem is None:
+        _check_steps_left(request, step)
+    else:
+        with pytest.raises(ValueError, match=problem):
+            _check_steps_left(request, step)
 
 
 @pytest.mark.parametrize(
@@ -120,4 +153,4 @@ def test_schedules_that_cannot_train_are_refused(changes: dict[str, object], pro
 @pytest.mark.parametrize("name", ["dense_steps", "selector_steps"])
 def test_a_new_run_without_an_index_cannot_begin_dense(attention: str, name: str) -> None:
     with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index; three branches no"):
-        notes(f"--set=attention.{attention}", f"--set=train.{name}=5")
+        small_request(f"--set=attention.{attention}", f"--set=train.{name}=5")

@@ -110,19 +110,10 @@ def test_samples_continue_on_resume_and_start_again_with_other_data_unless_that_
     assert state(6)["samples"] == 2 * 3
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("data.source=embeded", ["embeded", "embedded"]),
-        ("model.vocab_size=258", ["model.vocab_size = 258", "set model.vocab_size to 259"]),
-    ],
-)
-def test_unavailable_data_is_refused_before_anything_is_built(
-    setting: str, words: list[str], books: Path, tmp_path: Path
-) -> None:
-    settings = [f"--set=data.source={books}", f"--set={setting}"]
-    line = refused(on_one_rank("m7c.py", *TINY, *settings, folder=tmp_path))
-    assert all(word in line for word in words), line
+def test_unavailable_data_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    line = refused(on_one_rank("m7c.py", *TINY, "--set=data.source=embeded", folder=tmp_path))
+    assert "embeded" in line
+    assert "embedded" in line
     assert not list(tmp_path.rglob("config.yaml"))
 
 
@@ -204,11 +195,6 @@ def request(run_dir: Path, *settings: str, resume: bool = False) -> RunRequest:
     return small_request(f"--run-dir={run_dir}", *flags)
 
 
-def notes(run_dir: Path, *settings: str) -> list[str]:
-    """Return what the run logs at its start."""
-    return request(run_dir, *settings).notes
-
-
 def write_settings(run_dir: Path, started: RunRequest) -> None:
     run_dir.mkdir()
     for name, text in started.config_files().items():
@@ -248,7 +234,7 @@ def test_an_older_run_with_a_relative_path_resumes_from_its_folder(
 
 def test_a_sequence_so_short_that_selection_leaves_no_block_out_is_noted(tmp_path: Path) -> None:
     def short(*settings: str) -> list[str]:
-        return [note for note in notes(tmp_path, *settings) if "select_top" in note]
+        return [note for note in request(tmp_path, *settings).notes if "select_top" in note]
 
     assert short("data.seq_len=33") == []
     (note,) = short("data.seq_len=32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from nsa.checkpoint.saver import SaveFailed
 from nsa.engine import loop
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import TrainState
+from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.telemetry import Telemetry
-from nsa.gates.results import Gate
+from nsa.gates.criteria import GateInputs
+from nsa.gates.results import Gate, GateResult, gate_result
 from nsa.monitor.artifacts import RankHistory, last_beat
+from nsa.monitor.config import LadderConfig
 from tests.engine.runs import (
     TINY,
     losses,
@@ -37,10 +42,10 @@ def read_gates(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 def test_a_run_resumes_from_gate_to_gate_and_takes_no_step_at_its_last_one(tmp_path: Path) -> None:
     steps = ["--set=monitor.ladder.smoke=3", "--set=monitor.ladder.extended=5", "--steps=7"]
-    settings = [*TINY, *steps, "--set=train.warmup_steps=1", "--set=train.eval_every=0"]
-    succeed(
-        on_two_ranks("m7c.py", *settings, "--until=preflight", "--run-dir=run", folder=tmp_path)
-    )
+    settings = [*TINY, *steps, "--set=train.warmup_steps=1", "--set=train.eval_every=6"]
+    settings += ["--set=monitor.log_every=4", "--until=preflight", "--run-dir=run"]
+    output = succeed(on_two_ranks("m7c.py", *settings, folder=tmp_path))
+    assert "stopped at --until preflight of 7 steps; continue with --resume" in output
     assert list(read_gates(tmp_path / "run")) == ["preflight"]
     assert not (tmp_path / "run/checkpoints/latest").exists()
     for gate, step in (("extended", 5), ("production", 7)):
@@ -61,8 +66,10 @@ def test_a_run_resumes_from_gate_to_gate_and_takes_no_step_at_its_last_one(tmp_p
     assert checks["config"]["evidence"] == "the same on every rank"
     assert checks["gradient check"]["ok"]
     rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 3, 4, 5, 6, 7], "gates' and evaluated steps too"
     output = succeed(on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
-    assert "parameters, no step to take on 2 ranks, in run\n" in output
+    heading = r"m7c \(demo\): \d\d,\d{3} parameters, no step to take on 2 ranks, in run\n"
+    assert re.search(heading, output)
     assert "gate production at step 7: Go" in output
     assert read_metrics(tmp_path / "run") == rows
 
@@ -86,18 +93,73 @@ def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path
     assert read_gates(tmp_path / "run")["production"]["go"]
 
 
+def test_evaluation_and_saving_are_phases_and_a_failed_save_is_logged_or_raised() -> None:
+    phases, messages = list[str](), list[str]()
+
+    def save(step: int, state: dict[str, Any]) -> None:
+        assert phases == ["save"]
+        raise SaveFailed("the disk is full")
+
+    run: Any = SimpleNamespace(
+        config=RunConfig(),
+        telemetry=SimpleNamespace(enter=phases.append),
+        observers=SimpleNamespace(on_message=messages.append),
+        throughput=SimpleNamespace(paused=contextlib.nullcontext),
+        saver=SimpleNamespace(save=save),
+        saved_step=0,
+        state=TrainState(step=3),
+        data=SimpleNamespace(validation=SimpleNamespace(batches=lambda rank: [])),
+        collectives=SimpleNamespace(barrier=lambda error, stop, number: ("SIGTERM", number)),
+        shutdown=ShutdownMonitor(),
+        ranks=Ranks(0, 0, 1),
+        device=torch.device("cpu"),
+        teacher=None,
+    )
+    loop._save(run, required=False)
+    assert (phases, messages) == (["save", "idle"], ["NOT SAVED: the disk is full"])
+    phases.clear()
+    with pytest.raises(SaveFailed):
+        loop._save(run)
+    phases.clear()
+    assert loop.evaluate(run) == (None, []), "a signal ends it"
+    assert phases == ["eval"]
+
+
+def judging_run(run_dir: Path, messages: list[str]) -> Any:
+    """What `loop._judge` needs of rank 0 of a run on a GPU."""
+    return SimpleNamespace(
+        config=RunConfig(),
+        request=SimpleNamespace(run_dir=run_dir),
+        observers=SimpleNamespace(on_message=messages.append),
+        device=torch.device("cuda"),
+    )
+
+
+def test_a_gate_is_judged_for_the_runs_phase_weights_and_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[object, ...]] = []
+
+    def judge(gate: Gate, inputs: GateInputs, ladder: LadderConfig) -> GateResult:
+        judged.append((inputs.step, inputs.new_weights, inputs.sparse_after, inputs.on_gpu))
+        return gate_result(gate.name, gate.step, [])
+
+    monkeypatch.setattr(loop, "judge", judge)
+    run = judging_run(tmp_path, [])
+    for start, dense_steps in ((None, 5), ("runs/other", 0)):
+        run.config.train = TrainConfig(start_from=start, dense_steps=dense_steps)
+        assert loop._judge(run, Gate("smoke", 300), [RankHistory(0)]) is None
+    assert judged == [(300, True, 5, True), (300, False, 0, True)]
+
+
 def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged_and_says_why(
     tmp_path: Path,
 ) -> None:
     messages: list[str] = []
-    run: Any = SimpleNamespace(
-        config=RunConfig(),
-        request=SimpleNamespace(run_dir=tmp_path),
-        observers=SimpleNamespace(on_message=messages.append),
-        device=torch.device("cpu"),
-    )
+    run = judging_run(tmp_path, messages)
     telemetry = Telemetry(small_request(f"--run-dir={tmp_path}"), Ranks(1, 1, 2), TrainState())
-    assert telemetry.history().problem == ""
+    history = telemetry.history()
+    assert (history.problem, history.backend) == ("", "deepspeed-zero1")
     with files_no_longer_than(0):
         telemetry.step_end(TrainState(step=1))
         histories = [RankHistory(0), telemetry.history()]

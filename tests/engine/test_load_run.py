@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,35 +14,33 @@ from safetensors.torch import save_file
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
-from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_dataset, open_source
+from nsa.data.dataset import open_source
+from nsa.data.shards import Index, write_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import build_tokenizer
 from nsa.data.writer import prepare
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
-from nsa.engine.load_run import load_run, read_config, run_tokenizer
+from nsa.engine.load_run import dataset_vocabulary, load_run, read_config, run_tokenizer
+from tests.data.test_shards import STAMP
 from tests.data.texts import texts, train_tokenizer, write_lines
-from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
+from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed, validation_loss
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps on a prepared dataset, with checkpoints at steps 3 and 4."""
+    """Four steps on a dataset prepared with a trained tokenizer, with checkpoints at steps 3 and 4.
+
+    Its `data.tokenizer` stays "byte".
+    """
     folder = tmp_path_factory.mktemp("load_run")
-    prepared = prepare_dataset(folder, documents=400)
-    flags = ("--steps=4", "--run-dir=run", f"--set=data.source={prepared}")
-    succeed(on_one_rank("m7c.py", *TINY, *flags, folder=folder))
-    return folder / "run"
-
-
-def prepare_dataset(folder: Path, documents: int) -> Path:
-    """A dataset with a trained tokenizer, though `data.tokenizer` of a run on it stays "byte"."""
-    source = write_lines(folder / "lines.jsonl", texts(documents, 200))
+    source = write_lines(folder / "lines.jsonl", texts(400, 200))
     config = DataConfig(source=source, held_out=0.2)
     config.tokenizer = train_tokenizer(open_source(config, source), 300, folder / "bpe").name
     prepare(config, folder / "prepared")
-    return folder / "prepared"
+    flags = ("--steps=4", "--run-dir=run", f"--set=data.source={folder / 'prepared'}")
+    succeed(on_one_rank("m7c.py", *TINY, *flags, folder=folder))
+    return folder / "run"
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -50,17 +49,8 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
 
 def test_loaded_model_has_the_validation_loss_that_training_logged(run: Path) -> None:
     loaded = load_run(run)
-    config = loaded.config
-    validation = ValidationData(
-        TokenCache(open_dataset(config.data), run.parent / "data-cache"),
-        sequences=config.train.eval_samples,
-        micro_batch=8,
-        world_size=1,
-    )
-    (batch,) = validation.batches(0)
-    with torch.no_grad():
-        loss = loaded.model(batch.input_ids, labels=batch.labels).item()
-    assert loss == pytest.approx(read_metrics(run)[-1]["val_loss"], rel=1e-5)
+    logged = read_metrics(run)[-1]["val_loss"]
+    assert validation_loss(loaded, run) == pytest.approx(logged, rel=1e-5)
     assert (loaded.step, loaded.folder, loaded.model.training) == (4, run, False)
     assert loaded.weights_folder == run / "checkpoints" / "step00000004"
     assert loaded.model.embed.weight.dtype == torch.bfloat16
@@ -102,6 +92,20 @@ def test_config_comes_from_beside_the_weights_or_from_the_runs_folder(
     (converted / "config.json").touch()
     with pytest.raises(ValueError, match=r"has no config.yaml; .* nsa import .*universal --to"):
         read_config(converted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "vocabulary"), [((), None), ((448,), 448), ((100, 400, 300), 448)]
+)
+def test_the_largest_prepared_source_determines_the_vocabulary(
+    sizes: tuple[int, ...], vocabulary: int | None, tmp_path: Path
+) -> None:
+    mixture = {"embedded": 1.0}
+    for size in sizes:
+        (folder := tmp_path / str(size)).mkdir()
+        write_index(folder, Index(replace(STAMP, vocab_size=size, eos_id=size - 1), {}, []))
+        mixture[str(folder)] = 1.0
+    assert dataset_vocabulary(DataConfig(source=mixture)) == vocabulary
 
 
 def test_the_tokenizer_is_the_recorded_one_or_that_of_files_beside_the_weights(

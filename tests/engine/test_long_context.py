@@ -32,18 +32,10 @@ def test_the_32k_recipe_continues_its_short_run_on_four_times_the_tokens(
     assert long_run[0]["loss"] < short_run[0]["loss"] - 0.2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--set=train.start_from=nowhere"], ["train.start_from = 'nowhere'", "no such folder"]),
-        (["--set=train.start_from={short}", "--set=model.layers=3"], ["blocks.2.", "set model.*"]),
-    ],
-)
-def test_an_impossible_start_is_refused_with_the_fix(
-    arguments: list[str], words: list[str], short: Path, tmp_path: Path
-) -> None:
-    arguments = [argument.format(short=short) for argument in arguments]
-    flags = [*SMALL, "--profile=demo_short", *arguments, "--run-dir=run"]
-    line = refused(on_one_rank("m7c_32k.py", *flags, folder=tmp_path))
-    assert all(word in line for word in words), line
+def test_weights_of_another_model_are_refused_with_the_fix(short: Path, tmp_path: Path) -> None:
+    flags = [*SMALL, "--profile=demo_short", f"--set=train.start_from={short}", "--run-dir=run"]
+    run = on_one_rank("m7c_32k.py", *flags, "--set=model.layers=3", folder=tmp_path)
+    line = refused(run)
+    assert "blocks.2." in line
+    assert "set model.*" in line
     assert not (tmp_path / "run").exists()

@@ -150,7 +150,7 @@ def test_stage_3_gathers_weights_that_cannot_stay_twice_and_shards_no_small_ones
 
 def test_gradients_are_planned_in_the_dtype_in_which_they_are_reduced() -> None:
     for more, reduce_bytes in (({}, 2), ({"communication_data_type": "fp32"}, 4)):
-        raw = {"zero_optimization": {"stage": 0}} | more
+        raw = {"zero_optimization": {"stage": 0, "reduce_bucket_size": 9}} | more
         zero = resolved_zero(resolve_ds_config(raw, small(), world_size=2), small())
         assert (zero.reduce_bytes, zero.accumulate_bytes, zero.bucket) == (reduce_bytes, 2, 0)
 

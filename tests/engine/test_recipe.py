@@ -99,7 +99,7 @@ def test_the_environment_names_the_profile_and_that_there_is_no_accelerator(
     finished: FinishedRun,
 ) -> None:
     env = json.loads((finished.dir / "env.json").read_text())
-    assert env["profile"] == "demo"
+    assert (env["recipe"], env["profile"], env["world_size"]) == ("m7c", "demo", 2)
     assert "NO ACCELERATOR FOUND" in env["notes"][0]
     assert env["notes"][0] in finished.output
 
@@ -211,7 +211,7 @@ def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
 def test_a_mistake_costs_one_line_and_exit_code_2(tmp_path: Path) -> None:
     for flags, end in (
         (["--set=train.stpes=3"], "there is no setting 'train.stpes'; did you mean train.steps?"),
-        (["--setps=3"], "--setps=3 (did you mean --steps?)"),
+        (["--step=3"], "--step=3 (did you mean --steps?)"),
     ):
         line = refused(on_one_rank("m7c.py", *flags, folder=tmp_path))
         assert line.startswith("m7c")
@@ -245,21 +245,11 @@ def test_a_wrong_flag_is_refused_by_name(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--until=1"], ["already at step 1", "--until"]),
-        (["--steps=1", "--set=data.seq_len=32"], ["already at its last step, 1", "--steps"]),
-    ],
-)
-def test_a_refused_resume_leaves_the_run_as_it_was(
-    stopped: Path, arguments: list[str], words: list[str]
-) -> None:
+def test_a_refused_resume_leaves_the_run_as_it_was(stopped: Path) -> None:
     before = {path: path.read_bytes() for path in stopped.rglob("*.[jy]*")}
     assert len(before) > 4
-    resume = [f"--run-dir={stopped}", "--resume", *arguments]
-    line = refused(on_one_rank("m7c.py", *resume, folder=stopped))
-    assert all(word in line for word in words), line
+    resume = [f"--run-dir={stopped}", "--resume", "--until=1"]
+    assert "already at step 1" in refused(on_one_rank("m7c.py", *resume, folder=stopped))
     assert {path: path.read_bytes() for path in stopped.rglob("*.[jy]*")} == before
 
 

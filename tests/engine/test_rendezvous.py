@@ -57,24 +57,40 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, kind: str) ->
         private_folder()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "environment", "private"),
-    [
-        (2, {}, True),
-        (2, {"TORCHELASTIC_RUN_ID": "none"}, False),  # its ranks may join twice
-        (1, {}, False),
-    ],
-)
-def test_ranks_of_one_launcher_meet_at_a_file_and_leave_none(
-    ranks: int, environment: dict[str, str], private: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_ranks_of_one_launcher_meet_at_a_file_and_leave_none(ranks: int, tmp_path: Path) -> None:
+    """A rank alone meets no other."""
     (program := tmp_path / "join.py").write_text(JOIN.format(str(tmp_path)))
-    started = spawn_ranks(program, ranks=ranks, environment=environment)
+    started = spawn_ranks(program, ranks=ranks)
     assert started.codes(90) == [0] * ranks, started.text("err")
-    assert folder_in(tmp_path).exists() == private
-    if private:
+    assert folder_in(tmp_path).exists() == (ranks > 1)
+    if ranks > 1:
         assert not os.listdir(folder_in(tmp_path))
         assert folder_in(tmp_path).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("world_size", "environment", "private"),
+    [
+        (2, {"CROSS_RANK": "0"}, True),
+        (1, {}, True),
+        (2, {}, False),  # of srun or mpirun, which may be a process per rank
+        (2, {"CROSS_RANK": "0", "MASTER_ADDR": "node1"}, False),
+        (2, {"CROSS_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, False),  # its ranks may join twice
+    ],
+)
+def test_only_deepspeeds_launcher_on_one_machine_starts_ranks_that_meet_at_a_file(
+    world_size: int, environment: dict[str, str], private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods: list[str | None] = []
+    join = lambda *_, init_method, **__: methods.append(init_method)  # noqa: E731
+    monkeypatch.setattr(process_group.deepspeed, "init_distributed", join)
+    for name in ("CROSS_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"MASTER_ADDR": "127.0.0.1"} | environment).items():
+        monkeypatch.setenv(name, value)
+    process_group._join(Ranks(rank=0, local_rank=0, world_size=world_size), "gloo")
+    assert methods == ["private://" if private else None]
 
 
 def test_a_port_in_use_is_refused_with_the_flag_that_sets_it(

@@ -27,7 +27,7 @@ from nsa.engine.resume import (
     read_checkpoint,
     read_state,
 )
-from nsa.engine.run_dir import find_saved
+from nsa.engine.run_dir import CONFIG_FILES, find_saved
 from nsa.engine.run_request import RunRequest
 from nsa.model import AttentionConfig, ModelConfig
 from tests.engine.runs import TINY, ds_config, on_one_rank, succeed, weights
@@ -220,6 +220,15 @@ def test_a_run_resumed_on_another_kind_of_machine_keeps_its_profile(
     assert not any("ACCELERATOR" in note for note in request.notes)
 
 
+def test_what_this_version_does_not_have_of_a_resumed_runs_settings_is_logged(saved: Path) -> None:
+    newest = saved / "checkpoints/step00000003"
+    settings = {name: (newest / name).read_text() for name in CONFIG_FILES}
+    text = settings["config.yaml"].replace("  precision:", "  bad_steps: 7\n  precision:")
+    save(saved, 4, settings | {"config.yaml": text})
+    line = "train.bad_steps = 7: withdrawn in this version, which has 20"
+    assert line in resumed(saved).notes
+
+
 @pytest.mark.parametrize(("on_gpu", "profile"), [(True, "production"), (False, "demo")])
 def test_a_new_run_is_that_of_production_on_an_accelerator(
     on_gpu: bool, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -290,6 +299,9 @@ def test_a_converted_model_brings_its_shape_its_tokenizer_and_at_most_its_length
 
 def test_a_run_starts_from_another_architecture_only_after_its_import(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    nowhere = RunConfig(train=TrainConfig(start_from="nowhere"))
+    with pytest.raises(ValueError, match=r"start_from = 'nowhere': there is no such .*=null for"):
+        find_initial_weights(nowhere)
     config = RunConfig(train=TrainConfig(start_from=str(tmp_path)))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"model_type = 'llama'\); convert it: nsa import"):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
+from nsa.engine.load_run import load_run
 from nsa.monitor.artifacts import read_table
 from tests.engine.runs import (
     TINY,
@@ -20,15 +21,17 @@ from tests.engine.runs import (
     losses,
     on_one_rank,
     on_two_ranks,
+    read_metrics,
     refused,
     succeed,
+    validation_loss,
     weights,
 )
 from tests.model.models import build, flop_counter, tiny, tokens
 
 LONG = ["--set=data.seq_len=256"]  # so long that a query cannot select all of its blocks
 STEPS = ["--steps=6", "--set=train.selector_steps=3", "--set=checkpoint.every=1"]
-STEPS += ["--set=checkpoint.keep=9", "--set=monitor.log_every=1", "--set=train.eval_every=0"]
+STEPS += ["--set=checkpoint.keep=9", "--set=monitor.log_every=1", "--set=train.eval_every=3"]
 STEPS += ["--set=train.eval_samples=8"]
 
 
@@ -87,6 +90,12 @@ def test_the_index_learns_first_and_then_all_weights(
         assert 0 < row["recall_random"] < 1
         assert 0 < row["recall"] <= 1
         assert row["choosing"] > 0
+    loaded = load_run(tmp_path / "run/checkpoints/step00000003")
+    logged = read_metrics(tmp_path / "run")[2]["val_loss"]
+    sparse = validation_loss(loaded, tmp_path / "run")
+    loaded.model.set_dense(True)
+    dense = validation_loss(loaded, tmp_path / "run")
+    assert abs(sparse - logged) < abs(dense - logged) / 10, "validation is sparse in all steps"
     cut_back(tmp_path / "run", 2, tmp_path / "cut")
     for until in (["--until=4"], []):
         resumed = sparsify(start, tmp_path, "cut", zero, "--resume", *until)

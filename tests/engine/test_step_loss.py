@@ -99,7 +99,7 @@ def plain(config: RunConfig, batches: list[Batch]) -> dict[str, list[float]]:
     ("ranks", "micro_batch", "accumulation", "zero", "others"),
     [
         (1, 8, 1, "zero1_pcie", []),
-        (2, 4, 1, "zero1_pcie", ["model.activation_checkpointing=reentrant"]),
+        pytest.param(2, 4, 1, "zero1_pcie", [], marks=pytest.mark.full),
         (2, 2, 2, "zero2_pcie", ["model.activation_checkpointing=reentrant"]),
         (2, 2, 2, "zero3", []),
         (2, 1, 4, "zero0_debug", []),

@@ -219,7 +219,7 @@ def test_results_are_written_though_stdout_is_closed(
         (["--source", "other.jsonl", "--seq-len", "8192"], "fewer than the 8193 of one sample"),
         (["--source", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
         (["--seq-len", "64", "96"], "--seq-len 64 does not divide 96"),
-        (["--seq-len", "0"], "--seq-len 0: must be 1 or more"),
+        (["--seq-len", "64", "0"], "--seq-len 0: must be 1 or more"),
         (["--tokens", "95"], "--tokens 95: fewer than the 96 of one sequence"),
         (["--set", "model.layers=1"], "--set model.layers=1: only data.*"),
         (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run uses its tokenizer"),

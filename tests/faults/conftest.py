@@ -58,6 +58,7 @@ def check_resumed(golden: Golden, outcomes: Outcomes) -> CheckResumed:
         resumed = resume(run.folder)
         assert resumed.losses == golden.losses
         assert resumed.weights == golden.weights
+        assert not list((run.dir / "checkpoints").glob(".*")), "a draft is left"
         outcomes.record(
             fault,
             variant,

@@ -49,7 +49,7 @@ class Fault:
             while True:
                 time.sleep(1)
         elif self.action == "raise":
-            raise RuntimeError(f"planted in {where}")
+            raise ValueError(f"planted in {where}")
         elif self.action in CLOCK_JUMPS:
             clock, jump = time.time, CLOCK_JUMPS[self.action]
             time.time = lambda: clock() + jump

@@ -146,6 +146,7 @@ def test_a_bad_value_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
     by_step = losses(skipped.dir)
     assert sorted(by_step) == [1, 5, 10, 12]
     assert {step for step in by_step if by_step[step] == golden.losses[step]} == {1, 5}
+    assert skipped.beats(0)[-1]["loss"] == pytest.approx(by_step[12])
     outcomes.record("nan-skip", f"{value} {where}", codes=skipped.codes, lost=0)
 
     aborted = run_with(folders["abort"], "abort", value, where, rank)
@@ -156,7 +157,9 @@ def test_a_bad_value_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
     assert resumed.losses == by_step
     assert resumed.weights == weights(skipped.dir)
     starts = [beat for beat in aborted.beats(0) if beat["event"] == "start"]
-    assert [beat["skipped"] for beat in starts] == [0, 1]
+    first, second = ((beat["step"], beat["skipped"], beat["tokens"]) for beat in starts)
+    assert first == (0, 0, 0)
+    assert second == (BAD_STEP, 1, aborted.beats(0)[-1]["tokens"] // STEPS * BAD_STEP)
     outcomes.record(
         "nan-abort",
         f"{value} {where}",
@@ -172,10 +175,10 @@ def test_an_exception_on_one_rank_is_reported_and_ends_the_run(
 ) -> None:
     run = start_faulty(tmp_path, "raise", "backward", ranks=[1]).end()
     ended = time.time()
-    assert run.codes[1] == 1
+    assert run.codes[1] == 1, "not 2, as a user's mistake: it may be restarted"
     assert run.codes[0] not in (0, None)
     errors = run.ranks.started[1].text("err")
-    assert "RuntimeError: planted in backward" in errors
+    assert "ValueError: planted in backward" in errors
     if sys.version_info >= (3, 11):
         assert errors.endswith("\nresume: --run-dir run --resume\n")
     check_resumed("crash", "backward", run, fault_time(run), ended)

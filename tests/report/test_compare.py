@@ -90,11 +90,6 @@ def test_a_run_given_twice_is_one_row_and_equal_names_become_paths(tmp_path: Pat
         assert line.startswith(str(run))
 
 
-def test_a_run_without_metrics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"metrics\.csv cannot be read"):
-        compare_runs(read_runs([tmp_path]), tmp_path / "out.png")
-
-
 def test_json_has_the_last_gate_the_figures_and_the_differences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
