@@ -155,7 +155,7 @@ def test_a_number_that_a_help_states_is_the_default() -> None:
         if option.default is not None
         and (match := re.search(r"\((?:default:? )?([\d.,]*\d)[,:)]", option.help or ""))
     ]
-    assert len(stated) >= 11
+    assert len(stated) >= 13
     assert all(number == default for number, default in stated), stated
 
 

@@ -41,7 +41,7 @@ def add_parser(verbs: Any) -> None:
     add("--text-field", default=DEFAULT.text_field, help="the field that holds a record's text")
     add("--tokenizer", required=True, help="byte, or hf:<name or folder>")
     add("--out", type=Path, required=True, help="the folder to write")
-    about = "fraction of the documents for validation only (default %(default)s)"
+    about = "fraction of the documents for validation only (default 0.05)"
     add("--held-out", type=float, default=DEFAULT.held_out, help=about)
     about = "tokens per file (default 100,000,000)"
     add("--shard-tokens", type=int, default=100_000_000, help=about)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.batches import Batch, Mixer, Samples, hash64, shuffled_index
+from nsa.data.batches import Batch, Mixer, Samples, shuffled_index
 from tests.data.texts import MemoryStore
 
 EOS = 257
@@ -142,7 +142,6 @@ def test_concat_packing_predicts_across_documents_and_has_no_cu_seqlens() -> Non
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3]]
     assert batch.labels.tolist() == [[2, EOS, 3, 4]]
     assert batch.cu_seqlens is None
-    assert batch.input_ids.numel() == 4
 
 
 @settings(deadline=None)
@@ -187,6 +186,7 @@ def test_to_moves_every_tensor_of_a_batch() -> None:
         for name in ("input_ids", "labels", "cu_seqlens"):
             before, after = getattr(batch, name), getattr(moved, name)
             assert (before is None and after is None) or after.device.type == "meta"
+        assert moved.label_count == batch.label_count == 3
 
 
 def test_a_corpus_smaller_than_one_sample_is_refused_with_the_fix() -> None:
@@ -207,24 +207,20 @@ def test_the_fingerprint_depends_on_tokens_length_and_seed_only() -> None:
     assert len(set(others)) == 4
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("count", [1, 3])
-def test_batches_arrive_on_the_device_in_order_without_a_host_sync(device: str, count: int) -> None:
-    ids = [torch.full((2, 64), i) for i in range(count)]
-    batches = [Batch(x, x + 1, torch.tensor([0, 64, 128]), label_count=7) for x in ids]
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
+@pytest.mark.gpu
+def test_batches_arrive_on_the_device_in_order_without_a_host_sync() -> None:
+    ids = [torch.full((2, 64), i) for i in range(3)]
+    batches = [Batch(x, x + 1, torch.tensor([0, 64, 128])) for x in ids]
+    torch.cuda.set_sync_debug_mode("error")
     try:
         sums = []
-        for batch in (batch.to(device) for batch in batches):
-            assert batch.input_ids.device.type == batch.labels.device.type == device
-            assert batch.label_count == 7
+        for batch in (batch.to("cuda") for batch in batches):
+            assert batch.input_ids.device.type == batch.labels.device.type == "cuda"
             assert batch.cu_seqlens is not None
             sums.append(batch.input_ids.sum() + batch.cu_seqlens.sum())
     finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    assert [int(x) for x in sums] == [128 * i + 192 for i in range(count)]
+        torch.cuda.set_sync_debug_mode("default")
+    assert [int(x) for x in sums] == [128 * i + 192 for i in range(3)]
 
 
 def test_the_log_says_how_much_of_the_data_a_run_reads() -> None:
@@ -241,12 +237,6 @@ def test_the_log_says_how_much_of_the_data_a_run_reads() -> None:
     (*_, warning) = lines([0.5, 0.5], 80)
     assert warning.startswith("WARNING: b: 41 tokens, 10 epochs: the model will memorize it")
     assert "WARNING" not in "".join(lines([0.8, 0.2], 80)), "four epochs"
-
-
-@settings(deadline=None)
-@given(size=st.integers(1, 600), seed=st.integers(0, 2**64))
-def test_shuffled_indices_are_a_permutation(size: int, seed: int) -> None:
-    assert sorted(shuffled_index(index, size, seed) for index in range(size)) == list(range(size))
 
 
 def test_a_corpus_of_any_size_is_shuffled_without_a_table() -> None:
@@ -280,8 +270,3 @@ def test_a_fraction_below_the_resolution_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"data\.source: 'rare' would get 1e-07"):
         Mixer([1 - 1e-7, 1e-7], ["common", "rare"])
     Mixer([1 - 6e-7, 6e-7], ["common", "rare"])  # rounded up to one in a million
-
-
-def test_keys_differ_if_any_part_differs() -> None:
-    parts = [(1, 23), (12, 3), (1, 2, 3), (123,), ("1", 24), (0, 23)]
-    assert len({hash64(*each) for each in parts}) == len(parts)

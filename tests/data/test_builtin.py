@@ -10,7 +10,7 @@ import pytest
 
 from nsa.data.builtin import embedded, python_files, synthetic
 from nsa.data.config import DataConfig
-from nsa.data.source import DataError, Source, is_validation
+from nsa.data.source import DataError, Source
 from tests.data.texts import check_resumption, open_store
 from tests.ranks import ROOT
 
@@ -63,21 +63,5 @@ def test_the_synthetic_text_is_that_of_earlier_versions() -> None:
     assert digest.hexdigest()[:16] == "50e7db4fd4812e31"
 
 
-@pytest.mark.parametrize("size", [1, 999, 50_000])
-def test_synthetic_text_has_the_requested_size_and_is_deterministic(size: int) -> None:
-    documents = texts(synthetic(size))
-    assert sum(map(len, documents)) == size
-    assert texts(synthetic(size)) == documents
-
-
 def test_a_pass_resumes_after_any_document() -> None:
     assert check_resumption(synthetic(20_000)) == texts(synthetic(20_000))
-
-
-def test_validation_gets_a_fraction_of_the_documents_by_hash() -> None:
-    documents = [f"document {number}".encode() for number in range(20_000)]
-    selected = [document for document in documents if is_validation(document, 0.05)]
-    assert len(selected) == pytest.approx(1_000, abs=4 * (20_000 * 0.05 * 0.95) ** 0.5)
-    assert [is_validation(document, 0.05) for document in selected] == [True] * len(selected)
-    more = {document for document in documents if is_validation(document, 0.1)}
-    assert set(selected) < more, "a larger fraction includes the documents of a smaller one"

@@ -52,6 +52,7 @@ def test_prepare_and_check_report_contents_and_damage(
     assert lines[0] == f"{out}: source {texts}, tokenizer byte; intact"
     assert lines[1].startswith("train: ")
     assert lines[2].startswith("val: ")
+    assert lines[2].endswith(" in 1 shard")
 
     shard = out / "val-000-00000.bin"
     flip_a_bit(shard)

@@ -60,6 +60,8 @@ def mixed_folder(folder: Path) -> Path:
     write(folder, "b/lines.jsonl", lines(*numbered(7)) + b"\n  \r\n" + lines("", None, "last"))
     write(folder, "b/lines.ndjson.gz", gzip.compress(lines(*numbered(5, "packed"))))
     write(folder, "c/empty.jsonl", b"")
+    write(folder, "c/empty.jsonl.gz", gzip.compress(b""))
+    write(folder, "c/empty.txt.zst", b"")  # not even an archive
     write(folder, "c/lines.jsonl.zst", COMPRESS[".zst"](lines(*numbered(9, "squeezed"))))
     write_parquet(folder, "d.parquet", ["", None, *numbered(13, "row")])
     write_parquet(folder, "e.parquet", [])
@@ -126,7 +128,7 @@ def test_resuming_does_not_parse_earlier_lines(tmp_path: Path) -> None:
 
 
 def test_a_giant_document_is_read_in_full(tmp_path: Path) -> None:
-    giant = "0123456789abcde\n" * (50_000_000 // 16)
+    giant = "0123456789abcde\n" * (12_000_000 // 16)  # more than LARGEST_TEXT
     write(tmp_path, "g.jsonl", lines("before", giant, "behind"))
     write_parquet(tmp_path, "g.parquet", [giant])
     write(tmp_path, "g.txt.zst", COMPRESS[".zst"](giant.encode()))
@@ -191,13 +193,6 @@ def test_unsupported_files_are_refused_with_the_supported_formats(tmp_path: Path
         open_files(tmp_path / "empty", "text")
 
 
-@pytest.mark.parametrize("name", ["e.txt", "e.jsonl", "e.ndjson.gz", "e.jsonl.zst", "e.txt.gz"])
-def test_an_empty_file_has_no_documents(tmp_path: Path, name: str) -> None:
-    pack = COMPRESS.get(Path(name).suffix, bytes)
-    for content in (b"", pack(b"")):
-        assert texts(open_files(write(tmp_path, name, content), "text")) == []
-
-
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -238,13 +233,6 @@ def test_a_truncated_archive_is_an_error_not_an_early_end(
         path = write(tmp_path, f"cut.{kind}{compression}", packed[:-cut])
         with pytest.raises(DataError, match=rf"cut\.{kind}{compression}: cannot be read"):
             list(open_files(path, "text").read_all())
-
-
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.txt.zst", "x.parquet"])
-def test_a_file_of_another_format_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path, name, b"something else altogether, and long enough to look at")
-    with pytest.raises(DataError, match=name):
-        list(open_files(path, "text").read_all())
 
 
 def test_a_truncated_or_damaged_parquet_file_is_refused_by_name(tmp_path: Path) -> None:

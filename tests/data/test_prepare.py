@@ -189,7 +189,7 @@ def test_after_a_full_disk_the_same_command_resumes(
         _, output = process.communicate()
         assert process.returncode == 2
         (line,) = (line for line in output.splitlines() if line.startswith("nsa: "))
-        assert f"{out}: the disk is full: " in line
+        assert f"{out}: the disk is full: 20,000 bytes or more are needed" in line
         assert "are free; free some space and run the same command again" in line
         assert not list(out.glob(".*.bin*"))
         mount("-o", "remount,size=64m", str(disk))
@@ -212,6 +212,9 @@ def test_a_finished_folder_is_not_rewritten(
     write_index(out, replace(index, finished=False))  # as if stopped at the end
     assert prepare(config, out, shard_tokens=10_000) == index
     assert contents(out) == uninterrupted
+    moved = replace(index, stamp=replace(index.stamp, tokenizer="hf:/moved"))
+    write_index(out, moved)
+    assert prepare(config, out, shard_tokens=10_000) == moved, "its ids are the same"
     write_index(out, replace(index, finished=False))
     (out / index.shards[3].name).unlink()
     with pytest.raises(DataError, match=rf"{index.shards[3].name}: this shard is missing"):

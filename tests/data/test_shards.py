@@ -137,8 +137,11 @@ def test_an_unfinished_folder_is_refused_with_the_fix(folder: Path) -> None:
 def test_an_empty_split_is_refused_with_its_held_out(folder: Path) -> None:
     index = read_index(folder)
     write_index(folder, replace(index, shards=index.of("train")))
-    with pytest.raises(DataError, match=r"no document for split 'val'.*data\.held_out = 0\.05"):
+    with pytest.raises(DataError, match=r"split 'val'; raise data\.held_out = 0\.05"):
         open_shards(str(folder), "val")
+    write_index(folder, replace(index, shards=index.of("val")))
+    with pytest.raises(DataError, match=r"split 'train'; lower data\.held_out = 0\.05"):
+        open_shards(str(folder), "train")
 
 
 @pytest.mark.parametrize(

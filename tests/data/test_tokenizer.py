@@ -208,7 +208,7 @@ def test_a_pickled_tokenizer_needs_no_files_and_keeps_its_start_of_a_document(
     tokenizer = HubTokenizer(name, backend, eos, start="a")
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.start_id == tokenizer.start_id is not None
-    assert again.fingerprint == tokenizer.fingerprint
+    assert again.fingerprint == tokenizer.fingerprint != copy.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,18 @@ def edited(folder: Path, copy: Path, changes: dict[str, Any]) -> Path:
     definition = json.loads((folder / "tokenizer.json").read_text())
     (copy / "tokenizer.json").write_text(json.dumps(definition | changes))
     return copy
+
+
+def test_a_saved_limit_of_length_cuts_no_text(
+    trained: Tokenizer, folder: Path, tmp_path: Path
+) -> None:
+    """As in the tokenizer.json of models that were fine-tuned."""
+    truncation = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    padding = {"strategy": {"Fixed": 9_999}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    copy = edited(folder, tmp_path / "copy", {"truncation": truncation, "padding": padding})
+    limited = build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
+    assert limited.encode(PROSE.encode()).tolist() == trained.encode(PROSE.encode()).tolist()
 
 
 LOAD_OFFLINE = """

@@ -12,7 +12,6 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import OpenedSource, open_dataset
-from nsa.data.source import DataError
 from nsa.data.writer import prepare
 from tests.data.texts import configure, split, texts, write_lines
 
@@ -112,12 +111,3 @@ def test_validation_reports_fewer_samples_than_requested(
     assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
     (note,) = validation.notes
     assert f"ends after {available} sequences" in note
-
-
-@pytest.mark.usefixtures("kind")
-def test_an_empty_validation_split_is_refused_when_it_is_opened(
-    tmp_path: Path, validation_of: Callable[..., ValidationData]
-) -> None:
-    many = write_lines(tmp_path / "many.jsonl", texts(1_001))  # of fewer, each ends in validation
-    with pytest.raises(DataError, match=r"no document for split 'val'; raise data\.held_out"):
-        validation_of(configure(many, held_out=1e-9), 3)

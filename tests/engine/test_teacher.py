@@ -26,7 +26,6 @@ from tests.engine.runs import (
     succeed,
 )
 from tests.model.models import build, packed, tiny, tokens
-from tests.monitor.test_tensorboard import read_scalars
 
 STEPS = ["--profile=demo", "--steps=6", "--set=data.seq_len=256", "--set=monitor.log_every=1"]
 STEPS += ["--set=train.eval_every=3"]
@@ -80,8 +79,6 @@ def test_a_run_learns_its_teachers_predictions_and_resumes(
         for step in (3, 6)
     }
     assert mean_kl[6] < mean_kl[3]
-    events = dict(read_scalars(tmp_path / "run/tensorboard")["eval/kl"])
-    assert events == pytest.approx(mean_kl, rel=1e-4)
 
 
 def test_a_model_that_is_its_own_teacher_does_not_differ_from_it(

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected_texts(run: Path, *prompts: str, **sampling: float) -> list[str]:
     """Generate continuations of the prompts without the command."""
     opened = load_run(run)
-    ids = [torch.tensor(list(prompt.encode())) for prompt in prompts]
+    ids = [torch.tensor(list(os.fsencode(prompt))) for prompt in prompts]
     steps = generate(opened.model, ids, stop=STOP, **sampling)
     rows = torch.stack(list(steps), 1).tolist()
     assert opened.tokenizer is not None
@@ -47,9 +47,10 @@ def expected_texts(run: Path, *prompts: str, **sampling: float) -> list[str]:
 
 def test_it_prints_the_continuation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-new-tokens", "30", "--temperature", "0.7", "--top-p", "0.9", "--seed", "4"]
-    assert main(["generate", str(run), "--prompt", PROMPTS[1], *flags]) == 0
+    prompt = PROMPTS[1] + "\udcff"  # a byte that is no UTF-8, as Python reads it in an argument
+    assert main(["generate", str(run), "--prompt", prompt, *flags]) == 0
     sampling = {"max_new_tokens": 30, "temperature": 0.7, "top_p": 0.9, "seed": 4}
-    assert capsys.readouterr().out == expected_texts(run, PROMPTS[1], **sampling)[0] + "\n"
+    assert capsys.readouterr().out == expected_texts(run, prompt, **sampling)[0] + "\n"
 
 
 def test_several_prompts_are_one_batch_and_printed_one_after_the_other(
@@ -163,7 +164,7 @@ def test_wrong_flags_are_one_line_before_anything_is_loaded(
         ([*prompt, "--max-new-tokens", "0"], "max_new_tokens = 0: must be 1 or more"),
         ([*prompt, "--temperature", "-1"], "temperature = -1.0: must be 0 (greedy) or more"),
         ([*prompt, "--top-p", "1.5"], "top_p = 1.5: must be above 0 and at most 1"),
-        ([*prompt, "--device", "gpu"], "--device gpu: "),
+        ([*prompt, "--device", "cuda:99"], "--device cuda:99: "),
         (["--file", str(tmp_path)], f"--file {tmp_path}: Is a directory; name a file of text"),
         (prompt, "no-run"),
     ):

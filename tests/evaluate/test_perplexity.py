@@ -87,7 +87,7 @@ def test_results_equal_the_trainers_own_figures(
 def test_runs_and_lengths_are_compared_on_the_same_tokens(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--seq-len", "48", "192", "--tokens", "959")  # of 192 and fewer
+    flags = ("--seq-len", "192", "48", "--tokens", "959")  # of 192 and fewer
     both = [str(folder / "nsa"), "--compare", str(folder / "dense")]
     results = evaluate(folder, *both, *flags)
     assert [(result["run"], result["seq_len"]) for result in results] == [
@@ -137,11 +137,12 @@ def test_all_documents_of_unseen_data_are_evaluated(
 def test_the_default_split_of_a_dataset_that_a_run_read_is_what_is_held_out(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run's, and spelled otherwise."""
+    """The second run's, by another name, which is printable."""
     monkeypatch.chdir(folder)
+    Path("li\x1bnes.jsonl").symlink_to("lines.jsonl")
     both = (str(folder / "nsa"), "--compare", str(folder / "dense"))
-    evaluate(folder, *both, "--source", "./lines.jsonl", "--tokens", "96")
-    assert "./lines.jsonl, split held_out" in capsys.readouterr().out
+    evaluate(folder, *both, "--source", "./li\x1bnes.jsonl", "--tokens", "96")
+    assert "./li\\x1bnes.jsonl, split held_out" in capsys.readouterr().out
 
 
 def test_sources_are_compared_by_resolved_path_and_by_folder(
@@ -238,6 +239,18 @@ def test_wrong_flags_and_data_are_one_line_and_exit_code_2(
     monkeypatch.chdir(folder)
     monkeypatch.setattr(perplexity, "evaluate", None)  # slow: all are refused before
     assert message in refusal("eval", "nsa", *flags)
+
+
+def test_a_run_whose_tokenizer_is_missing_or_too_large_is_refused_by_name(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    small = write_model(tmp_path / "small", "model.vocab_size=258")
+    assert (
+        "nsa: small: model.vocab_size = 258 is too small for the 259 ids of its tokenizer 'byte'"
+    ) in refusal("eval", small)
+    other = write_model(tmp_path / "other", "data.tokenizer=hf:/nowhere")
+    with pytest.warns(UserWarning, match="no tokenizer"):
+        assert "nsa: other: its tokenizer is missing" in refusal("eval", other)
 
 
 def eval_data(seq_len: int, samples: int, packing: str = "concat") -> EvalData:
@@ -380,6 +393,8 @@ def test_json_is_eval_json_alone_on_stdout_with_stable_keys(
     assert first.keys() == second.keys() == ROW
     assert (first["run"], first["seq_len"], first["tokens"]) == ("one", 64, 640)
     assert (first["step"], first["over"]) == (None, None)
+    assert (first["place"], first["trained_seq_len"], first["samples"]) == (models[0], 96, 10)
+    assert {path.name for path in tmp_path.iterdir()} == {"lines.jsonl", "one", "other"}
     assert second["over"].keys() == {"run", "seq_len", "loss", "standard_error"}
     assert second["over"]["run"] == "one"
     assert {key for bucket in first["positions"] for key in bucket} == {

@@ -141,6 +141,10 @@ def test_a_later_row_of_a_step_counts_and_lines_that_are_no_rows_are_counted(
     table = read_table(path)
     assert table.rows == [{"step": 1, "loss": 6}, {"step": 2, "loss": 4}]
     assert table.problem == "metrics.csv: 3 lines could not be read"
+    path.write_text("step,loss\n")
+    assert read_table(path).problem == "metrics.csv holds no rows"
+    path.write_text("loss,step\n5,2\n")
+    assert read_table(path).problem == "metrics.csv: the first column is not 'step'"
 
 
 def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:

@@ -214,9 +214,12 @@ def test_only_the_first_pass_since_arming_counts() -> None:
 def test_samples_keep_no_activation_alive() -> None:
     recorder, (layer,) = armed_recorder(1)
     gates, blocks = make_gates(1, 90), make_blocks(1, 90, SPEC)
-    storages = [StorageWeakRef(x.untyped_storage()) for x in (gates, blocks)]
-    layer.observer(gates, blocks, None, None)
-    del gates, blocks
+    hidden = torch.ones(4, requires_grad=True) * 2  # which the gradient of the loss needs
+    queries = torch.arange(0, 90, 9)
+    layer.selector_target = queries, torch.rand(1, KV_HEADS, len(queries), 23)
+    storages = [StorageWeakRef(x.untyped_storage()) for x in (gates, blocks, hidden)]
+    layer.observer(gates, blocks, None, hidden.square().sum())
+    del gates, blocks, hidden
     assert all(storage.expired() for storage in storages)
     assert len(recorder.read()) == 1
 

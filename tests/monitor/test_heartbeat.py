@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import platform
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,14 +64,18 @@ def test_each_step_has_a_start_and_an_end_line_and_the_last_line_holds_the_statu
     assert beats[-1]["loss"] == 2.5
     assert all((beat["rank"], beat["pid"]) == (3, os.getpid()) for beat in beats)
     assert {beat["backend"] for beat in beats} == {"deepspeed-zero1"}
+    assert {beat["host"] for beat in beats} == {platform.node()}
 
 
 def test_the_first_line_of_a_resumed_run_holds_its_step(tmp_path: Path) -> None:
     """A gate at the resumed step must not wait for another step."""
-    beating(tmp_path, seconds=100, step=7, tokens=28_672, skipped=1).close("finished")
+    beat = beating(tmp_path, seconds=100, step=7, tokens=28_672, skipped=1)
+    beat.set_loss(math.nan)  # which no reader of JSON would accept
+    beat.close("finished")
     beats = read_heartbeats(tmp_path)[0]
     assert [beat["event"] for beat in beats] == ["start", "end"]
     assert {(beat["step"], beat["tokens"], beat["skipped"]) for beat in beats} == {(7, 28_672, 1)}
+    assert beats[-1]["loss"] is None
 
 
 def test_no_line_follows_the_end_line(tmp_path: Path) -> None:
@@ -131,6 +138,40 @@ def test_memory_is_read_once_in_each_position_because_a_hung_device_may_hold_its
         wait_for(lambda phase=phase: progress_lines(phase) >= 5)
     beat.close("finished")
     assert 2 <= len(read) <= 3, "setup may have ended before the first line"
+
+
+def test_progress_lines_hold_the_memory_and_the_utilization_of_the_training_threads_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def utilization(device: int) -> int:
+        if len(asked) == 2:
+            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+        asked.append(device)
+        return 25
+
+    asked: list[int] = []
+    gpu = SimpleNamespace(
+        current_device=lambda: 3,
+        utilization=utilization,  # percent
+        max_memory_allocated=lambda device: 2e9 if device == 3 else 0,
+    )
+    for module in ("heartbeat", "memory"):
+        monkeypatch.setattr(f"nsa.monitor.{module}.initialized_cuda", lambda: gpu)
+    beat = beating(tmp_path)
+    beat.step_start(1)
+    wait_for(lambda: len(measured(tmp_path)) >= 3)
+    beat.close("finished")
+    assert measured(tmp_path)[:3] == [(2.0, 0.25), (2.0, 0.25), (2.0, None)]
+
+
+def measured(folder: Path) -> list[tuple[float, float | None]]:
+    """The memory and utilization of the progress lines since the first step began."""
+    beats = read_heartbeats(folder).get(0, [])
+    return [
+        (one["memory_gb"], one["gpu_busy"])
+        for one in beats
+        if one["event"] == "progress" and one["memory_gb"]
+    ]
 
 
 def test_a_full_disk_causes_one_warning_and_delays_lines_without_tearing_them(

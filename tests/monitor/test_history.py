@@ -21,7 +21,8 @@ def test_processes_of_one_run_add_up_to_one_history(tmp_path: Path) -> None:
             heartbeat.enter("forward")
             heartbeat.step_end(step, tokens=64 * step, skipped=1)
         assert heartbeat.flush()
-        assert read_rank(tmp_path, 1).spans[-1] == (start, start + 2), "before the end"
+        history = read_rank(tmp_path, 1)
+        assert (history.spans[-1], history.status) == ((start, start + 2), ""), "before the end"
         heartbeat.close("finished")
     history = read_rank(tmp_path, 1)
     assert (history.rank, history.step, history.spans) == (1, 4, [(0, 2), (2, 4)])

@@ -6,6 +6,8 @@ import contextlib
 import io
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,6 +65,19 @@ def test_an_observer_that_hangs_or_fails_delays_neither_the_run_nor_the_others(
     calls = ["start", "step 1", "hello", "done"]
     assert hanging.calls == healthy.calls == full.calls == calls
     assert [writer.failed for writer in writers] == [0, 4, 0]
+
+
+def test_writers_that_hang_share_the_time_of_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, timeouts = [0.0], list[float]()
+
+    def close(timeout: float) -> None:
+        timeouts.append(timeout)
+        now[0] += 6.0
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    writer: Any = SimpleNamespace(close=close)
+    Observers([(Observer(), writer)] * 3).close(timeout=10.0)
+    assert timeouts == [10.0, 4.0, 0.0]
 
 
 def test_submitting_returns_while_a_write_hangs_and_dropped_jobs_are_counted(

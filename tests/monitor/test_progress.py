@@ -14,14 +14,16 @@ from tests.monitor.records import make_record
 Captured = pytest.CaptureFixture[str]
 
 
-def show(records: list[StepRecord], run_dir: Path, capsys: Captured) -> list[str]:
+def show(
+    records: list[StepRecord], run_dir: Path, capsys: Captured, status: str = "done"
+) -> list[str]:
     """Return the lines of a run of 300 steps that ends after these."""
     progress = Progress(last_step=300)
     progress.on_start(run_dir, 0)
     for record in records:
         progress.on_step(record)
     progress.on_message("saved")
-    progress.on_end("done")
+    progress.on_end(status)
     return capsys.readouterr().out.splitlines()
 
 
@@ -29,15 +31,17 @@ def test_a_short_run_that_logs_every_step_prints_few_lines(
     tmp_path: Path, capsys: Captured
 ) -> None:
     records = [
-        make_record(step, val_loss=2.5 if step == 101 else None, bits_per_byte=1.25)
+        make_record(step, val_loss=2.5 if step == 101 else None, bits_per_byte=1.25, mfu=0.375)
         for step in range(1, 301)
     ]
     lines = show(records, tmp_path, capsys)
     steps = [line for line in lines if line.startswith("step ") and "/300" in line]
     first, validation, last = steps
     assert first.startswith("step 1/300  loss 1.6667  ")
-    assert validation.startswith("step 101/300")
-    assert "val 2.5000" in validation
+    assert validation == (
+        "step 101/300  loss 0.0485  val 2.5000  1.2500 bits/byte  142,857 tokens/s  MFU 37.5%  "
+        "ETA 01:06"
+    )
     assert last.startswith("step 300/300")
     assert "ETA 00:00" in last
     assert all("142,857 tokens/s" in line for line in steps)
@@ -47,8 +51,12 @@ def test_a_short_run_that_logs_every_step_prints_few_lines(
 def test_the_last_step_of_a_run_that_ends_early_is_printed(
     tmp_path: Path, capsys: Captured
 ) -> None:
-    lines = show([make_record(step) for step in range(1, 8)], tmp_path, capsys)
+    records = [make_record(step) for step in range(1, 8)]
+    lines = show(records, tmp_path, capsys)
     assert [line.split()[1] for line in lines if "/300" in line] == ["1/300", "7/300"]
+    assert lines[-1] == "done"
+    lines = show(records, tmp_path / "my run", capsys, "finished")
+    assert lines[-3] == f"  nsa report '{tmp_path}/my run'"
 
 
 def printed(times: dict[int, float], capsys: Captured) -> list[list[str]]:

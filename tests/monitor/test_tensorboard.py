@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,7 +72,10 @@ def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
     with tracker(tmp_path / "tb", texts) as observer:
         observer.on_start(tmp_path, 0)
         for step in range(1, 4):
-            evaluated = {"val_loss": 2.5, "bits_per_byte": 1.25} if step == 2 else {}
+            versus = [{"tokens": 3, "teacher_loss": 1.0, "kl": 0.5}]
+            versus += [{"tokens": 1, "teacher_loss": 3.0, "kl": 1.5}]
+            evaluated = {"val_loss": 2.5, "bits_per_byte": 1.25, "versus_teacher": versus}
+            evaluated = evaluated if step == 2 else {}
             warm = {"mfu": 0.125, "layers": make_layers(1)} if step > 1 else {"tokens_per_s": None}
             observer.on_step(make_record(step, skipped_steps=step - 1, **evaluated, **warm))
         observer.on_end("finished")
@@ -97,6 +101,8 @@ def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
         "train/grad_norm": [(step, single(0.3)) for step in steps],
         "eval/loss": [(2, 2.5)],
         "eval/bits_per_byte": [(2, 1.25)],
+        "eval/teacher_loss": [(2, 1.5)],
+        "eval/kl": [(2, 0.75)],
         "speed/tokens_per_s": [(step, single(1e6 / 7)) for step in (2, 3)],
         "speed/mfu": [(step, 0.125) for step in (2, 3)],
         "speed/step_seconds": [(step, single(1 / 3)) for step in steps],
@@ -137,6 +143,19 @@ def test_missing_values_have_no_scalar(tmp_path: Path) -> None:
     assert {tag for tag in tags if tag.endswith(("/cmp", "/sel", "/win"))} == {
         f"gates/{layer}{branch}" for layer in ("", "layer00/") for branch in ("cmp", "sel")
     }
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("finished", 0), ("no-go: smoke", 1), ("failed: an error", 1)]
+)
+def test_wandb_shows_whether_a_run_failed(
+    status: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    client = SimpleNamespace(finish=lambda exit_code: ended.append(exit_code))
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    TrackerObserver(SimpleNamespace(wandb_monitor=object()), {}, {}).on_end(status)
+    assert ended == [code]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

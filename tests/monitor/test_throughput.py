@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -114,12 +115,31 @@ def test_a_reading_covers_the_steps_since_the_last_one_without_pauses() -> None:
     assert meter.read()["mfu"] == pytest.approx((100 * 3e6 + 300 * 6e6) / 2.0 / 2 / 1e9)
 
 
+def test_the_device_is_waited_for_at_readings_and_after_the_first_step_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+
+    def synchronize() -> None:
+        clock.now += 1.0  # what the device still computes
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    meter = Throughput(flops_per_token=1e9, peak=None, clock=clock)
+    for _ in range(5):
+        meter.step(100)
+    assert clock.now == 2.0
+    assert meter.read()["tokens_per_s"] == 400.0
+
+
 def test_without_an_accelerator_memory_is_the_peak_of_the_process() -> None:
     before = memory_gb()
     assert before > 0.05, "less than Python with torch takes"
     below_peak = before * 1e9 - psutil.Process().memory_info().rss
     block = np.ones(int(max(0, below_peak) + 6e7), dtype=np.uint8)
     grown = memory_gb()
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert grown > 0.99 * int(peak) * 1024 / 1e9  # or more, if the parent process had more
     del block
     assert grown >= before + 0.03
     assert memory_gb() >= grown
