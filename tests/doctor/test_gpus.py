@@ -78,7 +78,10 @@ def test_a_rocm_build_without_a_gpu_reports_its_problem(monkeypatch: pytest.Monk
     def fail() -> None:
         raise RuntimeError("No HIP GPUs are available")
 
-    monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", fail)
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, name, None)
+    assert torch_gpus() == Gpus(problem="it is a CPU build")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
     assert torch_gpus() == Gpus(problem="No HIP GPUs are available")

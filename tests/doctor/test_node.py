@@ -80,6 +80,7 @@ def test_all_kept_checkpoints_must_fit(
     check = disk_check(tmp_path / "run", checkpoint_bytes=2 * GB, checkpoints=10)
     assert check.status == status
     assert "10 checkpoints of 2.00 GB and logs take 22.0 GB" in check.detail
+    assert ("checkpoint.keep=3" in check.fix) == (status != OK)
 
 
 @pytest.mark.parametrize(

@@ -461,9 +461,11 @@ def test_results_are_kept_by_gate_and_a_new_one_replaces_the_old(tmp_path: Path)
 
 
 def test_preflight_is_a_no_go_where_a_check_fails(tmp_path: Path) -> None:
-    good = preflight([Check("torch", "ok", "2.13"), Check("shm", "warn", "64 MB", "--shm-size 8g")])
+    shm = Check("shm", "warn", "64 MB", "--shm-size 8g")
+    good = preflight([Check("torch", "ok", "2.13"), shm, Check("gpu", "warn", "busy")])
     assert good.go
-    assert good.criteria[1].evidence == "warn: 64 MB; --shm-size 8g"
+    evidence = [row.evidence for row in good.criteria[1:]]
+    assert evidence == ["warn: 64 MB; --shm-size 8g", "warn: busy"]
     bad = preflight(
         [Check("peer access", "skip", "one GPU"), Check("disk", "fail", "full", "free 9 GB")]
     )

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from matplotlib.image import imread, imsave
 
-from nsa.report.plots import Panel, draw, running_mean
+from nsa.report.plots import Panel, _draw_panel, draw, running_mean
 from tests.report.pictures import BLUE, ORANGE, height_of, pixels, size
 
 FIRST_LAYER = (68, 1, 84)
@@ -74,6 +77,26 @@ def rows(tmp_path: Path, values: list[float], **panel: bool) -> int:
 def test_rounding_noise_is_a_flat_line(tmp_path: Path) -> None:
     assert rows(tmp_path, [5 / 9, 5 / 9 + 1e-15, 5 / 9]) < 5
     assert rows(tmp_path, [2.30, 2.31, 2.30]) > 200
+
+
+def drawn(panel: Panel) -> Any:
+    """Draw one panel, and return its axes."""
+    axis = Figure().subplots()
+    _draw_panel(axis, panel, list(panel.curves), 50)
+    return axis
+
+
+def test_error_bars_reach_from_below_to_above_their_points() -> None:
+    points, errors = ([1.0, 2.0], [1.0, 3.0]), {"one": [0.5, 0.25]}
+    axis = drawn(Panel("loss", {"one": points}, marked=True, errors=errors, x_doubles=True))
+    assert axis.dataLim.intervaly == pytest.approx([0.5, 3.25])
+    assert (axis.get_xscale(), axis.xaxis.get_transform().base) == ("log", 2)
+
+
+def test_layers_are_shaded_from_the_first_to_the_last() -> None:
+    layers = {f"layer {n}": ([0.0, 1.0], [0.0, 1.0]) for n in range(3)}
+    shades = [line.get_color() for line in drawn(Panel("gate", layers, ordered=True)).lines]
+    assert shades == [colormaps["viridis"](shade) for shade in (0.0, 0.45, 0.9)]
 
 
 def test_fractions_share_one_scale(tmp_path: Path) -> None:
