@@ -35,7 +35,7 @@ def add_serve_parser(verbs: Any) -> None:
     add_run_arguments(parser)
     about = "address to listen on; others than localhost let anyone there use it (%(default)s)"
     parser.add_argument("--host", default="localhost", metavar="NAME", help=about)
-    about = "0: a free one (%(default)s)"
+    about = "0: a free one (default 8,000)"
     parser.add_argument("--port", type=int, default=8_000, help=about)
     parser.set_defaults(run=_serve)
 

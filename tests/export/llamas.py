@@ -53,6 +53,8 @@ LLAMA_3: dict[str, Any] = {
 
 LINEAR: dict[str, Any] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
+LINEAR["partial_rotary_factor"] = 1.0  # without effect
+
 YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 YARN["original_max_position_embeddings"] = 32
@@ -62,7 +64,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type and what diffe
     "llama 3": ("llama", {"rope_parameters": LLAMA_3, "head_dim": 24}),
     "linear": ("llama", {"rope_parameters": LINEAR}),
     "yarn": ("qwen3", {"rope_parameters": YARN}),
-    "mistral": ("mistral", {"sliding_window": 4_096}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
     "smollm3": ("smollm3", {"pad_token_id": 0}),

@@ -34,7 +34,7 @@ from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
 from tests.data.texts import train_tokenizer
 from tests.engine.runs import TINY, on_one_rank, read_metrics, succeed
-from tests.export.llamas import Refused
+from tests.export.llamas import Refused, imported
 from tests.ranks import ROOT
 
 TOKENS = torch.arange(96)[None]
@@ -93,6 +93,11 @@ def test_config_json_uses_the_names_that_other_tools_read(run: Path, exported: P
     assert not {"width", "layers", "heads", "kv_heads", "mlp_width"} & config.keys()
 
 
+def test_a_run_is_imported_with_the_weights_that_it_trained(run: Path, tmp_path: Path) -> None:
+    weight = imported(run, tmp_path / "again").model.embed.weight
+    assert torch.equal(weight, load_run(run, device="cpu").model.embed.weight)
+
+
 def test_fp32_weights_are_the_optimizers_master_weights(run: Path, tmp_path: Path) -> None:
     (tmp_path / "wide").mkdir()  # an empty folder is as good as none
     assert main(["export", str(run), "--to", str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
@@ -103,7 +108,9 @@ def test_fp32_weights_are_the_optimizers_master_weights(run: Path, tmp_path: Pat
     assert not torch.equal(weight, weight.bfloat16().float())
 
 
-def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path) -> None:
+def test_the_cards_figures_belong_to_the_exported_step(
+    run: Path, exported: Path, tmp_path: Path
+) -> None:
     checkpoint = run / "checkpoints" / "step00000003"
     assert main(["export", str(checkpoint), "--to", str(tmp_path / "third")]) == 0
     rows = [row for row in read_metrics(run) if row["step"] <= 3]
@@ -113,7 +120,12 @@ def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path
     assert figures["training loss (nats per token)"].split()[0] == f"{last['loss']:.4f}"
     assert figures["dataset"] == "embedded"
     assert figures["torch"] == version("torch")
+    assert (figures["recipe"], figures["world_size"]) == ("m7c", "1")
     assert "validation loss (nats per token)" not in figures  # the first is at step 4
+    (validated,) = (row for row in read_metrics(run) if row["step"] == 4)
+    figures = card(exported)
+    assert figures["validation loss (nats per token)"] == f"{validated['val_loss']:.4f} (step 4)"
+    assert figures["validation bits per byte"] == f"{validated['bits_per_byte']:.4f} (step 4)"
 
 
 def test_the_card_names_datasets_of_the_hub_and_no_local_path(
@@ -160,7 +172,8 @@ def test_exported_files_share_permissions_and_keep_the_runs_config(
     read = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (run, exported)]
     assert read[0] == read[1]
     modes = {stat.S_IMODE(file.stat().st_mode) for file in exported.iterdir()}
-    assert len(modes) == 1  # safetensors leaves its file to the owner alone
+    # safetensors leaves its file to the owner alone
+    assert modes == {stat.S_IMODE(exported.stat().st_mode) & 0o666}
 
 
 @pytest.mark.parametrize("kind", ["byte", "learned"])

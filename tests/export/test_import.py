@@ -45,6 +45,7 @@ def test_sequences_so_short_that_nothing_is_skipped_are_warned_about(
         ("llama", {}, 512),
         ("llama", {"max_position_embeddings": 4_096}, 2_048),
         ("mistral", {"sliding_window": 512}, 512),  # all of its positions
+        ("mistral", {"sliding_window": 4_096}, 512),  # no position is further
         ("mistral", {"sliding_window": 3_000, "max_position_embeddings": 8_192}, 2_048),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 512),
     ],
@@ -133,6 +134,7 @@ def test_a_tied_matrix_is_read_by_either_of_its_names_and_must_be_one(
     shutil.copytree(llama_folder, other)
     weights = load_file(llama_folder / "model.safetensors")
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # of old checkpoints
     save_file(weights, other / "model.safetensors")
     model = imported(other, tmp_path / "run", "--attention=dense").model
     head = weights.pop("lm_head.weight")
@@ -150,7 +152,8 @@ def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = [flag.removeprefix("--set=attention.") for flag in SMALL]
     settings = ["kind=dense", "compressor=pool", "backend=blockwise", *spec]
     folder = tmp_path_factory.mktemp("models") / "dense"
-    return write_model(folder, *(f"model.attention.{setting}" for setting in settings))
+    recomputed = "model.activation_checkpointing=non_reentrant"
+    return write_model(folder, recomputed, *(f"model.attention.{name}" for name in settings))
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -182,6 +185,7 @@ def test_an_export_saved_again_by_transformers_is_imported(dense_run: Path, tmp_
     run = imported(tmp_path / "tuned", tmp_path / "run")
     assert torch.equal(run.model.norm.weight, model.model.norm.weight)
     assert run.config.model.attention == replace(start.config.model.attention, backend="auto")
+    assert run.config.data.seq_len == start.config.data.seq_len == 96
     assert run.config.data.tokenizer == f"hf:{tmp_path / 'run'}"
     assert run.tokenizer.encode("héllo".encode()).tolist() == list("héllo".encode())
 

@@ -73,6 +73,7 @@ def test_layers_without_rope_must_be_every_nth(llama_folder: Path, tmp_path: Pat
     [
         ("missing", "blocks.1.mlp.up.weight is None there"),
         ("nan", "weight blocks.1.mlp.up.weight has infinite or NaN elements"),
+        ("other", "weight layers.1.mlp.router.weight: this model has no such weight"),
         ("fp8", "blocks.1.mlp.up.weight is torch.float8_e4m3fn; save the model in bfloat16"),
     ],
 )
@@ -85,6 +86,8 @@ def test_a_weight_that_cannot_be_imported_is_named(
         del weights[name]
     elif change == "nan":
         weights[name][3, 4] = math.nan
+    elif change == "other":
+        weights["model.layers.1.mlp.router.weight"] = torch.ones(2)
     else:
         weights[name] = weights[name].to(torch.float8_e4m3fn)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

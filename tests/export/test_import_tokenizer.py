@@ -86,6 +86,15 @@ def chat_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def chat_run(chat_llama: Path, tmp_path: Path) -> Path:
+    """A copy of an import of it, which is made once."""
+    run = chat_llama.with_name("run")
+    if not run.exists():
+        imported(chat_llama, run)
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
 def test_a_tokenizers_special_tokens_and_chat_template_travel(
     chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +103,12 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
     fresh = build_tokenizer(DataConfig(tokenizer=f"hf:{chat_llama}"))
     assert fresh.start_id is None, "a run that imports no model has no start of a document"
     assert run.tokenizer.eos_id == 1
+    definition = json.loads((tmp_path / "run/tokenizer.json").read_text())
+    shutil.copytree(tmp_path / "run", tmp_path / "unmarked")
+    file = tmp_path / "unmarked/tokenizer.json"
+    file.write_text(json.dumps(definition | {"post_processor": None}))
+    unmarked = build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path / 'unmarked'}"))
+    assert unmarked.start_id is None, "its <s> begins no text"
     ids = run.tokenizer.encode(b"a<s>b")
     assert 0 not in ids, "a text cannot spell a special token"
     text = tmp_path / "text.jsonl"
@@ -172,17 +187,15 @@ def test_a_chat_without_a_template_is_refused(
 def test_a_chat_template_that_fails_or_never_ends_is_one_line_with_its_file(
     template: str,
     reason: str,
-    chat_llama: Path,
-    tmp_path: Path,
+    chat_run: Path,
     refusal: Refused,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = 0.5 if "Timeout" in reason else 100
     monkeypatch.setattr("nsa.evaluate.chat.TEMPLATE_SECONDS", seconds)
-    imported(chat_llama, tmp_path / "run")
-    file = tmp_path / "run/chat_template.jinja"
+    file = chat_run / "chat_template.jinja"
     file.write_text(template)
-    error = refusal("generate", tmp_path / "run", "--chat", "--prompt=hello")
+    error = refusal("generate", chat_run, "--chat", "--prompt=hello")
     assert f"nsa: {file}: the chat template ends with {reason}" in error
 
 
@@ -192,19 +205,18 @@ def test_a_chat_may_have_as_many_characters_as_the_limit() -> None:
 
 
 def test_a_tokenizer_that_panics_at_a_rendered_chat_is_one_line(
-    chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chat_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its panic is no Exception, and comes with a text that has the euro sign."""
-    imported(chat_llama, tmp_path / "run")
-    file = tmp_path / "run/tokenizer.json"
+    file = chat_run / "tokenizer.json"
     others = {"type": "Split", "pattern": {"Regex": "[^€]"}, "behavior": "Removed", "invert": False}
     panics = [others, {"type": "FixedLength", "length": 0}]
     definition = json.loads(file.read_text())
     definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": panics}
     file.write_text(json.dumps(definition))
     capsys.readouterr()
-    command = ["generate", str(tmp_path / "run"), "--chat", "--max-new-tokens=1"]
+    command = ["generate", str(chat_run), "--chat", "--max-new-tokens=1"]
     assert main([*command, "--prompt=5 €"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"nsa: data.tokenizer = 'hf:{tmp_path / 'run'}': cannot be read")
+    assert error.startswith(f"nsa: data.tokenizer = 'hf:{chat_run}': cannot be read")
     assert main([*command, "--prompt=5 $"]) == 0

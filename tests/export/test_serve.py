@@ -168,11 +168,19 @@ def test_a_request_chooses_what_the_template_reads_and_no_other_program(
         assert client.post("/v1/chat/completions", json=request).status_code == 200
 
 
-def test_an_import_is_served_by_an_export_of_it(tmp_path: Path) -> None:
+def test_an_import_is_served_by_an_export_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama(tmp_path / "llama")
     run = imported(tmp_path / "llama", tmp_path / "run")
-    served = ServedModel(tmp_path / "run", "cpu")
+    monkeypatch.chdir(tmp_path / "run")
+    served = ServedModel(Path(), "cpu")
     assert served.force_model == "run"
+    assert served.model.generation_config.top_k == 0, "a request's top_p is not cut at 50"
+    with TestClient(build_app(served)) as client:
+        refused = client.post("/v1/chat/completions", json={"messages": MESSAGES})
+    assert refused.status_code == 400
+    assert "has no chat template; use /v1/completions" in refused.json()["error"]["message"]
     weights = served.model.model.core.embed.weight
     assert weights.equal(run.model.embed.weight)
     assert served.tokenizer("ab").input_ids == [97, 98]
@@ -187,13 +195,19 @@ def test_a_server_that_others_reach_asks_no_password_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("uvicorn.Server.run", lambda *_: None)
+    bound: list[str] = []
+
+    def run(_: Any, listeners: list[socket.socket]) -> None:
+        bound.extend(listener.getsockname()[0] for listener in listeners)
+
+    monkeypatch.setattr("uvicorn.Server.run", run)
     assert main(["serve", str(sparse), f"--host={host}", "--port=0"]) == 0
     assert ("no password is asked" in capsys.readouterr().err) == warned
+    assert (bound == ["0.0.0.0"]) == warned, bound
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(
-    tmp_path: Path, refusal: Refused, monkeypatch: pytest.MonkeyPatch
+    sparse: Path, tmp_path: Path, refusal: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "llama"
     llama(folder)
@@ -204,6 +218,11 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         message = refusal("serve", folder, f"--port={port}")
         assert f"--host localhost --port {port}: cannot listen there" in message
     assert "--port 99999: must be from 0 to 65,535" in refusal("serve", folder, "--port=99999")
+    shutil.copytree(folder, tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors").write_bytes(b"{}")
+    shutil.copy(sparse / "tokenizer.json", tmp_path / "broken")
+    message = refusal("serve", tmp_path / "broken", "--port=0")
+    assert f"{tmp_path / 'broken'}: cannot be loaded: SafetensorError" in message
     config = json.loads((folder / "config.json").read_text())
     code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
     (folder / "config.json").write_text(json.dumps(config | code))
