@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.atomic_io import atomic_write_text, draft_folder, fsync_dir, no_symlink
+from nsa.atomic_io import append, atomic_write_text, draft_folder, fsync_dir, no_symlink
 from tests.monitor.records import files_no_longer_than
 
 
@@ -35,6 +35,17 @@ def test_the_content_is_on_disk_before_the_file_has_its_name(
     monkeypatch.setattr(os, "fsync", fsync)
     atomic_write_text(path, "new and longer")
     assert synced == [(f".file.{os.getpid()}", len("new and longer"), "old")]
+
+
+def test_missing_folders_are_created(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "a/b/file", "text")
+    for line in ("one\n", "two\n"):
+        append(tmp_path / "c/d/table", line, header="header\n")
+    with draft_folder(tmp_path / "e/f/folder"):
+        pass
+    assert (tmp_path / "a/b/file").read_text() == "text"
+    assert (tmp_path / "c/d/table").read_text() == "header\none\ntwo\n"
+    assert (tmp_path / "e/f/folder").is_dir()
 
 
 @pytest.mark.parametrize(("code", "ignored"), [(errno.EINVAL, True), (errno.EIO, False)])

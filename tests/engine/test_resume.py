@@ -65,7 +65,7 @@ def saved(tmp_path: Path) -> Path:
 def test_what_a_resumed_run_continues_with_is_logged(saved: Path) -> None:
     newest = saved / "checkpoints/step00000003"
     assert find_saved(saved) == (newest, newest, [])
-    bare = save(saved, 4, {})  # as of an earlier version
+    bare = save(saved, 4, {"config.yaml": ""})  # as of an earlier version
     assert find_saved(saved) == (bare, None, [])
     (saved / "config.yaml").touch()
     assert find_saved(saved) == (bare, saved, [])
