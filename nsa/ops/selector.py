@@ -70,7 +70,7 @@ def selector_loss(
     if q_cmp is not None:
         check_heads(q_cmp, k_cmp=k_cmp)
         check_length("q_cmp", q_cmp, q.shape[1], "q")
-    tensors = k_cmp, q_cmp, q.detach(), k_sel.detach(), queries, cu_seqlens
+    tensors = k_cmp, q_cmp, q.detach(), k_sel.detach(), queries.contiguous(), cu_seqlens
     op = torch_selector_loss
     if dispatch(backend, "selector_loss", q) is triton:
         from nsa.ops.triton.selector_loss import triton_selector_loss as op

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.model import ModelConfig
+from nsa.model import attention as layers
 from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
 from tests.model.models import ATTENTIONS, IMPORTED, NAMED, build, tiny
@@ -131,6 +135,39 @@ def test_dense_is_plain_causal_attention() -> None:
     q, k = (rotated(project(linear)).numpy() for linear in (attention.q, attention.k))
     v = project(attention.v, 5).numpy()
     check(attention, actual, naive.window_attention(q, k, v, LENGTH, SCALE))
+
+
+def test_flash_attn_takes_heads_in_half_precision_that_its_kernels_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def heads(size: int = 64, dtype: torch.dtype = torch.bfloat16, is_cuda: bool = True) -> Any:
+        return SimpleNamespace(shape=(1, 9, 2, size), dtype=dtype, is_cuda=is_cuda)
+
+    monkeypatch.setattr(layers, "HAS_FLASH_ATTN", True)
+    for taken in (heads(), heads(256), heads(8), heads(dtype=torch.float16)):
+        assert layers.flash_attn_supports(taken, taken)
+    for left in (heads(264), heads(60), heads(dtype=torch.float32), heads(is_cuda=False)):
+        assert not layers.flash_attn_supports(left, left)
+    assert not layers.flash_attn_supports(heads(64), heads(32))
+    monkeypatch.setattr(layers, "HAS_FLASH_ATTN", False)
+    assert not layers.flash_attn_supports(heads(), heads())
+
+
+def test_flash_attn_is_called_with_the_documents_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *limits: Any, **options: bool) -> Tensor:
+        offsets, of_keys, *longest = limits
+        assert options == {"causal": True, "deterministic": True}  # a run's bits are the same
+        assert (longest, offsets.dtype, offsets.tolist()) == ([9, 9], torch.int32, [0, 4, 9])
+        assert of_keys is offsets
+        return layers.causal_attention(q[None], k[None], v[None], offsets)[0]
+
+    q, k, v = torch.randn(3, 1, 9, 2, 8).unbind()
+    cu_seqlens = torch.tensor([0, 4, 9])
+    expected = layers.causal_attention(q, k, v, cu_seqlens)
+    assert not torch.equal(expected, layers.causal_attention(q, k, v, None))
+    module = SimpleNamespace(flash_attn_varlen_func=attend)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    assert torch.equal(layers._flash_attention(q, k, v, cu_seqlens), expected)
 
 
 def by_hand(x: Tensor, position: int, theta: float = 10_000.0) -> Tensor:

@@ -505,6 +505,7 @@ def test_the_selector_loss_is_added_to_the_loss_in_training(given: dict[str, Ten
     loss, base = (x(ids, labels=ids, **given).loss for x in (model, plain))
     own = model.model(ids, **given).selector_loss
     assert own > 0
+    assert model.model(inputs_embeds=model.model.embed(ids), **given).selector_loss > 0
     torch.testing.assert_close(loss, base + 2 * own)
     assert plain.model(ids, **given).selector_loss is None
     assert model.eval().model(ids, **given).selector_loss is None

@@ -97,6 +97,16 @@ def test_a_fallback_in_compiled_code_is_counted_once_at_compilation() -> None:
     assert fallback_counts() == {("window_attention", "triton", ON_CPU): 1}
 
 
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", True), ("true", True), ("ON", True), ("0", False), ("off", False)]
+)
+def test_the_interpreter_is_on_where_triton_takes_it_to_be(
+    value: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert triton.interpreted() is on
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_triton_by_name_raises_with_the_reason_where_it_is_unsupported(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +203,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (WIN, {"v": X.v_win[0]}, r"^v has shape"),
     (WIN, {"scale": 0.0}, r"^scale = 0.0: must be from 1e-30 to 1e30"),
     (WIN, {"scale": 1e-31}, r"^scale = 1e-31: must be from 1e-30 to 1e30"),
+    (WIN, {"scale": 1e31}, r"^scale = 1e\+31: must be from 1e-30 to 1e30"),
     (ALL, {"scale": -0.5}, r"^scale = -0.5"),
     (WIN, {"window": 0}, r"^window = 0: .* make it 1 or more"),
     (ALL, {"gates": X.gates[..., :2]}, r"^gates has shape \(1, 20, 4, 2\)"),

@@ -33,7 +33,6 @@ PACKED = Case(SPEC, (9, 2, 0, 5), kv_heads=1, group=2)
 CASES = {
     "batch": BATCH,
     "packed": PACKED,
-    "one head of many": Case(SPEC, (11,), kv_heads=3, group=1),
     "no compressed block": Case(SPEC, (2,), group=1),
 }
 backends = pytest.mark.parametrize("backend", ["blockwise", "triton"])

@@ -28,7 +28,7 @@ from tests.compile.launches import Launchers
 from tests.kernel_launches import Launch, recording
 from tests.operations import Recorder
 from tests.ops import fused
-from tests.ops.cases import Case, Inputs, check_calls, default, with_gradients
+from tests.ops.cases import Case, Inputs, check_calls, with_gradients
 from tests.ops.fused import (
     DOCUMENTS,
     EPS,
@@ -47,13 +47,14 @@ from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import DEVICE
 
 ALL, PACKED = LAYOUTS["all branches"], PATTERNS["packed"]
+FEW = replace(PACKED, lengths=(5, 0, 40, 1, 9))
 # One of each operation, of several tiles or programs.
 EACH = [
     swiglu((7, 1336), 667),
     norm((70, 24)),
     rotary(ALL, DOCUMENTS[1]),
-    pool(Documents((150,), l=8, d=4, batch=2), 2, 6, True),
-    fused.selector(PACKED),
+    pool(Documents((66,), l=8, d=4, batch=2), 2, 6, True),
+    fused.selector(FEW),
 ]
 each = pytest.mark.parametrize("operation", EACH, ids=lambda x: x.name)
 # Less than one tile, several, one row or column, odd widths, padding.
@@ -70,22 +71,25 @@ LARGE = [
     rotary(PackedLayout(3, 3, 16, 5, 2, 2, pre_rope=True), Documents((5, 13), l=8, d=4)),
     rotary(ALL, Documents((31, 1, 0, 33), l=7, d=2)),
 ]
-ROTARY = [rotary(layout, docs) for layout in LAYOUTS.values() for docs in DOCUMENTS[:3]] + LARGE
+ROTARY = [rotary(layout, DOCUMENTS[1]) for layout in LAYOUTS.values()] + LARGE
+ROTARY += [rotary(LAYOUTS[x], DOCUMENTS[i]) for x in ("prefill", "mlp", "index") for i in (0, 2)]
 # Several steps of a program, several programs, halves that are padded.
 POOLS = [
     (Documents((45,), l=33, d=16), 1, 32),
-    (Documents((270,), l=8, d=4, batch=2), 1, 4),
+    (Documents((135,), l=8, d=4, batch=2), 1, 4),
     (Documents((40, 0, 3), l=8, d=4), 3, 24),
     *((documents, 2, 6) for documents in DOCUMENTS),
 ]
 SELECTOR = [
-    *(fused.selector(case) for case in PATTERNS.values()),
+    fused.selector(PATTERNS["recipe's blocks"], queries=range(2, 330, 9)),
+    *(fused.selector(case) for case in [*PATTERNS.values()][1:]),
     *(fused.selector(PATTERNS[name], 1) for name in ("packed", "a key per token")),
     fused.selector(PATTERNS["odd sizes"], 3),
-    *(fused.selector(replace(PACKED, group=group)) for group in (1, 16)),
-    fused.selector(replace(PACKED, kv_heads=1, group=40)),
-    *(fused.selector(PACKED, queries=tokens) for tokens in ([0], [40, 41, 42, 83], range(85))),
-    *(fused.selector(case) for case in RANDOM[:5]),
+    fused.selector(replace(PACKED, group=1)),
+    fused.selector(replace(FEW, kv_heads=1, group=40)),
+    *(fused.selector(PACKED, queries=tokens) for tokens in ([0], [40, 41, 42, 83])),
+    fused.selector(FEW, queries=range(55)),
+    *(fused.selector(case) for case in RANDOM[:2]),
 ]
 OPERATIONS = [
     *BY_TOKEN,
@@ -119,9 +123,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
+@pytest.mark.full  # by default triton/test_planted_errors.py checks some
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("heads", default(2, [0, 1, 3]))
-@pytest.mark.parametrize("name", default(3, ["packed", "batch", "large blocks", *PATTERNS]))
+@pytest.mark.parametrize("heads", [0, 1, 3])
+@pytest.mark.parametrize("name", PATTERNS)
 def test_tiles_of_any_size_give_the_selector_loss_of_pytorch(name: str, heads: int) -> None:
     fused.selector(PATTERNS[name], heads).assert_parity()
 
@@ -169,7 +174,7 @@ OF_TOKENS = [
     norm((2, 3, 6), residual=False),
 ]
 OF_BLOCKS = [
-    *(rotary(LAYOUTS[name], DOCUMENTS[1]) for name in ("all branches", "mlp, shared", "dense")),
+    *(rotary(LAYOUTS[name], DOCUMENTS[1]) for name in ("all branches", "mlp", "dense")),
     pool(DOCUMENTS[1], 2, 6, True),
     fused.selector(replace(PACKED, lengths=(5, 0, 26, 1, 9))),
     fused.selector(replace(PATTERNS["batch"], lengths=(41,)), 1),
@@ -192,9 +197,19 @@ def test_launches_are_few_and_wait_for_no_value(operation: Operation) -> None:
     assert [x.kernel.fn.__name__ for x in recorded(operation)] == [*operation.kernels]
 
 
-def recorded(operation: Operation) -> list[Launch]:
+@pytest.mark.parametrize(
+    "operation", [norm((70, 24)), pool(Documents((150,)), 2, 6, True)], ids=str
+)
+def test_partial_sums_of_half_precision_are_in_float32(operation: Operation) -> None:
+    launches = recorded(operation, torch.bfloat16)
+    parts = [x.arguments["parts"] for x in launches if "parts" in x.arguments]
+    assert parts
+    assert all(x.dtype == torch.float32 and x.shape[0] > 1 for x in parts)
+
+
+def recorded(operation: Operation, dtype: torch.dtype = torch.float32) -> list[Launch]:
     """Launches of both passes on `meta` tensors, of which reading a value raises."""
-    given = [x.float().to("meta").requires_grad_() for x in operation.inputs()]
+    given = [x.to("meta", dtype).requires_grad_() for x in operation.inputs()]
     with recording() as launches, Launchers():
         outputs = operation.run("triton", *given)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -417,11 +432,11 @@ def test_few_scores_at_a_time_give_the_same_results(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])
 def test_twice_the_scale_is_twice_the_queries(backend: str) -> None:
-    x, queries = Inputs.of(PACKED, torch.float32).to(DEVICE), fused.sampled(PACKED).to(DEVICE)
-    given: dict[str, Any] = {"cu_seqlens": PACKED.offsets_on(DEVICE), "backend": backend}
+    x, queries = Inputs.of(FEW, torch.float32).to(DEVICE), fused.sampled(FEW).to(DEVICE)
+    given: dict[str, Any] = {"cu_seqlens": FEW.offsets_on(DEVICE), "backend": backend}
     scaled, doubled = (
-        selector_loss(q, x.k_cmp, x.k_sel, queries, PACKED.spec, scale=scale, **given)
-        for q, scale in ((x.q, 2 * PACKED.scale), (2 * x.q, None))
+        selector_loss(q, x.k_cmp, x.k_sel, queries, FEW.spec, scale=scale, **given)
+        for q, scale in ((x.q, 2 * FEW.scale), (2 * x.q, None))
     )
     torch.testing.assert_close(scaled, doubled)
 

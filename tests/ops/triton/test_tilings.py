@@ -8,11 +8,13 @@ from itertools import product
 import pytest
 import torch
 
+from nsa.ops import nsa_attention
 from nsa.ops.triton import selected
 from nsa.ops.triton.configs import CHIPS, Config, candidates
 from nsa.spec import NSASpec
+from tests.compile.launches import Launchers
 from tests.kernel_launches import recording
-from tests.ops.cases import Calls, Case, default
+from tests.ops.cases import Calls, Case, Inputs, default
 from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import BRANCHES, DENSE, GATHERED, KERNELS, assert_parity, settings
 
@@ -132,3 +134,19 @@ def test_lists_take_three_launches_and_no_other_kernel() -> None:
         "members_kernel", "totals_kernel", "lists_kernel",
     ]  # fmt: skip
     assert set(recorded.names) == {"new_empty"}
+
+
+def test_partial_gradients_of_half_precision_are_in_float32() -> None:
+    """Of keys that several programs share, and the row sums of all three branches."""
+    case = Case(NSASpec(), (1_100,), kv_heads=1, key_dim=64, value_dim=64)
+    x = [y.to("meta").requires_grad_() for y in Inputs.of(case, torch.bfloat16).tensors()]
+    with recording() as launches, Launchers():
+        o = nsa_attention(*x, case.spec, backend="triton")
+        o.backward(torch.empty_like(o))
+    dtypes = {
+        name: y.dtype for launch in launches for name, y in launch.arguments.items()
+        if isinstance(y, torch.Tensor)
+    }  # fmt: skip
+    for name in ("dk_cmp", "dv_cmp", "dk_part", "dv_part", "lse2", "delta"):
+        assert dtypes[name] == torch.float32, name
+    assert dtypes["dk_win"] == dtypes["dq"] == torch.bfloat16
