@@ -64,14 +64,6 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
         assert sorted(consumed[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-def test_each_epoch_and_each_seed_has_a_different_order() -> None:
-    order = counting(50)
-    orders = [tuple(samples_of(order, epoch * 50, micro_batch=50)) for epoch in range(5)]
-    orders += [tuple(samples_of(counting(50, seed=seed), micro_batch=50)) for seed in (4, 5)]
-    assert len(set(orders)) == 7
-    assert tuple(range(50)) not in orders
-
-
 @settings(deadline=None)
 @given(data=st.data())
 def test_the_order_continues_if_ranks_micro_batch_or_accumulation_change(

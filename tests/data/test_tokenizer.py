@@ -81,15 +81,6 @@ def gpt4_like() -> HubTokenizer:
     return HubTokenizer("gpt4-like", backend.to_str(), "<|endoftext|>")
 
 
-@settings(deadline=None)
-@given(st.binary(max_size=300))
-def test_any_bytes_survive_a_round_trip(text: bytes) -> None:
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.encode(text)
-    assert len(ids) == len(text)
-    assert tokenizer.decode(ids) == text
-
-
 def test_specials_are_in_the_vocabulary_and_decode_to_nothing(trained: Tokenizer) -> None:
     tokenizer = ByteTokenizer()
     specials = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
