@@ -67,7 +67,8 @@ class Stage:
     name: str
     folder: Path
     tokens: int = 0  # read in training, this stage's and those before
-    best: bool = False  # select the blocks with the most attention, whatever the index says
+    # "index"; "best" selects the blocks with the most attention instead; "dense" reads all tokens.
+    attention: str = "index"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +123,7 @@ def run(report: Report) -> dict[str, Any]:
         sizes = [stage.tokens] if stage.tokens else []
         sizes += [flags.length, flags.documents, *flags.needles, flags.depths]
         sizes += [flags.select_top] if flags.select_top else []
-        sizes += ["best"] if stage.best else []
+        sizes += [] if stage.attention == "index" else [stage.attention]
         result = kept(stage.folder / f"real-{'-'.join(map(str, sizes))}.json", measure)
         results.append({"stage": stage.name, "tokens": stage.tokens, **result})
         print(*lines(results), sep="\n", flush=True)
@@ -177,7 +178,7 @@ def held_out(train: Path) -> Iterator[str]:
 def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[Stage]:
     """Yield each stage once it is trained."""
     yield dense
-    yield replace(start, name="best blocks", best=True)
+    yield replace(start, name="best blocks", attention="best")
     yield start
     gpu = torch.cuda.is_available()
     common = (
@@ -206,7 +207,9 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
         settings |= {"steps": flags.steps, "warmup_steps": flags.steps // 20}
         # Without a GPU `auto` keeps all activations: 18 GB of 8,192 tokens.
         memory = () if gpu else ("model.activation_checkpointing=non_reentrant",)
-        yield train(f"all, rate {rate:g}", trained[0], flags.steps, *memory, **settings)
+        stage = train(f"all, rate {rate:g}", trained[0], flags.steps, *memory, **settings)
+        yield stage
+        yield replace(stage, name=f"{stage.name}, dense attention", attention="dense")
 
 
 def train_run(folder: Path, steps: int, settings: Sequence[str]) -> None:
@@ -259,8 +262,10 @@ def evaluate(
         model.config.attention.spec = spec
         for layer in model.sparse_layers().values():
             layer.spec = layer.config.attention.spec = spec
-    if stage.best:
+    if stage.attention == "best":
         select_best_blocks(model)
+    elif stage.attention == "dense":
+        model.set_dense(True)
     texts = [document(model, row) for row in documents]
     hits, losses = {}, {}
     for length in flags.needles:

@@ -54,8 +54,9 @@ def test_each_stage_is_trained_evaluated_and_compared_with_the_dense_model(
         ("converted", 0),
         ("index, rate 0.001", 32),
         ("all, rate 0.0001", 64),
+        ("all, rate 0.0001, dense attention", 64),
     ]
-    dense, best, converted, index, trained = (stage["losses"] for stage in stages)
+    dense, best, converted, index, trained, read_all = (stage["losses"] for stage in stages)
     assert list(dense) == ["all", "0 to 16", "16 to 64"]
     assert dense["all"] == pytest.approx((dense["0 to 16"] + 3 * dense["16 to 64"]) / 4)
     # All blocks are selected in so short a text: only a change of the other weights shows.
@@ -63,6 +64,7 @@ def test_each_stage_is_trained_evaluated_and_compared_with_the_dense_model(
     assert best == pytest.approx(dense, abs=1e-4)
     assert index == pytest.approx(dense, abs=0.02)  # trained in bf16
     assert trained != pytest.approx(index, abs=1e-3)
+    assert read_all == pytest.approx(trained, abs=1e-4)
     assert stages[2]["needles"] == stages[0]["needles"] == {"100": "0/2"}
     assert f"{trained['all'] - dense['all']:+.4f}" in capsys.readouterr().out
     known = tmp_path / "runs/start/real-64-2-100-2.json"
