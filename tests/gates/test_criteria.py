@@ -189,6 +189,15 @@ def test_a_hang_is_a_pause_but_saving_and_evaluating_are_not(tmp_path: Path) -> 
         assert criterion(tmp_path / name, "longest pause").value == 0.1
 
 
+@pytest.mark.parametrize(("seconds", "ok"), [(120.0, False), (121.0, None)])
+def test_a_step_that_takes_as_long_as_a_pause_is_none(
+    seconds: float, ok: bool | None, tmp_path: Path
+) -> None:
+    write_metrics(tmp_path, change=lambda _: {"seconds": seconds})
+    write_beats(tmp_path, beats(300, waits={200: ("forward", 130.0)}))
+    assert criterion(tmp_path, "longest pause").ok is ok
+
+
 def test_a_run_resumed_after_a_pause_passes(tmp_path: Path) -> None:
     """Neither the hang before a restart counts nor the time until it."""
     write_metrics(tmp_path)
