@@ -55,7 +55,7 @@ stages() {
     bench B ncu 40 train "${step[@]}" --kinds nsa --layers 2 --seconds 0
     stage B real $run_seconds "$python" -m tests.bench real --folder "$results/real" \
         --out "$results/real.json" --documents 4 --selector-steps 20 --selector-rates 3e-3 \
-        --steps 40 --rates 6e-5 --needles 8k --depths 3 "${llama[@]}" \
+        --steps 40 --rates 6e-5 --needles 7936 --depths 3 "${llama[@]}" \
         ${rehearse:+--model "$results/llama"}
     stage - aot 80 "${aot[@]}" --benchmarks --arch "$arch" --out "$results/aot.json" "${small[@]}"
     stage - aot-tiles 80 "${aot[@]}" --tiles --arch "$arch" --out "$results/aot-tiles.json" "${small[@]}"

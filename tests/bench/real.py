@@ -89,7 +89,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, default=8_192, help="of the texts evaluated (%(default)s)")
     add("--documents", type=int, default=16, help="held-out texts evaluated (%(default)s)")
     about = "lengths of the texts with a needle (%(default)s)"
-    add("--needles", type=lengths, default="2k,4k,8k", help=about)
+    add("--needles", type=lengths, default="2k,4k,7936", help=about)
     about = "blocks that a query selects in evaluation (default: as imported)"
     add("--select-top", type=int, metavar="N", help=about)
     add("--depths", type=int, default=5, help="of the needle, 0 to 100%% (%(default)s)")
