@@ -151,9 +151,9 @@ def _loss_ratio(inputs: GateInputs) -> Measurement:
 
 
 def _longest_pause(inputs: GateInputs) -> Measurement:
-    times = inputs.timed("seconds")
-    if times and median(times) > MAX_PAUSE:  # long sequences on a CPU
-        raise NotMeasured(f"a step takes {median(times):.0f} s, so each is a pause")
+    seconds = median(inputs.timed("seconds") or [0.0])
+    if seconds > MAX_PAUSE:  # long sequences on a CPU
+        raise NotMeasured(f"a step takes {seconds:.0f} s, longer than a pause may be")
     worst = max(inputs.histories, key=lambda history: history.pause)
     source = f"heartbeats of {len(inputs.histories)} ranks since the last start"
     return worst.pause, f"{source}; {worst.pause_at or 'no pause'}"

@@ -189,25 +189,26 @@ def stages(flags: argparse.Namespace, dense: Stage, start: Stage) -> Iterator[St
         *(() if gpu else ("monitor.watch.compute=0",)),  # a step takes a core ten minutes
     )  # fmt: skip
 
-    def train(name: str, start: Stage, until: int, *memory: str, **settings: float) -> Stage:
+    def train(name: str, start: Stage, until: int, settings: Sequence[str]) -> Stage:
         folder = flags.folder / name.replace(", rate ", "-")
-        own = [f"train.start_from={start.folder.absolute()}", *memory]
-        own += [f"train.{key}={value}" for key, value in settings.items()]
+        own = [f"train.start_from={start.folder.absolute()}", *settings]
         train_run(folder, until, [*common, *own])
         return Stage(name, folder, start.tokens + until * flags.seq_len * flags.sequences)
 
     steps, trained = flags.selector_steps, list[Stage]()
     for rate in flags.selector_rates:
         # One step more, which --until leaves out: a run has at least one of all weights.
-        settings = {"selector_rate": rate, "selector_steps": steps, "steps": steps + 1}
-        trained.append(train(f"index, rate {rate:g}", start, steps, **settings))
+        settings = [f"train.selector_rate={rate}", f"train.selector_steps={steps}"]
+        settings += [f"train.steps={steps + 1}"]
+        trained.append(train(f"index, rate {rate:g}", start, steps, settings))
         yield trained[-1]
     for rate in flags.rates if flags.steps else ():
-        settings = {"learning_rate": rate, "min_learning_rate": rate / 10, "selector_steps": 0}
-        settings |= {"steps": flags.steps, "warmup_steps": flags.steps // 20}
-        # Without a GPU `auto` keeps all activations: 18 GB of 8,192 tokens.
-        memory = () if gpu else ("model.activation_checkpointing=non_reentrant",)
-        stage = train(f"all, rate {rate:g}", trained[0], flags.steps, *memory, **settings)
+        settings = [f"train.learning_rate={rate}", f"train.min_learning_rate={rate / 10}"]
+        settings += ["train.selector_steps=0", f"train.steps={flags.steps}"]
+        settings += [f"train.warmup_steps={flags.steps // 20}"]
+        if not gpu:  # `auto` keeps all activations there: of 8,192 tokens more than 14.7 GB
+            settings += ["model.activation_checkpointing=non_reentrant"]
+        stage = train(f"all, rate {rate:g}", trained[0], flags.steps, settings)
         yield stage
         yield replace(stage, name=f"{stage.name}, dense attention", attention="dense")
 
