@@ -1,3 +1,5 @@
+"""`nsa report` and `nsa compare`: results, facts and settings of runs, and their pictures."""
+
 from __future__ import annotations
 
 import json
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa.cli import main
+from nsa.engine.config import RunConfig, to_yaml
 from nsa.gates.results import Gate, record_result
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.environment import cpu_model, write_env
@@ -20,7 +23,19 @@ from tests.monitor.run_folders import (
     write_run,
     write_selection,
 )
-from tests.report.pictures import BLUE, pixels, size
+from tests.report.pictures import BLUE, ORANGE, pixels, size
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Draw no pictures, which take a second each, but list their names."""
+    names: list[str] = []
+    for module in ("report", "compare"):
+        monkeypatch.setattr(f"nsa.report.{module}.draw", lambda _, out: names.append(out.name))
+    return names
+
+
+undrawn = pytest.mark.usefixtures("drawn")
 
 
 def table(text: str, heading: str) -> dict[str, list[str]]:
@@ -34,6 +49,7 @@ def plots(run_dir: Path) -> set[str]:
     return {path.name for path in (run_dir / "report").glob("*.png")}
 
 
+@undrawn
 def test_a_report_begins_with_the_gate_results_and_their_evidence(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "mine", waits={200: ("forward", 200.0)})
     for gate in (Gate("sanity", 1), Gate("smoke", 300)):
@@ -51,6 +67,7 @@ def test_a_report_begins_with_the_gate_results_and_their_evidence(tmp_path: Path
     assert "Not judged: preflight, extended, production." in text
 
 
+@undrawn
 def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     lines = beats(300, start=150, pid=900, mono=1_000.0)
@@ -90,6 +107,7 @@ def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     assert (settings["train.precision"], settings["model.layers"]) == (["bf16"], ["4"])
 
 
+@undrawn
 def test_a_run_that_begins_dense_has_a_speed_for_each_phase(tmp_path: Path) -> None:
     write_metrics(tmp_path, change=lambda step: {"tokens_per_s": 300.0 if step <= 200 else 100.0})
     (tmp_path / "config.yaml").write_text("train: {dense_steps: 200}\n")
@@ -126,6 +144,7 @@ def test_only_recorded_values_are_plotted(
     assert values == {"layer 0": {0.7}, "layer 1": {0.6}}
 
 
+@undrawn
 def test_a_heartbeat_file_too_large_to_be_read_is_named(tmp_path: Path) -> None:
     write_run(tmp_path, 20)
     with (tmp_path / "heartbeat_rank1.jsonl").open("ab") as file:
@@ -135,6 +154,7 @@ def test_a_heartbeat_file_too_large_to_be_read_is_named(tmp_path: Path) -> None:
     assert run["steps"] == ["20"]
 
 
+@undrawn
 @pytest.mark.parametrize("steps", [20, 300])
 def test_a_short_run_is_not_called_ready_for_production(steps: int, tmp_path: Path) -> None:
     result = judge_files(
@@ -168,13 +188,112 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [99, 100])
-def test_a_short_run_ends_with_a_report_without_pictures(steps: int, tmp_path: Path) -> None:
+def test_a_short_run_ends_with_a_report_without_pictures(
+    steps: int, drawn: list[str], tmp_path: Path
+) -> None:
     write_metrics(tmp_path, 90)  # the last row that the disk took
     write_beats(tmp_path, beats(steps))
     text = write_report(tmp_path, "finished").read_text()
-    assert plots(tmp_path) == ({"curves.png"} if steps == 100 else set())
+    assert drawn == ["curves.png"] * (steps == 100)
     assert table(text, "Run")["end"] == ["finished"]
     text = write_report(tmp_path).read_text()
-    assert plots(tmp_path) == {"curves.png"}
+    assert drawn == ["curves.png"] * (2 if steps == 100 else 1)
     assert table(text, "Run")["end"] == ["none recorded: still running, or killed"]
     assert table(text, "Run")["steps"] == [str(steps)]
+
+
+def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path) -> None:
+    nsa, dense = write_run(tmp_path / "nsa"), tmp_path / "dense"
+    write_metrics(dense, 200, change=lambda step: {"loss": 4.0 + 1 / step, "tokens_per_s": 1e5})
+    for gate in (Gate("sanity", 1), Gate("production", 300)):  # the last one is shown
+        record_result(nsa, judge_files(nsa, gate, LadderConfig()))
+    lines = compare_runs(read_runs([nsa, dense]), tmp_path / "out" / "both.png")
+    assert pixels(tmp_path / "out" / "both.png", BLUE) > 500
+    assert pixels(tmp_path / "out" / "both.png", ORANGE) > 500
+    header, first, second = (line.split("  ") for line in lines)
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in (header, first, second)]
+    assert cells == [
+        ["run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "go/no-go"],
+        ["nsa", "300", "3.010", "3.110", "1.110", "142,857", "10.00", "production Go"],
+        ["dense", "200", "4.005", "3.115", "1.115", "100,000", "2.23", "-"],
+    ]
+
+
+@undrawn
+def test_a_validation_loss_of_an_earlier_step_names_the_step(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 134)
+    line = compare_runs(read_runs([tmp_path]), tmp_path / "out.png")[1]
+    assert line.split()[1:7] == ["134", "3.022", "3.130", "(step", "100)", "1.130"]
+    text = write_report(tmp_path).read_text()
+    assert "| final training loss | 3.0224 |" in text
+    assert "| final validation loss | 3.1300 (step 100) |" in text
+
+
+@undrawn
+def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig()
+    for name, steps, tokens in (("a", 20, 4_096), ("b", 20, 4_096), ("c", 30, 8_192)):
+        write_metrics(
+            tmp_path / name, steps, change=lambda step, tokens=tokens: {"tokens": tokens * step}
+        )
+        (tmp_path / name / "config.yaml").write_text(to_yaml(config))
+    runs = [str(tmp_path / name) for name in "abc"]
+    assert main(["compare", *runs[:2]]) == 0
+    assert capsys.readouterr().err == ""
+    config.data.tokenizer, config.data.source, config.train.steps = "hf:gpt2", {"x": 1.0}, 30
+    config.data.held_out = 0.1
+    (tmp_path / "c" / "config.yaml").write_text(to_yaml(config))
+    assert main(["compare", *runs]) == 0
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == 5
+    lines = output.err.splitlines()
+    for line, words in zip(
+        lines,
+        [
+            "data.source differs, embedded in a, b; {'x': 1.0} in c: training and",
+            "data.held_out differs, 0.05 in a, b; 0.1 in c: training and validation",
+            "data.tokenizer differs, byte in a, b; hf:gpt2 in c: losses per token",
+            "train.steps differs, 50,000 in a, b; 30 in c: ",
+            "tokens per step differs, ",
+            "steps taken differs, 20 in a, b; 30 in c: ",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(f"nsa: warning: {words}")
+
+
+@undrawn
+def test_a_run_given_twice_is_one_row_and_equal_names_become_paths(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "a" / "run", 20)
+    write_metrics(tmp_path / "b" / "run", 20)
+    write_metrics(tmp_path / "b" / "other", 20)
+    runs = [tmp_path / name for name in ("a/run", "b/run", "a/run", "b/other")]
+    lines = compare_runs(read_runs(runs), tmp_path / "out.png")
+    assert len(lines) == 4
+    for line, run in zip(lines[1:], (runs[0], runs[1], runs[3]), strict=True):
+        assert line.startswith(str(run))
+
+
+@undrawn
+def test_json_has_the_last_gate_the_figures_and_the_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "a")
+    write_metrics(tmp_path / "b", 200)
+    for gate, limit in ((Gate("sanity", 1), 50.0), (Gate("production", 300), 1e9)):
+        result = judge_files(tmp_path / "a", gate, LadderConfig(min_tokens_per_s=limit))
+        record_result(tmp_path / "a", result)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree.keys() == {"runs", "differences", "picture"}
+    first, second = tree["runs"]
+    columns = "run", "steps", "gate", "go", "loss", "memory_gb"
+    assert [first[x] for x in columns] == ["a", 300, "production", False, 3.01, 10.0]
+    assert [second[x] for x in columns[:4]] == ["b", 200, None, None]
+    figures = [first[x] for x in ("val_loss", "bits_per_byte", "tokens_per_s")]
+    assert figures == pytest.approx([3.11, 1.11, 1e6 / 7])
+    (difference,) = tree["differences"]
+    assert difference.startswith("steps taken differs, 300 in a; 200 in b: ")
+    assert Path(tree["picture"]) == tmp_path / "compare.png"
