@@ -207,6 +207,7 @@ def set_up(job: dict[str, object]) -> None:
 
 def main() -> None:
     """The server's end of the connection."""
+    import functools
     import gc
     import importlib
     import runpy
@@ -217,7 +218,8 @@ def main() -> None:
     if ops := sys.modules.get("deepspeed.ops"):
         _ = ops.__compatible_ops__  # cached: computing it calls compilers
     if builtin := sys.modules.get("nsa.data.builtin"):
-        builtin.embedded("deepspeed")  # cached, with the digest of its files
+        builtin.python_files = functools.cache(builtin.python_files)
+        builtin.embedded("deepspeed")  # with the digest of its files
     assert "huggingface_hub" not in sys.modules, "it reads its environment when it is imported"
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a forked process would lack all but one"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tests.ranks import ROOT, spawn_ranks
 
 BIN = Path(sys.executable).parent
 LIMIT = 300.0  # seconds until a run counts as hung
+_tokens = tempfile.TemporaryDirectory(prefix="tokens-")
 # A tiny model on the code path of the demo, in the precision of production.
 TINY = [
     f"--set={setting}"
@@ -43,6 +45,7 @@ TINY = [
         "train.warmup_steps=2",
         "checkpoint.every=3",
         "train.precision=bf16",
+        f"data.cache={_tokens.name}",  # tokenized once for all runs
     )
 ]
 Finished = subprocess.CompletedProcess[str]
