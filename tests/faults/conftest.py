@@ -16,8 +16,9 @@ CheckResumed = Callable[[str, str, Run, float, float], Resumed]
 
 @dataclass
 class Golden:
-    """Results of the uninterrupted run."""
+    """The uninterrupted run and its results."""
 
+    run: Run
     losses: dict[int, float]
     weights: str  # hash
     seconds: float  # of all steps
@@ -39,7 +40,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
     by_step = losses(run.dir)
     assert sorted(by_step) == list(range(1, STEPS + 1))
     beats = [beat for beat in run.beats(0) if beat["event"] in ("step_start", "end")]
-    return Golden(by_step, weights(run.dir), beats[-1]["mono"] - beats[0]["mono"])
+    return Golden(run, by_step, weights(run.dir), beats[-1]["mono"] - beats[0]["mono"])
 
 
 @pytest.fixture(scope="session")

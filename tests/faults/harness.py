@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +20,12 @@ import torch
 from nsa.checkpoint.commit import newest_valid
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.monitor.run_folders import read_heartbeats
-from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
+from tests.ranks import SpawnedRanks, spawn_ranks
 
 STEPS, EVERY = 12, 4  # of a run, and between its checkpoints
 FAULTY = Path(__file__).with_name("faulty.py")
-PAIR = Path(__file__).with_name("pair.py")
+WATCHED = Path(__file__).with_name("watched.py")
 LAUNCHER = "deepspeed.launcher.launch"
-WATCH = ROOT / "tests/watchdog/impatient_watch.py"
 SETTINGS = [
     *TINY,
     f"--steps={STEPS}",
@@ -94,8 +92,7 @@ def start(folder: Path, *arguments: str, watched: bool = False, **environment: s
     """Start the run in `folder` on two ranks; `watched`: by `nsa watch`, whose code it returns."""
     command, ranks = [str(FAULTY), *SETTINGS, *arguments], 2
     if watched:
-        command, ranks = [str(WATCH), "--", sys.executable, str(PAIR), *command], 0
-        environment |= {"PYTHONPATH": str(ROOT)}
+        command, ranks = [str(WATCHED), "--", *command], 0
     program, *rest = command
     started = spawn_ranks(Path(program), *rest, folder=folder, ranks=ranks, environment=environment)
     return Run(folder, started)

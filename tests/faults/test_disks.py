@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from nsa.checkpoint.commit import newest_valid
 from tests.disks import flip_a_bit, freezable_disk, frozen, mount, mounted, truncate
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
-from tests.faults.harness import EVERY, STEPS, Run, fault_time, resume, start, start_faulty, weights
+from tests.faults.harness import EVERY, STEPS, resume, start, weights
 from tests.faults.table import Outcomes
 from tests.ranks import wait_for
 
@@ -27,18 +28,6 @@ MESSAGE = {
     "disk-full": "No space left on device; free some space",
     "read-only": "Read-only file system; fix the folder's permissions",
 }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Run:
-    """A run killed in step 11, with checkpoints of steps 4 and 8."""
-    run = start_faulty(tmp_path_factory.mktemp("saved"), "kill", "forward", step=11).end()
-    fault_time(run)
-    assert sorted(path.name for path in (run.dir / "checkpoints").glob("step*")) == [
-        "step00000004",
-        "step00000008",
-    ]
-    return run
 
 
 @pytest.mark.parametrize(
@@ -53,17 +42,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Run:
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     damage: Callable[[Path], None],
     name: str,
-    saved: Run,
+    golden: Golden,
     tmp_path: Path,
     check_resumed: CheckResumed,
 ) -> None:
-    shutil.copytree(saved.folder, tmp_path / "copy")
-    run = Run(tmp_path / "copy", saved.ranks, saved.codes)
-    damage(run.dir / "checkpoints/step00000008" / name)
+    run = replace(golden.run, folder=shutil.copytree(golden.run.folder, tmp_path / "copy"))
+    damage(run.dir / f"checkpoints/step{STEPS:08d}" / name)
     now = time.time()
     resumed = check_resumed("damage", f"{damage.__name__} {name}", run, now, now)
-    assert resumed.step == 4
-    assert "step00000008" in resumed.output
+    assert resumed.step == STEPS - EVERY
+    assert f"step{STEPS:08d}" in resumed.output
     assert name in resumed.output
 
 
@@ -85,7 +73,8 @@ def fix(how: str, folder: Path, checkpoints: Path) -> None:
         subprocess.run(["umount", str(checkpoints)], check=True)
 
 
-@pytest.mark.parametrize("how", ["disk-full", pytest.param("read-only", marks=full)])
+@pytest.mark.full  # tests/engine/test_gates_run.py, tests/checkpoint/test_saver.py
+@pytest.mark.parametrize("how", ["disk-full", "read-only"])
 def test_a_failing_disk_costs_checkpoints_and_not_the_run(
     how: str, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
@@ -119,6 +108,7 @@ def test_a_failing_disk_costs_checkpoints_and_not_the_run(
         outcomes.record(how, "", codes=run.codes, seconds=seconds, lost=lost, exact=True)
 
 
+@pytest.mark.full  # tests/watchdog/test_watchdog.py: the same with toy ranks
 def test_a_disk_that_hangs_costs_neither_the_run_nor_a_row(
     tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:

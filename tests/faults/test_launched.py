@@ -63,6 +63,7 @@ def wait_for_checkpoint(folder: Path, watchdog: subprocess.Popen[bytes]) -> None
         time.sleep(0.01)
 
 
+@pytest.mark.full  # tests/watchdog/test_watchdog.py: the same with toy ranks
 def test_a_run_whose_rank_is_killed_is_restarted_and_repeats_the_uninterrupted_one(
     tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.runs import TINY, losses, on_one_rank, refused
 from tests.faults.conftest import Golden
-from tests.faults.harness import SETTINGS, start, weights
+from tests.faults.harness import SETTINGS, start
 from tests.faults.table import Outcomes
 from tests.ranks import ROOT
 
@@ -50,7 +50,7 @@ def test_a_mistake_in_the_json_is_refused_in_one_line(
 def test_a_second_run_and_garbage_in_a_heartbeat_do_not_affect_the_first(
     tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
-    run = start(tmp_path)
+    run = start(tmp_path, "--until=4")
     run.wait_for_step(1)
     with (run.dir / "heartbeat_rank1.jsonl").open("ab") as file:
         file.write(b'{"event": "step_end", "step"\n\xff\xfe\x00[[[[[\n{"step": null}\n"torn')
@@ -60,8 +60,7 @@ def test_a_second_run_and_garbage_in_a_heartbeat_do_not_affect_the_first(
     assert "--run-dir" in line
     run.end()
     assert run.codes == [0, 0], run.output[-3_000:]
-    assert losses(run.dir) == golden.losses
-    assert weights(run.dir) == golden.weights
+    assert losses(run.dir) == {step: golden.losses[step] for step in range(1, 5)}
     assert run.beats(1)[-1]["event"] == "end"
     assert os.listdir(tmp_path) == ["run"]
     outcomes.record("two-runs", "", codes=[second.returncode])

@@ -23,7 +23,6 @@ full = pytest.mark.full
     ("where", "call", "rank"),
     [
         ("backward", 1, 1),
-        ("file", 14, 0),  # the 14th of a save's fsync and rename calls
         *(
             pytest.param(where, call, rank, marks=full)
             for where, call, rank in (
@@ -34,7 +33,8 @@ full = pytest.mark.full
                 ("eval", 1, 1),
                 ("save", 1, 0),
                 ("file", 3, 1),
-                *(("file", call, 0) for call in (1, 6, 9, 12, 13, 15, 16)),
+                # The n-th of a save's fsync and rename calls.
+                *(("file", call, 0) for call in (1, 6, 9, 12, 13, 14, 15, 16)),
             )
         ),
     ],
@@ -53,7 +53,8 @@ def test_a_killed_rank_ends_the_run_and_loses_only_the_steps_since_the_last_save
     assert resumed.step >= EVERY
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=full) for n in range(1, 20))])
+@full
+@pytest.mark.parametrize("seed", range(20))
 def test_ranks_can_be_killed_at_any_moment(
     seed: int, tmp_path: Path, golden: Golden, check_resumed: CheckResumed
 ) -> None:
@@ -100,7 +101,8 @@ def test_a_rank_that_hangs_is_reported_and_the_run_is_ended(
         assert (halt["rank"], halt["limit"]) == (1, LIMITS["silence"])
     elif where == "data":  # SIGTERM interrupts waiting for data, so the run saves
         assert (halt["phase"], halt["step"]) == (phase, 5)
-        assert {run.beats(rank)[-1]["status"] for rank in (0, 1)} == {"preempted: SIGTERM"}
+        for rank in (0, 1):
+            assert run.beats(rank)[-1]["status"].startswith("preempted: SIGTERM")
     else:
         rank = halt["ranks"]["1"]
         assert (rank["phase"], rank["step"]) == (phase, 5)

@@ -21,8 +21,9 @@ ONE, BOTH = [1], [0, 1]
 @pytest.mark.parametrize(
     ("signal", "where", "ranks"),
     [
-        ("term", "forward", ONE),
-        ("int", "eval", BOTH),
+        ("term", "eval", ONE),
+        pytest.param("term", "forward", ONE, marks=full),
+        pytest.param("int", "eval", BOTH, marks=full),
         pytest.param("term", "save", [0], marks=full),
         pytest.param("term", "data", ONE, marks=full),
         pytest.param("term", "backward", BOTH, marks=full),
