@@ -108,15 +108,17 @@ def test_ctrl_c_ends_any_verb_quietly(
     assert capsys.readouterr().err == ""
 
 
-def test_a_closed_pipe_is_not_an_error() -> None:
-    """`nsa plan | true`: output is buffered until the end."""
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
+    """`nsa report | true`: output is buffered until the end."""
+    (tmp_path / "config.yaml").touch()
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "nsa", "plan"]
+    command = [sys.executable, "-m", "nsa", "report", str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "report.md").exists()
 
 
 def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
@@ -190,8 +192,10 @@ def test_a_wrong_call_shows_its_verbs_usage_and_names_the_nearest_flag_or_verb(
     assert error in shown
 
 
-def test_the_json_of_a_plan_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "nsa", "plan", "--json"]  # DeepSpeed's import logs there
+def test_the_json_of_a_plan_has_stable_keys() -> None:
+    """In a process of its own, as DeepSpeed's import logs on stdout."""
+    mode = "--set=model.activation_checkpointing=none"
+    command = [sys.executable, "-m", "nsa", "plan", "--json", mode]
     plan = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert plan.keys() == {"parameters", "steps", "plans", "assumptions"}
     (row,) = plan["plans"]
@@ -200,10 +204,6 @@ def test_the_json_of_a_plan_has_stable_keys(capsys: pytest.CaptureFixture[str]) 
         *("memory", "bytes_sent", "tokens", "tokens_per_second"),
         *("compute", "communication", "exposed", "seconds"),
     }
-    assert main(["plan"]) == 0
-    assert f"{row['tokens_per_second']:,.0f}" in capsys.readouterr().out
-    assert main(["plan", "--memory", "1", "--json"]) == 1
-    assert not json.loads(capsys.readouterr().out)["plans"][0]["fits"]
 
 
 def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(

@@ -26,7 +26,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     assert read_text(tmp_path / "link") == "text"
 
 
-@pytest.mark.parametrize("depth", [100, 900, 100_000])
+@pytest.mark.parametrize("depth", [100, 900, 20_000])
 def test_deep_nesting_is_a_value_error(depth: int) -> None:
     for parse, text in (
         (parse_json, "[" * depth + "]" * depth),

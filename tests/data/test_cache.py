@@ -136,7 +136,10 @@ def test_a_writer_stops_once_its_run_has_enough_and_a_longer_run_continues(
     after = contents(folder_of(tmp_path))
     del kept[INDEX]
     assert {name: after[name] for name in kept} == kept
-    verify_shards(folder_of(tmp_path), read_index(folder_of(tmp_path)))
+    index = read_index(folder_of(tmp_path))
+    verify_shards(folder_of(tmp_path), index)
+    sizes = [shard.tokens for shard in index.of("train")]
+    assert FIRST_SHARD <= sizes[0] <= sizes[1], "as large as all before it"
 
 
 def test_two_runs_share_a_cache_and_one_process_writes_it(

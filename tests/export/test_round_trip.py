@@ -58,7 +58,10 @@ def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
 def test_an_export_of_an_import_keeps_the_sources_fields(
     attention: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    imported(original, tmp_path / "run", f"--attention={attention}", *SMALL)
+    imported(original, tmp_path / "start", f"--attention={attention}", *SMALL)
+    (tmp_path / "run").mkdir()
+    for name in ("config.yaml", "model.safetensors"):  # as of a run that started from the import
+        shutil.copy(tmp_path / "start" / name, tmp_path / "run")
     capsys.readouterr()
     to = export(tmp_path / "run", tmp_path / "hf", dense=attention == "dense")
     config, before = settings(to), settings(original)
@@ -68,7 +71,7 @@ def test_an_export_of_an_import_keeps_the_sources_fields(
     assert {name for name in before if config.get(name) != before[name]} == {*lost, "torch_dtype"}
     origin = find_origin(to, None)  # for a run that starts from the export
     assert origin is not None
-    assert origin == find_origin(tmp_path / "run", None)
+    assert origin == find_origin(tmp_path / "start", None)
     assert config["dtype"] == "float32"
     assert ModelCard.load(to / "README.md").data.get("base_model") is None  # not one of the Hub
     assert settings(to, "generation_config.json") == GENERATION

@@ -8,10 +8,12 @@ import json
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,6 +25,7 @@ from nsa.gpus import GPUS
 from nsa.model.config import ModelConfig
 from nsa.model.count import flops_per_token, parameter_count
 from nsa.monitor.artifacts import read_table
+from nsa.planner.activations import count_layers
 from nsa.planner.forecast import (
     HOST_SECONDS,
     Hardware,
@@ -38,6 +41,21 @@ MEASURED = json.loads((ROOT / "docs/benchmarks/comm.json").read_text())
 ROWS = MEASURED["rows"]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 A100 = Hardware(flops=312e12, mfu=0.25, link=12e9, memory=80e9)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _each_model_is_counted_once() -> Iterator[None]:
+    """Plans of all cards and flags count the same few models, which takes half a second each."""
+    counted: dict[str, Any] = {}
+
+    def count(*arguments: Any) -> Any:
+        key = repr(arguments)
+        if key not in counted:
+            counted[key] = count_layers(*arguments)
+        return counted[key]
+
+    with mock.patch("nsa.planner.activations.count_layers", count):
+        yield
 
 
 def setting_of(row: dict[str, Any]) -> tuple[Model, Zero, BatchShape]:
@@ -318,6 +336,8 @@ def test_a_run_that_does_not_fit_exits_with_1() -> None:
     ) in plan(*words)[1]
     code, output, _ = plan("--memory", "2")
     assert (code, "does not fit into 2 GB" in output) == (1, True)
+    code, output, _ = plan("--memory=1", "--json")
+    assert (code, json.loads(output)["plans"][0]["fits"]) == (1, False)
 
 
 @pytest.mark.parametrize(
