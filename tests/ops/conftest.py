@@ -111,12 +111,13 @@ def _in_reverse(interpreter: Any) -> list[Patch]:
 
 
 def _with_known_types(interpreter: Any) -> list[Patch]:
-    """Compute each type's name and sizes once, and broadcast no equal shapes."""
+    """Compute each type's name and sizes once, and an operation's types and its constants."""
     core, semantic = interpreter.tl.core, interpreter.TritonSemantic
     blocks: dict[Any, dict[str, Any]] = {}
     numpy_types: dict[str, Any] = {}
     init_block, np_dtype = core.block_type.__init__, interpreter._get_np_dtype
-    broadcast = semantic.broadcast_impl_value
+    check_types = semantic.binary_op_type_checking_impl
+    operands: dict[Any, Any] = {}  # of operations whose tensors stay as they are
 
     @cache
     def shape_of(*sizes: int) -> Any:
@@ -144,15 +145,31 @@ def _with_known_types(interpreter: Any) -> list[Patch]:
             numpy_types[name] = np_dtype(dtype)
         return numpy_types[name]
 
-    def broadcast_unequal(self: Any, x: Any, y: Any) -> Any:
-        if getattr(x.type, "shape", None) is getattr(y.type, "shape", None):
-            return x, y
-        return broadcast(self, x, y)
+    def kind_of(x: Any) -> Any:
+        if isinstance(x, core.tensor):
+            return x.dtype.name, id(x.shape)  # `sizes_of` keeps the shape
+        return type(x), repr(x)  # distinguishes 0.0 from -0.0
+
+    def known_operands(self: Any, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return an operation's operands: of the result's type, but NumPy broadcasts the data."""
+        key = kind_of(x), kind_of(y), args, *kwargs.items()
+        if key not in operands:
+            operands[key] = check_types(self, x, y, *args, **kwargs)
+            for known in operands[key]:
+                known.handle.data.flags.writeable = False  # serves many operations
+        return [operand(self, *pair) for pair in zip((x, y), operands[key], strict=True)]
+
+    def operand(self: Any, given: Any, known: Any) -> Any:
+        if not isinstance(given, core.tensor):
+            return known
+        if given.shape is known.shape and given.dtype is known.dtype:
+            return given
+        return self.tensor(self.cast(given, known.dtype).handle, known.type)
 
     return [
         (core.block_type, "__init__", init_known_block),
         (core.tensor, "__init__", init_tensor),
-        (semantic, "broadcast_impl_value", broadcast_unequal),
+        (semantic, "binary_op_type_checking_impl", known_operands),
         (interpreter, "_get_np_dtype", known_np_dtype),
     ]
 
