@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nsa.system import resource_path
 from nsa.text import markdown_table
 from tests.bench.harness import Report
+from tests.fork_server import PRELOADED
 from tests.netns import RANKS, Link, link
 from tests.ranks import free_port
 
@@ -56,10 +57,10 @@ class RankPair:
     def __init__(self, backend: str, link: Link | None = None) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns about missing host names
         address = link.addresses[0] if link else "127.0.0.1", 29_500 if link else free_port()
+        context = get_context("forkserver")  # which imports DeepSpeed once for all ranks
+        context.set_forkserver_preload(["tests.bench.comm_ranks", *PRELOADED])
         self._ranks = [
-            ProcessPoolExecutor(
-                1, get_context("spawn"), _start_rank, (rank, backend, link, address)
-            )
+            ProcessPoolExecutor(1, context, _start_rank, (rank, backend, link, address))
             for rank in range(RANKS)
         ]
 
