@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -11,12 +11,22 @@ import torch
 from nsa.ops import nsa_attention
 from nsa.ops.triton import selected
 from nsa.ops.triton.configs import CHIPS, Config, candidates
+from nsa.ops.triton.launch import cdiv
 from nsa.spec import NSASpec
 from tests.compile.launches import Launchers
 from tests.kernel_launches import recording
 from tests.ops.cases import Calls, Case, Inputs, default
 from tests.ops.tiles import override_choices
-from tests.ops.triton.parity import BRANCHES, DENSE, GATHERED, KERNELS, assert_parity, settings
+from tests.ops.triton.parity import (
+    BRANCHES,
+    DENSE,
+    DEVICE,
+    GATHERED,
+    KERNELS,
+    assert_parity,
+    reference_blocks,
+    settings,
+)
 
 # Several tiles of everything, full and partial ones, even where a tile is large.
 SPEC = NSASpec(4, 2, 20, 3, 1, 1, 37)
@@ -121,8 +131,32 @@ def test_long_lists_of_queries_are_added_up_in_parts(
     ids=["many blocks", "many documents"],
 )
 def test_lists_may_take_several_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block lists its queries; a tile lists its blocks, with their queries as bits."""
     monkeypatch.setattr(selected, "STEP", 4)
-    assert_parity_with(dict.fromkeys(KERNELS, (32, 16)), case, "selected")
+    index, cu, size = reference_blocks(case), case.offsets_on(DEVICE), case.spec.select_len
+    chosen = index[0, :, 0].tolist()  # by query
+    queries: dict[int, list[int]] = {}  # by block
+    blocks: dict[int, dict[int, int]] = {}  # by tile
+    for document, (start, stop) in enumerate(pairwise(case.offsets or [0, case.seq_len])):
+        for j in range(cdiv(stop - start, size)):
+            block = start // size + document + j
+            queries[block] = [t for t in range(start, stop) if j in chosen[t]]
+        for tile in range(cdiv(stop - start, 32)):
+            rows = chosen[start + 32 * tile : min(stop, start + 32 * tile + 32)]
+            blocks[start // 32 + document + tile] = {
+                j: sum(1 << i for i, row in enumerate(rows) if j in row)
+                for j in sorted({j for row in rows for j in row if j >= 0})
+            }
+    offsets, listed = (x[0, 0].tolist() for x in selected.queries_by_block(index, cu, case.spec))
+    for block, (begin, end) in enumerate(pairwise(offsets)):
+        assert listed[begin:end] == queries.get(block, []), block
+    names, bits, counts = (
+        x[0, :, 0].tolist() for x in selected.blocks_by_tile(index, cu, case.spec, 32)
+    )
+    for tile, count in enumerate(counts):
+        members = [x % 2**32 for x in bits[tile][:count]]
+        expected = blocks.get(tile, {})
+        assert (names[tile][:count], members) == ([*expected], [*expected.values()]), tile
 
 
 def test_lists_take_three_launches_and_no_other_kernel() -> None:
