@@ -1,11 +1,13 @@
-"""Local files: every document once, from any cursor, and errors that name the file."""
+"""Sources: every document once, from any cursor, and errors that name the file."""
 
 from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from nsa.data.builtin import embedded, python_files, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.files import HEAD_BYTES, LARGEST_TEXT, open_files
 from nsa.data.source import DataError, Document, Source
 from nsa.engine.config import RunConfig, resolve_config
-from tests.data.texts import check_resumption, contents_of
+from tests.data.texts import check_resumption, contents_of, open_store
+from tests.ranks import ROOT
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -417,3 +421,50 @@ def test_a_pattern_can_be_set_without_quotes() -> None:
     """In YAML it would start an alias."""
     config = resolve_config(RunConfig(), assignments=["data.pattern=*.md"])
     assert config.data.pattern == "*.md"
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"x = {name!r}\n")
+
+
+def test_the_embedded_text_is_that_of_the_pinned_package() -> None:
+    """Published figures were measured on it."""
+    assert "\ndeepspeed==0.19.8\n" in (ROOT / "launch/constraints.txt").read_text()
+    published = "41e964af0aa9ea1ca3f3999ac56c65fa4aa0b4cd9886c1702ebd51f3b4cbcba6"
+    assert embedded().content == published
+
+
+def test_files_are_sorted_by_path_without_what_an_installation_writes(tmp_path: Path) -> None:
+    kept = ["abc.py", "runtime/a.py", "runtime/zero/b.py", "runtime_a.py", "zlib.py"]
+    touch(tmp_path, *reversed(kept))
+    (tmp_path / "runtime/__init__.py").write_text("")
+    published = python_files(tmp_path, "py")
+    touch(tmp_path, "git_version_info_installed.py", "runtime/__pycache__/a.pyc", "notes.txt")
+    documents = python_files(tmp_path, "py").read_all()
+    assert [document.location for document in documents] == sorted(kept)
+    assert contents_of(python_files(tmp_path, "py"))[0] == b"x = 'abc.py'\n"
+    assert python_files(tmp_path, "py").content == published.content
+    (tmp_path / "abc.py").write_text("y")
+    assert python_files(tmp_path, "py").content != published.content
+
+
+def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
+    tokens = open_store(DataConfig(source="embedded:tensorboard"), "train")
+    assert len(tokens) > 100_000
+    names = embedded("tensorboard").name, embedded().name
+    assert names == ("embedded:tensorboard", "embedded"), "as in data.source"
+    for missing in ("no_such_package", "../secrets", "tensorboard.summary"):
+        expected = f"data.source = 'embedded:{missing}': '{missing}' is not an installed package; "
+        with pytest.raises(DataError, match=re.escape(expected)):
+            open_store(DataConfig(source=f"embedded:{missing}"), "train")
+
+
+def test_the_synthetic_text_is_that_of_earlier_versions() -> None:
+    digest = hashlib.sha256(b"\0".join(contents_of(synthetic())))
+    assert digest.hexdigest()[:16] == "50e7db4fd4812e31"
+
+
+def test_a_pass_over_synthetic_text_resumes_after_any_document() -> None:
+    assert check_resumption(synthetic(20_000)) == contents_of(synthetic(20_000))

@@ -1,4 +1,4 @@
-"""`nsa data prepare`: every document once, whatever interrupts it."""
+"""`nsa data prepare` and its writer: every document once, whatever interrupts it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,34 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nsa.cli import main
 from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import open_files
 from nsa.data.shards import INDEX, open_shards, read_index, verify_shards, write_index
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
-from nsa.data.writer import DOCUMENTS_PER_CALL, LOCK, next_documents, prepare
+from nsa.data.writer import (
+    DOCUMENTS_PER_CALL,
+    LOCK,
+    Job,
+    WorkerDied,
+    Writer,
+    lock,
+    next_documents,
+    plan_of,
+    prepare,
+)
+from tests.data.odd_sources import Fails, Lists, Opened
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import documents_of, train_tokenizer, write_lines
-from tests.disks import mount, mounted
+from tests.disks import flip_a_bit, mount, mounted
 from tests.ranks import wait_for
 
 HALVES = HeldOut(0.5, by_position=True)
@@ -336,3 +349,150 @@ def test_documents_are_tokenized_up_to_a_thousand_or_a_size_at_a_time(tmp_path: 
     documents = open_files(path, "text").read()
     calls = [len(next_documents(documents, size)) for size in (21, 20, 10**9, 10**9, 10**9)]
     assert calls == [3, 2, DOCUMENTS_PER_CALL, 4, 0]
+
+
+@pytest.fixture(scope="module")
+def body(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
+    lines = [
+        json.dumps({"body": document.text.decode()}) for document in synthetic(60_000).read_all()
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def call(*arguments: object) -> int:
+    return main(["data", *map(str, arguments)])
+
+
+def test_prepare_and_check_report_contents_and_damage(
+    body: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = ("--source", body, "--text-field", "body")
+    prepare = ("prepare", *source, "--tokenizer", "byte", "--out=~/out", "--held-out", "0.1")
+    assert call(*prepare) == 0
+    output = capsys.readouterr()
+    assert f"{out} is finished\ntrain: " in output.out
+    assert "60.0k/" in output.err or "60.0kB" in output.err  # the bar
+    assert call(*prepare) == 0
+    assert f"{out} was already finished\n" in capsys.readouterr().out
+    again = ("--source", out, "--tokenizer", "byte", "--out", tmp_path / "again")
+    assert call("prepare", *again) == 2
+    message = f"nsa: --source = '{out}': is prepared already; train on it\n"
+    assert capsys.readouterr().err == message
+
+    assert call("check", "~/out") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{out}: source {body}, tokenizer byte; intact"
+    assert lines[1].startswith("train: ")
+    assert lines[2].startswith("val: ")
+    assert lines[2].endswith(" in 1 shard")
+
+    shard = out / "val-000-00000.bin"
+    flip_a_bit(shard)
+    assert call("check", out) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"nsa: {shard}: its content changed since it was written")
+    assert output.err.count("\n") == 1
+
+
+def test_the_contents_of_each_split_are_reported_also_of_an_empty_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(1_000)]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines))
+    source = ("--source", tmp_path / "many.jsonl", "--tokenizer", "byte", "--held-out", "1e-9")
+    flags = ("--out", tmp_path / "out", "--shard-tokens", 5_000)
+    assert call("prepare", *source, *flags) == 2
+    assert "val: no documents, so no run can use" in capsys.readouterr().out
+    assert call("check", tmp_path / "out") == 0
+    train, val = capsys.readouterr().out.splitlines()[1:]
+    assert train == (
+        "train: 12,890 tokens of 1,000 documents and 11,890 bytes, 0.92 bytes a token, in 3 shards"
+    )
+    assert "data.held_out was 1e-09" in val
+
+
+def test_mistakes_are_one_line_and_exit_code_2(
+    body: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--out", tmp_path / "out")
+    for arguments, expected in (
+        (["prepare", "--source", body, "--tokenizer", "byte", *out], "--text-field"),
+        (["prepare", "--source", "synthetic", "--tokenizer", "word", *out], "--tokenizer"),
+        (["check", tmp_path / "nowhere"], "nowhere"),
+    ):
+        assert call(*arguments) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        (line,) = (line for line in output.err.splitlines() if line.startswith("nsa: "))
+        assert expected in line
+
+
+def writer_of(folder: Path, kind: type[Opened]) -> Writer:
+    source = kind(DataConfig(source="books"), "books", HeldOut(0.1))
+    locked = lock(folder)
+    assert locked is not None
+    return Writer(
+        Job(source, ByteTokenizer(), folder, plan_of(source, ByteTokenizer()), {}), locked
+    )
+
+
+def error_of(writer: Writer) -> DataError:
+    """The error with which a writer ends."""
+    with closing(writer):
+        try:
+            wait_for(lambda: not writer.is_running())
+        except DataError as error:
+            return error
+    raise AssertionError("it ended without an error")
+
+
+def test_an_unexpected_error_is_a_crash_below_its_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(writer_of(tmp_path / "out", Fails))
+    assert isinstance(error, WorkerDied)
+    assert f"{tmp_path}/out: its worker ended with exit code 1, after the error above" in str(error)
+    output = capfd.readouterr()
+    assert "KeyError: 'no such key'" in output.err
+    assert "a progress bar\nfrom C\n" in output.err
+    assert not output.out
+
+
+def test_it_starts_in_any_folder_and_without_slow_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if sys.version_info >= (3, 11):  # earlier versions always search the working directory first
+        (tmp_path / "numpy.py").write_text("raise ImportError('wrong numpy')")
+    monkeypatch.chdir(tmp_path)
+    assert "holds no documents" in str(error_of(writer_of(tmp_path / "out", Lists)))
+    modules = set(capfd.readouterr().err.split())
+    assert "nsa.data.shards" in modules
+    assert not modules & {"torch", "deepspeed", "transformers", "datasets", "pyarrow", "pandas"}
+
+
+def test_a_closed_writer_leaves_no_process(tmp_path: Path) -> None:
+    """Not even a zombie, of which a run that opens cache after cache would gather many."""
+    writer = writer_of(tmp_path / "out", Lists)
+    (pid,) = workers_of(os.getpid())
+    writer.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_writer_that_waits_for_text_ends_with_its_parent(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "slow.jsonl")
+    flags = ["--source", str(tmp_path / "slow.jsonl"), "--tokenizer", "byte"]
+    command = [sys.executable, "-m", "nsa", "data", "prepare", *flags, "--out", "out"]
+    parent = subprocess.Popen(command, cwd=tmp_path)
+    wait_for(lambda: workers_of(parent.pid) and (tmp_path / "out/index.json").exists())
+    workers = workers_of(parent.pid)
+    parent.kill()
+    parent.wait()
+    assert all(map(ends_soon, workers))

@@ -1,19 +1,41 @@
-"""Validation data: the same samples on any number of ranks."""
+"""Validation data: what is held out, and the same samples on any number of ranks."""
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
 from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import OpenedSource, open_dataset
+from nsa.data.shards import open_shards
+from nsa.data.source import DataError, HeldOut
 from nsa.data.writer import prepare
-from tests.data.texts import configure, split, texts, write_lines
+from nsa.engine.data import open_data
+from nsa.engine.process_group import Ranks
+from nsa.engine.run_request import TrainState
+from tests.data.texts import (
+    HELD_OUT,
+    configure,
+    documents_of,
+    names_of_counted,
+    open_store,
+    split,
+    text,
+    texts,
+    write_lines,
+)
+from tests.engine.small import small_request
 
 
 @pytest.fixture
@@ -82,8 +104,8 @@ def test_validation_reads_only_documents_that_training_does_not(
     stream = b"\n".join(documents)
     validation = validation_of(configure(source), 20)
     for sample in evaluated(validation, 1, 1):
-        for text in bytes(min(token, 255) for token in sample[:16]).split(b"\xff"):
-            assert text in stream
+        for part in bytes(min(token, 255) for token in sample[:16]).split(b"\xff"):
+            assert part in stream
     assert validation.bytes_per_token == pytest.approx(0.97, abs=0.02)
 
 
@@ -111,3 +133,135 @@ def test_validation_reports_fewer_samples_than_requested(
     assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
     (note,) = validation.notes
     assert f"ends after {available} sequences" in note
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four documents of together 8,000 bytes."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_bytes(text(number, 2_000))
+    return folder
+
+
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+def test_a_folder_of_four_documents_is_prepared_and_trained_on(
+    folder: Path, tmp_path: Path, packing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "photo.jpg").write_bytes(b"\xff\xd8")
+    out = tmp_path / "out"
+    command = ["data", "prepare", "--source", str(folder), "--tokenizer", "byte", "--out", str(out)]
+    assert main(command) == 0
+    assert "4 files are read; 1 that are empty, binary or huge are not" in capsys.readouterr().out
+    assert main(["data", "check", str(out)]) == 0
+    dataset = open_dataset(DataConfig(source=str(out), seq_len=2_048, packing=packing))
+    cache = TokenCache(dataset, tmp_path)
+    samples = cache.open_samples("train", 1)
+    (batch,) = samples.step(0, rank=1, world_size=2, micro_batch=2)
+    assert batch.input_ids.numel() == 2 * 2_048
+    assert (batch.cu_seqlens is None) == (packing == "concat")
+    assert ValidationData(cache, sequences=1, micro_batch=1, world_size=2).sequences == 1
+    for name in ("train", "val"):
+        store = open_shards(str(out), name)
+        text_bytes = sum(map(len, documents_of(store)))
+        assert store.bytes_per_token == pytest.approx(text_bytes / len(store), 1e-9)
+    starts, ends = (documents_of(open_shards(str(out), name)) for name in ("train", "val"))
+    joined = [start + end for start, end in zip(starts, ends, strict=True)]
+    assert sorted(joined) == [text(number, 2_000) for number in range(4)]
+
+
+def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(text(0, 1_000_000))
+    config = DataConfig(source=str(path))
+    (start,), (end,) = (documents_of(open_store(config, name)) for name in ("train", "val"))
+    assert start + end == path.read_bytes()
+    assert len(end) == 50_000
+    for name, part in (("train", start), ("val", end)):
+        bytes_per_token = len(part) / (len(part) + 1)  # of this part of the document alone
+        assert open_store(config, name).bytes_per_token == pytest.approx(bytes_per_token, 1e-9)
+    (source,) = open_dataset(replace(config, held_out=0.005)).sources
+    assert source.division.fraction == pytest.approx(16_384 / 1e6, 1e-3)
+
+
+@pytest.mark.parametrize(("count", "few"), [(24, True), (25, False)])
+def test_documents_are_few_if_a_hash_is_expected_to_hold_out_fewer_than_five(
+    count: int, few: bool, tmp_path: Path
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(count))
+    (opened,) = open_dataset(DataConfig(source=source, held_out=HELD_OUT)).sources
+    assert opened.division.by_position == few
+
+
+@pytest.mark.parametrize(("size", "small"), [(1 << 24, True), ((1 << 24) + 1, False)])
+def test_a_source_of_at_most_16_mib_is_shuffled_as_a_whole(
+    size: int, small: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"x" * size)
+    (opened,) = open_dataset(DataConfig(source=str(path))).sources
+    assert opened.division.by_position
+    assert opened.is_small == small
+
+
+def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) -> None:
+    content = text(0, 1_000) * 1_000
+    plain, packed = tmp_path / "book.txt", tmp_path / "book.txt.gz"
+    plain.write_bytes(content)
+    packed.write_bytes(gzip.compress(content))
+    config = DataConfig(source={str(packed): 1.0, str(plain): 1.0}, held_out=0.005)
+    first, second = open_dataset(config).sources
+    assert first.division == second.division
+
+
+@given(st.text(), st.floats(0, 0.5))
+def test_a_document_is_divided_between_two_characters(characters: str, fraction: float) -> None:
+    division = HeldOut(fraction, by_position=True)
+    start, end = (division.text_for(characters.encode(), name) for name in ("train", "val"))
+    assert start.decode() + end.decode() == characters
+    assert len(end) <= len(characters.encode()) * fraction + 3
+
+
+def test_a_character_at_the_border_is_held_out() -> None:
+    """As in earlier versions: a resumed run must not train on what was held out."""
+    division = HeldOut(0.25, by_position=True)
+    assert division.text_for("éé".encode(), "train") == "é".encode()
+    assert division.text_for("éé".encode(), "val") == "é".encode()
+
+
+def test_how_a_run_divided_its_documents_is_known_without_the_hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nsa eval` asks that of every run that it compares."""
+    monkeypatch.setattr("nsa.data.dataset.Hub", Mock(side_effect=DataError("no network")))
+    config = DataConfig(source={str(folder): 0.5, "hf:some/dataset": 0.5})
+    assert [x.division.by_position for x in open_dataset(config).sources] == [True, False]
+
+
+@pytest.mark.parametrize("count", [20, 300])
+def test_documents_are_counted_once_for_training_and_validation(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = names_of_counted(monkeypatch)
+    source = write_lines(tmp_path / "a.jsonl", texts(count))
+    config = small_request("--set=data.seq_len=8").config
+    config.data.source, config.train.eval_samples = source, 1
+    data = open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path / "run")
+    data.validation.batches(0)
+    data.close()
+    assert counted == [source]
+
+
+def test_enough_documents_keep_their_split_and_fingerprints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25 documents at data.held_out = 0.2; what a run resumes by may not change."""
+    monkeypatch.chdir(tmp_path)
+    source = write_lines(Path("a.jsonl"), texts(25))
+    config = DataConfig(source=source, held_out=HELD_OUT, seq_len=16)
+    prepare(config, Path("out"))
+    for name, expected in zip(("train", "val"), split(texts(25)), strict=True):
+        assert documents_of(open_shards("out", name)) == expected
+    fingerprints = [open_shards("out", name).fingerprint[:16] for name in ("train", "val")]
+    assert fingerprints == ["b68995f72d1a8009", "741de986518a5064"]

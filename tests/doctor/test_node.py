@@ -1,26 +1,40 @@
-"""Node checks: versions, compiler, shared memory and disk."""
+"""`nsa doctor`: node checks, GPU checks, output and exit codes; the code fingerprint."""
 
 from __future__ import annotations
 
+import json
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
+from nsa.cli import main
 from nsa.doctor import node
 from nsa.doctor.node import (
     FAIL,
     GB,
     MIB,
     OK,
+    SKIP,
     WARN,
+    Check,
     Gpus,
     compiler_check,
     disk_check,
+    failures,
+    gpu_checks,
     kept_checkpoints,
+    lines,
+    node_checks,
+    p2p_disabled,
+    passed,
+    peer_check,
     shm_check,
+    torch_gpus,
     version_check,
 )
+from nsa.doctor.ranks import code_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -140,3 +154,149 @@ def test_checkpoints_on_disk_are_counted(
     steps: int, every: int, keep: int, done: int, count: int
 ) -> None:
     assert kept_checkpoints(steps, every, keep, done) == count
+
+
+TWO = Gpus([4, 4])
+
+
+def test_two_healthy_a100s_pass() -> None:
+    assert gpu_checks(2, TWO, 2) == [Check("gpus", OK, "torch sees 2")]
+    displays = Gpus([2_000, 4])
+    assert gpu_checks(2, displays, 2) == gpu_checks(2, TWO, 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "status", "words"),
+    [
+        (Gpus(), FAIL, "torch sees 0 of 2: it is a CPU build"),
+        (Gpus(problem="driver is too old"), FAIL, "driver is too old"),
+        (Gpus([4]), FAIL, "torch sees 1, fewer than the 2 ranks"),
+        (Gpus([4, 30_211]), WARN, "GPU 1: 30,211 MiB"),
+        (Gpus([2_001, 4]), WARN, "GPU 0: 2,001 MiB"),
+    ],
+)
+def test_a_gpu_problem_is_reported_with_a_fix(gpus: Gpus, status: str, words: str) -> None:
+    (problem,) = [check for check in gpu_checks(2, gpus, 2) if check.status != OK]
+    assert problem.status == status
+    assert words in problem.detail
+    assert problem.fix
+
+
+def test_a_machine_without_gpus_skips_gpu_checks() -> None:
+    assert gpu_checks(0, Gpus(), 0) == [Check("gpus", SKIP, "no GPU here")]
+
+
+def test_missing_peer_access_is_reported_by_pair() -> None:
+    check = peer_check({(0, 1): True, (1, 0): False})
+    assert check.status == WARN
+    assert "none 1->0: " in check.detail
+    assert peer_check({(0, 1): True, (1, 0): True}).status == OK
+    none = dict.fromkeys([(0, other) for other in range(1, 6)], False)
+    assert "none 0->1, 0->2, 0->3, 0->4 and more: " in peer_check(none).detail
+
+
+def test_nccls_variables_disable_peer_access() -> None:
+    assert p2p_disabled({"NCCL_P2P_DISABLE": "1"})
+    assert p2p_disabled({"NCCL_P2P_LEVEL": "loc"})
+    assert p2p_disabled({"NCCL_P2P_LEVEL": "0"})
+    assert not p2p_disabled({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "SYS"})
+
+
+def test_gpus_and_their_peer_access_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a ROCm build; without NVML or amdsmi no memory counts as used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: first < second)
+    assert torch_gpus() == Gpus([0, 0], {(0, 1): True, (1, 0): False})
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: (index + 1) * 2**30)
+    assert torch_gpus().used_mib == [1_024, 2_048]
+
+
+def test_a_rocm_build_without_a_gpu_reports_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("No HIP GPUs are available")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, name, None)
+    assert torch_gpus() == Gpus(problem="it is a CPU build")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert torch_gpus() == Gpus(problem="No HIP GPUs are available")
+
+
+CHECKS = [
+    Check("torch", OK, "2.13.0"),
+    Check("/dev/shm", WARN, "512 MiB free", "docker run --shm-size=8g"),
+    Check("topology", SKIP, "no GPU here", "never shown"),
+    Check("disk", FAIL, "1 GB free", "free some"),
+]
+
+
+def test_a_check_is_one_line_with_the_fix_below() -> None:
+    assert lines(CHECKS) == [
+        "ok   torch     2.13.0",
+        "warn /dev/shm  512 MiB free",
+        "               -> docker run --shm-size=8g",
+        "skip topology  no GPU here",
+        "fail disk      1 GB free",
+        "               -> free some",
+    ]
+
+
+def test_only_a_failure_prevents_a_run() -> None:
+    assert not passed(CHECKS)
+    assert passed(CHECKS[:3])
+    assert failures(CHECKS) == "disk: 1 GB free (free some)"
+    assert failures(CHECKS[:3]) == ""
+
+
+def test_this_machine_passes_for_a_small_run_and_nothing_is_written(tmp_path: Path) -> None:
+    checks = node_checks(tmp_path / "not/there", parameters=10**6, checkpoints=2)
+    assert passed(checks), lines(checks)
+    statuses = {check.name: check.status for check in checks}
+    assert statuses["torch"] == statuses["deepspeed"] == statuses["disk"] == OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_too_small_for_the_checkpoints_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--run-dir", str(tmp_path), "--checkpoints", str(10**9)]) == 2
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fail")]
+    assert len(failed) == 1
+    assert "1000000000 checkpoints of 2.00 GB" in failed[0]
+
+
+def test_an_impossible_run_folder_is_a_failure_without_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["doctor", "--run-dir", str(tmp_path / "file/run"), "--parameters", "1000"]) == 2
+    assert "cannot be written to: Not a directory" in capsys.readouterr().out
+
+
+def test_json_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["doctor", "--run-dir=~/runs", "--parameters", "1000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (disk,) = (check["detail"] for check in found if check["name"] == "disk")
+    assert f" GB free in {tmp_path}; " in disk
+    assert {"name": "ranks", "status": "skip"}.items() <= found[-1].items()
+    assert all(set(check) == {"name", "status", "detail", "fix"} for check in found)
+
+
+def test_the_fingerprint_depends_on_file_names_and_contents(tmp_path: Path) -> None:
+    def fingerprint_of(name: str, text: str) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+        return code_fingerprint(folder)
+
+    first = fingerprint_of("ops/a.py", "x = 1\n")
+    assert fingerprint_of("ops/a.py", "x = 1\n") == first
+    assert fingerprint_of("ops/a.py", "x = 2\n") != first
+    assert fingerprint_of("ops/b.py", "x = 1\n") != first
+    assert len(code_fingerprint()) == 12

@@ -32,7 +32,7 @@ from tests.engine.runs import (
 )
 from tests.engine.small import small_request
 from tests.monitor.test_environment import dtypes_of
-from tests.monitor.test_tensorboard import read_scalars, read_texts
+from tests.monitor.test_outputs import read_scalars, read_texts
 from tests.ranks import free_port
 
 FP16_WORKS = torch.float16 in get_accelerator().supported_dtypes()

@@ -381,6 +381,8 @@ def test_what_no_dense_family_has_is_refused_by_its_setting(
 ) -> None:
     dense = ModelConfig(attention=AttentionConfig("dense"))
     assert dense_family(dense) == "llama"
+    every_fourth = dense_config(replace(dense, layers=8, no_rope_every=4))
+    assert every_fourth.no_rope_layers == [1, 1, 1, 0] * 2
     with pytest.raises(ValueError, match=f"--attention dense: .*{refusal}"):
         dense_family(replace(dense, **changes))
 

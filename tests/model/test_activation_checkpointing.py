@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from nsa.model import ModelConfig
+from nsa.model import LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.model.language_model import checkpoint_function
+from nsa.monitor.health import HealthRecorder
 from nsa.ops import blockwise
-from tests.model.models import ATTENTIONS, IMPORTED, build, packed, step, tiny, tokens
+from tests.model.models import ATTENTIONS, IMPORTED, SPEC, build, packed, step, tiny, tokens
 from tests.ops.cases import Calls
 
 RECOMPUTING = tuple(mode for mode in ACTIVATION_CHECKPOINTING if mode != "none")
@@ -156,3 +157,77 @@ def test_training_with_auto_unresolved_is_refused() -> None:
         model(IDS)
     with pytest.raises(ValueError, match=r"^model.activation_checkpointing = 'auto': only a run"):
         model(IDS, labels=IDS)
+
+
+all_modes = pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
+
+
+def recorder_of(model: LanguageModel) -> HealthRecorder:
+    return HealthRecorder(model.sparse_layers(), SPEC)
+
+
+def forward(model: LanguageModel, ids: Tensor = IDS) -> Tensor:
+    return model(ids, labels=ids.roll(-1, 1), cu_seqlens=DOCUMENTS)
+
+
+def gradients(model: LanguageModel) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@all_modes
+def test_recomputation_and_a_second_micro_batch_do_not_change_the_recorded_health(
+    mode: str,
+) -> None:
+    plain, model = (
+        build(tiny("mean", activation_checkpointing=x), torch.float32) for x in ("none", mode)
+    )
+    alone, recorder = recorder_of(plain), recorder_of(model)
+    alone.arm()
+    with torch.no_grad():
+        forward(plain)
+    expected = alone.read()
+    recorder.arm()
+    for ids in (IDS, tokens(70, seed=1)):
+        forward(model, ids).backward()
+    assert recorder.read() == expected
+    assert len({str(layer) for layer in expected}) == 2, "each layer has its own figures"
+    assert expected[0]["choosing"] > 0.5
+
+
+@all_modes
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_observing_never_changes_loss_or_gradients(mode: str, when: str) -> None:
+    """Also if it begins between a pass and its recomputation."""
+    alone, model = (
+        build(tiny("mlp", activation_checkpointing=mode), torch.float32) for _ in range(2)
+    )
+    recorder = recorder_of(model)
+    if when == "forward":
+        recorder.arm()
+    observed, loss = forward(model), forward(alone)
+    if when == "backward":
+        recorder.arm()
+    observed.backward()
+    loss.backward()
+    assert torch.equal(observed, loss)
+    for a, b in zip(gradients(model), gradients(alone), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_between_logged_steps_nothing_is_computed_or_kept() -> None:
+    model = build(tiny("mean"), torch.float32)
+
+    def operations() -> int:
+        with Calls() as recorded:
+            forward(model)
+        return len(recorded.calls)
+
+    bare = operations()
+    recorder = recorder_of(model)
+    assert operations() == bare
+    assert recorder.read() == []
+    recorder.arm()
+    forward(model)
+    assert len(recorder.read()) == 2
+    assert operations() == bare
+    assert recorder.read() == []

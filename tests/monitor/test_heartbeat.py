@@ -1,11 +1,19 @@
+"""Heartbeats, the history that is read from them, and stacks on a signal."""
+
 from __future__ import annotations
 
 import json
 import math
 import os
 import platform
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +21,14 @@ from typing import Any
 import pytest
 
 from nsa.monitor import heartbeat
-from nsa.monitor.artifacts import last_beat
+from nsa.monitor.artifacts import MAX_HEARTBEAT_BYTES, last_beat, read_rank
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.memory import memory_gb
 from nsa.watchdog.supervisor import open_heartbeats
 from tests.disks import freezable_disk, frozen
 from tests.monitor.records import files_no_longer_than
-from tests.monitor.run_folders import read_heartbeats
-from tests.ranks import PATIENCE, wait_for
+from tests.monitor.run_folders import beats, read_heartbeats, write_beats
+from tests.ranks import PATIENCE, ROOT, wait_for
 
 OFTEN = 0.01  # seconds between two progress lines
 
@@ -268,3 +276,129 @@ def test_a_wall_clock_jump_does_not_change_durations(
     assert end["time"] < start["time"]
     assert end["mono"] >= start["mono"]
     assert 0 <= end["since"] < PATIENCE
+
+
+def test_processes_of_one_run_add_up_to_one_history(tmp_path: Path) -> None:
+    for start in (0, 2):
+        heartbeat = Heartbeat(tmp_path, rank=1, backend="deepspeed-zero1", seconds=0.01, step=start)
+        for step in range(start + 1, start + 3):
+            heartbeat.step_start(step)
+            heartbeat.enter("forward")
+            heartbeat.step_end(step, tokens=64 * step, skipped=1)
+        assert heartbeat.flush()
+        history = read_rank(tmp_path, 1)
+        assert (history.spans[-1], history.status) == ((start, start + 2), ""), "before the end"
+        heartbeat.close("finished")
+    history = read_rank(tmp_path, 1)
+    assert (history.rank, history.step, history.spans) == (1, 4, [(0, 2), (2, 4)])
+    assert (history.processes, history.status, history.skipped) == (2, "finished", 1)
+    assert (history.backend, history.problem) == ("deepspeed-zero1", "")
+
+
+def test_a_process_that_only_wrote_where_it_resumes_has_done_nothing(tmp_path: Path) -> None:
+    """A killed run that resumes at 200 without having recorded steps 101 to 200."""
+    late = beats(300, start=200, pid=900)
+    late[0]["step"] = 0
+    write_beats(tmp_path, beats(100), late)
+    assert read_rank(tmp_path, 0).spans == [(0, 100), (200, 300)]
+
+
+def test_the_first_step_of_each_process_which_compiles_is_no_pause(tmp_path: Path) -> None:
+    for start in (0, 3):
+        lines = beats(start + 3, start=start, pid=100 + start)
+        (first, *_) = [line for line in lines if line["phase"] == "backward"]
+        first["since"] = 900.0
+        write_beats(tmp_path, lines)
+        assert read_rank(tmp_path, 0).pause == 0.1
+
+
+def test_only_the_highest_peaks_and_the_mean_utilization_are_kept(tmp_path: Path) -> None:
+    lines = beats(5_000)
+    for line in lines:
+        line["memory_gb"] = 10.0 + (line["step"] >= 200) - (line["step"] >= 300)
+        line["gpu_busy"] = line["step"] / 5_000
+    write_beats(tmp_path, lines)
+    history = read_rank(tmp_path, 0)
+    assert history.memory == [(0, 10.0), (200, 11.0)]
+    assert history.gpu_utilization == pytest.approx(0.5, abs=2e-4)
+    assert len(json.dumps(asdict(history))) < 1_000, "ranks send it to each other"
+
+
+def test_a_sparse_heartbeat_file_of_200_gb_is_not_read_and_named(tmp_path: Path) -> None:
+    with (tmp_path / "heartbeat_rank0.jsonl").open("wb") as file:
+        file.truncate(200 * 10**9)
+    problem = read_rank(tmp_path, 0).problem
+    assert problem.startswith("heartbeat_rank0.jsonl cannot be read: ")
+    assert f"more than {MAX_HEARTBEAT_BYTES:,} bytes" in problem
+
+
+# The sum never ends, holds the GIL and handles no signals.
+STUCK_IN_C = """
+import itertools
+def count_forever():
+    print("ready", flush=True)
+    sum(itertools.repeat(1))  # line 8
+count_forever()
+"""
+WAITING = """
+import signal, time
+def stop(*_):
+    print("stopped cleanly", flush=True)
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, stop)
+def wait_forever():
+    print("ready", flush=True)
+    while True:
+        time.sleep(100)
+wait_forever()
+"""
+
+
+@contextmanager
+def rank(run_dir: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that dumps on the signal and runs `code`."""
+    start = (
+        "from pathlib import Path\nfrom nsa.monitor.heartbeat import dump_stacks_on_signal\n"
+        f"dump_stacks_on_signal(Path({str(run_dir)!r}), 5)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", start + code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
+    with rank(tmp_path, STUCK_IN_C) as process:
+        path = tmp_path / "stacks/rank5.txt"
+        assert [entry.name for entry in path.parent.iterdir()] == ["rank5.txt"]
+        assert path.read_text().startswith(f"-- stacks of process {process.pid}, started ")
+
+        def found_counting() -> bool:
+            process.send_signal(signal.SIGUSR1)  # the first may arrive before the counting starts
+            return "line 8 in count_forever" in path.read_text()
+
+        wait_for(found_counting)
+        assert process.poll() is None
+
+
+def test_each_signal_adds_a_dump_and_other_handlers_still_work(tmp_path: Path) -> None:
+    path = tmp_path / "stacks/rank5.txt"
+    with rank(tmp_path, WAITING) as process:
+        for number in (1, 2):
+            process.send_signal(signal.SIGUSR1)
+            wait_for(lambda number=number: path.read_text().count("in wait_forever") == number)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert (output, errors, process.returncode) == ("stopped cleanly\n", "", 0)
+    with rank(tmp_path, WAITING):  # as a resumed run
+        assert path.read_text().count("in wait_forever") == 2, "earlier dumps stay"

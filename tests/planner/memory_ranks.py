@@ -19,11 +19,29 @@ from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
+from nsa.spec import NSASpec
 from tests.planner.allocations import Allocations, live_bytes
-from tests.planner.toys import BUCKET, toy
 
 SPANS = ("step", "step again", "last step")
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
+
+BUCKET = 2**17  # elements; small relative to the model, as for M7C
+
+
+def toy(checkpointing: str = "none", kind: str = "dense") -> RunConfig:
+    """A model in which no part dominates memory.
+
+    Dense by default: on a CPU, sparse attention's tiles would dominate."""
+    config = RunConfig()
+    model, attention = config.model, config.model.attention
+    model.vocab_size, model.layers, model.width, model.mlp_width = 768, 3, 192, 544
+    model.heads, model.kv_heads, model.head_dim = 6, 2, 32
+    attention.spec = NSASpec(16, 8, 16, 4, 1, 1, 64)
+    attention.kind, attention.backend = kind, "blockwise"
+    model.activation_checkpointing = checkpointing
+    config.data.seq_len = 160  # so that activations dominate
+    config.train.micro_batch, config.train.accumulation = 1, 2
+    return config
 
 
 def step(config: RunConfig, engine: torch.nn.Module) -> None:

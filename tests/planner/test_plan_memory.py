@@ -17,7 +17,7 @@ from nsa.model.count import flops_per_token
 from nsa.planner.activations import activations, count_layers, loss_bytes
 from nsa.planner.forecast import Memory, memory, required, traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
-from tests.planner.toys import BUCKET, toy
+from tests.planner.memory_ranks import BUCKET, toy
 from tests.ranks import ROOT, launch
 
 WORKER = Path(__file__).with_name("memory_ranks.py")
