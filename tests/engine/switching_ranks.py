@@ -50,9 +50,9 @@ def weights(engine: Any) -> torch.Tensor:
         return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
 
 
-def switch(folder: Path, names: list[str]) -> None:
+def switch(folder: Path, pairs: list[list[str]]) -> None:
     saved, next_step = {}, {}
-    for name in names:
+    for name in dict.fromkeys(source for source, _ in pairs):
         engine = build(name, seed=1)
         for index in range(3):
             step(engine, index)
@@ -62,22 +62,21 @@ def switch(folder: Path, names: list[str]) -> None:
         next_step[name] = weights(engine)
         print(json.dumps({"config": name, "optimizer": type(engine.optimizer).__name__}))
         engine.destroy()
-    for source in names:
-        for target in names:
-            engine = build(target, seed=2)
-            row: dict[str, Any] = {"from": source, "to": target}
-            try:
-                state = read_state_file(folder / source / "step00000003")
-                load_checkpoint(engine, state)
-                assert state.train_state == {"step": 3}
-                row["weights"] = bool(torch.equal(weights(engine), saved[source]))
-                step(engine, 3)
-                update = (next_step[source] - saved[source]).norm()
-                row["next_step"] = float((weights(engine) - next_step[source]).norm() / update)
-            except Exception as error:
-                row["error"] = f"{type(error).__name__}: {error}"[:300]
-            print(json.dumps(row), flush=True)
-            engine.destroy()
+    for source, target in pairs:
+        engine = build(target, seed=2)
+        row: dict[str, Any] = {"from": source, "to": target}
+        try:
+            state = read_state_file(folder / source / "step00000003")
+            load_checkpoint(engine, state)
+            assert state.train_state == {"step": 3}
+            row["weights"] = bool(torch.equal(weights(engine), saved[source]))
+            step(engine, 3)
+            update = (next_step[source] - saved[source]).norm()
+            row["next_step"] = float((weights(engine) - next_step[source]).norm() / update)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        print(json.dumps(row), flush=True)
+        engine.destroy()
 
 
 def joint_products(name: str) -> list[bool]:
@@ -94,9 +93,8 @@ def joint_products(name: str) -> list[bool]:
 
 
 def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
     start_ranks(Ranks.from_environment())
-    switch(folder, names)
+    switch(Path(sys.argv[1]), json.loads(sys.argv[2]))
     for name in ("zero1_pcie", "zero1_bf16acc", "zero2_pcie"):
         print(json.dumps({"layout": name, "adjacent": joint_products(name)}), flush=True)
     build("zero1_pcie", seed=1, activation_checkpointing={"cpu_checkpointing": True}).destroy()

@@ -171,7 +171,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("train.accumulation=1000000000000", ["train.accumulation", "65,536 or less"]),
         ("data.files=a.parquet", ["data.files is withdrawn in this version; set data.pattern"]),
         ("model.layers=1000000000", ["model.layers", "1,024 or less"]),
-        ("train=" + "[" * 5000, ["--set train=", "nested too deeply"]),
+        ("train=" + "[" * 1500, ["--set train=", "nested too deeply"]),
         ("train={steps: 5, steps: 6}", ["'steps' is written twice"]),
     ],
 )

@@ -6,8 +6,6 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,32 +13,28 @@ import pytest
 from nsa.engine.run_dir import FolderLock, choose_run_dir
 from tests.disks import mounted
 from tests.engine.runs import on_one_rank, refused
-from tests.ranks import ROOT
+from tests.ranks import spawn_ranks, wait_for
 
 HOLD = """
-import sys
+import sys, time
 from pathlib import Path
 from nsa.engine.run_dir import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
-sys.stdin.read()
+time.sleep(60)
 """
 
 
 def test_a_folder_in_use_is_refused_naming_its_owner_until_the_owner_dies(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-c", HOLD, str(run_dir)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match="in use by another run") as refused:
-            FolderLock(run_dir)
-        assert re.search(rf"\(process {owner.pid} on .+, since 20", str(refused.value))
-        assert "--run-dir" in str(refused.value)
-        os.kill(owner.pid, signal.SIGKILL)
-        owner.wait()
+    (tmp_path / "hold.py").write_text(HOLD)
+    owner = spawn_ranks(tmp_path / "hold.py", str(run_dir), ranks=0)
+    wait_for(lambda: owner.text("out"), lambda: owner.text("err"))
+    with pytest.raises(ValueError, match="in use by another run") as refused:
+        FolderLock(run_dir)
+    assert re.search(rf"\(process {owner.pids[0]} on .+, since 20", str(refused.value))
+    assert "--run-dir" in str(refused.value)
+    owner.end(signal.SIGKILL)
     FolderLock(run_dir)
 
 
