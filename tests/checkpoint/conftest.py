@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.ranks import launch, launch_rows
+from nsa.checkpoint import universal
+from tests.ranks import launch, launch_rows, spawn_ranks
 
 Rows = dict[str, dict[str, Any]]
+
+
+@contextmanager
+def forked_converter() -> Iterator[None]:
+    """Let DeepSpeed's converter run in a forked process, without the seconds of its imports."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        program = Path(__file__).with_name("converter.py")
+        (forked,) = spawn_ranks(program, *command[3:], ranks=0).started
+        code = forked.wait() or 0
+        return subprocess.CompletedProcess(command, code, forked.text("out"), forked.text("err"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(universal, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from nsa.checkpoint.state_file import read_state_file
 from nsa.checkpoint.universal import to_universal
 from nsa.checkpoint.weights import read_weights
 from nsa.untrusted import data_only
+from tests.checkpoint.conftest import forked_converter
 from tests.checkpoint.planted_code import KINDS, Code, forge_layout, plant
 
 REFUSED = r"step00000003: a file holds \S+, which could run code, and was not loaded; use a"
@@ -65,7 +66,8 @@ def test_a_forged_layout_reads_no_pickles(stages: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["model", "optimizer"])
 def test_conversion_to_another_number_of_ranks_refuses_code(stages: Path, kind: str) -> None:
-    with pytest.raises(ValueError, match=r"could not be converted: .*could run code"):
+    refusal = pytest.raises(ValueError, match=r"could not be converted: .*could run code")
+    with forked_converter(), refusal:
         to_universal(read_state_file(stages / f"1_{kind}" / "step00000003"))
     assert not (stages / "ran").exists()
 

@@ -21,6 +21,7 @@ from nsa.checkpoint.state_file import (
 )
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.checkpoint.weights import find_weights, read_weights
+from tests.checkpoint.conftest import forked_converter
 from tests.checkpoint.planted_code import rehash
 from tests.disks import flip_a_bit
 from tests.ranks import launch
@@ -38,6 +39,9 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     for ranks, *arguments in jobs:
         worker = Path(__file__).with_name("universal_ranks.py")
         launch(worker, str(folder), *map(str, arguments), world_size=int(ranks))
+        if arguments == ["save=1"]:
+            with forked_converter():
+                to_universal(read_state_file(folder / "1_from_2/step00000004"))
     return folder
 
 

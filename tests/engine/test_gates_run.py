@@ -44,13 +44,13 @@ def test_a_run_resumes_from_gate_to_gate_and_takes_no_step_at_its_last_one(tmp_p
     steps = ["--set=monitor.ladder.smoke=3", "--set=monitor.ladder.extended=5", "--steps=7"]
     settings = [*TINY, *steps, "--set=train.warmup_steps=1", "--set=train.eval_every=6"]
     settings += ["--set=monitor.log_every=4", "--until=preflight", "--run-dir=run"]
-    output = succeed(on_two_ranks("m7c.py", *settings, folder=tmp_path))
+    output = succeed(on_one_rank("m7c.py", *settings, folder=tmp_path))
     assert "stopped at --until preflight of 7 steps; continue with --resume" in output
     assert list(read_gates(tmp_path / "run")) == ["preflight"]
     assert not (tmp_path / "run/checkpoints/latest").exists()
     for gate, step in (("extended", 5), ("production", 7)):
         arguments = [f"--until={gate}", "--run-dir=run", "--resume"]
-        output = succeed(on_two_ranks("m7c.py", *arguments, folder=tmp_path))
+        output = succeed(on_one_rank("m7c.py", *arguments, folder=tmp_path))
         assert f"go/no-go gate {gate} at step {step}: Go" in output
         stopped = f"stopped at --until {step} of 7 steps; continue with --resume"
         assert output.splitlines().count("finished" if step == 7 else stopped) == 1
@@ -61,14 +61,10 @@ def test_a_run_resumes_from_gate_to_gate_and_takes_no_step_at_its_last_one(tmp_p
     for name, step in (("sanity", 1), ("smoke", 3), ("extended", 5), ("production", 7)):
         recorded = gates[name]["criteria"][0]
         assert (recorded["name"], recorded["value"]) == ("steps recorded", step)
-        assert recorded["evidence"].endswith("heartbeats of 2 ranks")
-    checks = {check["name"]: check for check in gates["preflight"]["criteria"]}
-    assert checks["config"]["evidence"] == "the same on every rank"
-    assert checks["gradient check"]["ok"]
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 3, 4, 5, 6, 7], "gates' and evaluated steps too"
-    output = succeed(on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
-    heading = r"m7c \(demo\): \d\d,\d{3} parameters, no step to take on 2 ranks, in run\n"
+    output = succeed(on_one_rank("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
+    heading = r"m7c \(demo\): \d\d,\d{3} parameters, no step to take on 1 rank, in run\n"
     assert re.search(heading, output)
     assert "gate production at step 7: Go" in output
     assert read_metrics(tmp_path / "run") == rows
@@ -84,7 +80,11 @@ def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step00000004"
     gates = read_gates(tmp_path / "run")
     assert gates["smoke"]["go"]
+    assert gates["smoke"]["criteria"][0]["evidence"].endswith("heartbeats of 2 ranks")
     assert not gates["extended"]["go"]
+    checks = {check["name"]: check for check in gates["preflight"]["criteria"]}
+    assert checks["config"]["evidence"] == "the same on every rank"
+    assert checks["gradient check"]["ok"]
     again = on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
     assert again.returncode == 3, "a No-Go stands until its cause is fixed"
     assert max(losses(tmp_path / "run")) == 4

@@ -56,7 +56,6 @@ def batch(one: RunRequest) -> str:
     [
         (80 * GB, [], "32×1"),
         (24 * GB, [], "16×2"),
-        (8 * GB, [], "4×8"),
         (1 * GB, [], "1×32"),
         (None, [], "1×32"),
         (24 * GB, ["--set=model.activation_checkpointing=reentrant"], "32×1"),

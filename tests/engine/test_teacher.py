@@ -69,6 +69,8 @@ def test_a_run_learns_its_teachers_predictions_and_resumes(
     assert table(tmp_path / "cut") == rows, "the row of step 4 is replaced"
     assert {row["step"] for row in rows} == {2, 4}
     assert [row["first"] for row in rows if row["step"] == 4] == [0, 64]
+    labels = sum(row["tokens"] for row in rows if row["step"] == 4)
+    assert labels > 4 * 128, "half of the validation samples would be those of one rank"
     mean_kl = {
         step: sum(row["kl"] * row["tokens"] for row in rows if row["step"] == step)
         / sum(row["tokens"] for row in rows if row["step"] == step)

@@ -88,9 +88,11 @@ class Run:
         return self.ranks.text("out") + self.ranks.text("err")
 
 
-def start(folder: Path, *arguments: str, watched: bool = False, **environment: str) -> Run:
-    """Start the run in `folder` on two ranks; `watched`: by `nsa watch`, whose code it returns."""
-    command, ranks = [str(FAULTY), *SETTINGS, *arguments], 2
+def start(
+    folder: Path, *arguments: str, ranks: int = 2, watched: bool = False, **environment: str
+) -> Run:
+    """Start the run in `folder`; `watched`: by `nsa watch`, whose code it returns."""
+    command = [str(FAULTY), *SETTINGS, *arguments]
     if watched:
         command, ranks = [str(WATCHED), "--", *command], 0
     program, *rest = command
