@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -38,8 +39,10 @@ def test_parameter_count_of_m7c_by_hand() -> None:
     assert 124e6 <= 12 * layer + 50304 * 768 + 768 == parameter_count(ModelConfig()) <= 126e6
 
 
-@pytest.mark.parametrize("length", [3, 6, 37])  # no compressed block, two, and many
-@pytest.mark.parametrize("attention", NAMED)
+@pytest.mark.parametrize(
+    ("attention", "length"),
+    [*product(NAMED, [37]), *product(ATTENTIONS, [3])],  # many compressed blocks, and none
+)
 def test_flops_are_what_pytorch_counts_without_the_masked_pairs(
     attention: str, length: int
 ) -> None:

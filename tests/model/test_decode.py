@@ -19,7 +19,7 @@ from tests.ops.cases import Calls
 
 ODD = NSASpec(7, 3, 5, 4, 0, 2, 3)  # l, d, l' without common divisors; l > w
 M7C = NSASpec(8, 4, 16, 4, 1, 2, 24)  # as M7C's 32/16/64, smaller
-LENGTH = 60
+LENGTH = 44
 
 
 def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> LanguageModel:

@@ -30,7 +30,7 @@ def test_a_backend_by_name_is_that_of_every_operation_of_the_blocks(attention: s
 
 
 @attentions
-@pytest.mark.parametrize("length", [1, 4, 5, 23])
+@pytest.mark.parametrize("length", [1, 23])
 def test_a_later_token_changes_no_earlier_logit(attention: str, length: int) -> None:
     model, ids = build(tiny(attention)), tokens(length)
     logits = model(ids)
@@ -52,8 +52,9 @@ def test_packed_documents_get_the_logits_that_they_get_alone(attention: str) -> 
 
 
 @pytest.mark.parametrize("attention", NAMED)
-@pytest.mark.parametrize("length", [1, 32, 200])
-@pytest.mark.parametrize("documents", ["one", "packed"])
+@pytest.mark.parametrize(
+    ("length", "documents"), [(1, "one"), (1, "packed"), (32, "packed"), (200, "packed")]
+)
 def test_every_parameter_gets_a_gradient_whatever_the_length(
     attention: str, length: int, documents: str
 ) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from nsa.model.loss import (
     token_divergence,
 )
 from tests.model.models import build, tiny, tokens
-from tests.ranks import ROOT
+from tests.ranks import spawn_ranks
 
 TOKENS, WIDTH, VOCABULARY = 700, 48, 900
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -174,6 +172,7 @@ def test_opcheck(chunks: int, dtype: torch.dtype) -> None:
 # VmHWM belongs to one process and only rises, so the smallest measurement comes first. A small
 # first call pays for what is loaded and kept. See tests/ops/test_memory.py.
 MEASURE = """
+import ctypes
 import torch
 from nsa.model import loss
 from tests.model.test_loss import inputs, plain
@@ -182,6 +181,7 @@ def kilobytes(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
+ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed is returned
 torch.set_num_threads(1)
 for function, dtype, chunk_logits in (
     (loss.linear_cross_entropy, torch.float32, 2**22),
@@ -197,17 +197,12 @@ for function, dtype, chunk_logits in (
 """
 
 
-def test_peak_memory_excludes_the_float32_logits_of_all_tokens() -> None:
+def test_peak_memory_excludes_the_float32_logits_of_all_tokens(tmp_path: Path) -> None:
     """And the logits of more than one chunk in any dtype; the plain loss breaks both bounds."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(
-        [sys.executable, "-c", MEASURE],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
-    four_chunks, one_chunk, usual = map(int, printed.split())
+    (tmp_path / "measure.py").write_text(MEASURE)
+    measured = spawn_ranks(tmp_path / "measure.py", ranks=0)
+    assert measured.codes(300) == [0], measured.text("err")
+    four_chunks, one_chunk, usual = map(int, measured.text("out").split())
     logits = 4 * 2_048 * 8_192
     assert 0 < four_chunks < 0.45 * logits  # one chunk, and the softmax of a few rows
     assert 0 < one_chunk < 0.8 * logits  # bf16, and the softmax of a few rows
