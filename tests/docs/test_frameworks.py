@@ -42,7 +42,10 @@ def test_each_script_of_the_page_has_a_test() -> None:
     assert SCRIPTS.keys() - {"model.py"} <= set(names)
 
 
-@pytest.mark.parametrize("script", ["plain.py", "accelerated.py", "fsdp2.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["plain.py", "fsdp2.py", pytest.param("accelerated.py", marks=pytest.mark.full)],
+)
 def test_a_script_trains_on_two_ranks(script: str, folder: Path) -> None:
     if script == "accelerated.py":
         pytest.importorskip("accelerate", reason="pip install -e '.[eval]'")
@@ -60,6 +63,7 @@ def test_a_lora_adapter_trains_and_merges(folder: Path) -> None:
     assert run(folder / "lora.py") == SCRIPTS["lora.py"][1]
 
 
+@pytest.mark.full
 def test_trl_trains_and_its_model_imports(folder: Path) -> None:
     if not find_spec("trl"):
         pytest.skip("pip install -e '.[eval]', with Python 3.11 or newer")

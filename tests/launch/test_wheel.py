@@ -48,6 +48,8 @@ def test_it_holds_every_module_the_types_the_recipes_and_the_configs(
     names = set(wheel.namelist())
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "nsa").rglob("*.py")} <= names
     assert "nsa/py.typed" in names
+    (scripts,) = (name for name in names if name.endswith("entry_points.txt"))
+    assert b"nsa = nsa.cli:main\n" in wheel.read(scripts) + b"\n"
     (data,) = {name.partition(SHARE)[0] for name in names if SHARE in name}
     for pattern in ("recipes/*.py", "ds_configs/*.json"):
         ours = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
@@ -120,6 +122,7 @@ def run(installed: Path, folder: Path, program: str, *words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.full
 def test_an_installed_wheel_plans_with_its_recipes_and_configs(
     installed: Path, tmp_path: Path
 ) -> None:
