@@ -64,7 +64,7 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
         assert sorted(consumed[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_the_order_continues_if_ranks_micro_batch_or_accumulation_change(
     data: st.DataObject,

@@ -49,9 +49,9 @@ def generated(size: int) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three JSON lines files with 1 MB of text, which takes a moment to prepare."""
+    """Three JSON lines files with 600 KB of text, which takes a moment to prepare."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = generated(1_000_000)
+    texts = generated(600_000)
     for number in range(3):
         write_lines(folder / f"{number}.jsonl", texts[number::3])
     return folder
@@ -101,15 +101,15 @@ def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
 
 
 def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> None:
-    texts = generated(1_000_000)
+    texts = generated(600_000)
     config = DataConfig(source=str(corpus), held_out=HELD_OUT)
-    index = prepare(config, tmp_path, shard_tokens=50_000)
+    index = prepare(config, tmp_path, shard_tokens=30_000)
     verify_shards(tmp_path, index)
     assert len(index.of("train")) > 8
     for split in SPLITS:
         names = [shard.name for shard in index.of(split)]
         assert names == [f"{split}-000-{n:05}.bin" for n in range(len(names))]
-    assert all(50_000 <= shard.tokens < 100_000 for shard in index.of("train")[:-1])
+    assert all(30_000 <= shard.tokens < 60_000 for shard in index.of("train")[:-1])
     for split in ("train", "val"):
         expected = Counter(
             text for text in texts if is_validation(text, HELD_OUT) == (split == "val")
@@ -124,9 +124,9 @@ def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("target", "counts"),
     [
-        ("process group", (1, 50)),
-        pytest.param("process group", (1, 15, 50), marks=pytest.mark.full),
-        pytest.param("parent only", (1, 15, 50), marks=pytest.mark.full),
+        ("process group", (1, 30)),
+        pytest.param("process group", (1, 15, 30), marks=pytest.mark.full),
+        pytest.param("parent only", (1, 15, 30), marks=pytest.mark.full),
     ],
 )
 def test_repeated_kills_do_not_change_the_result(
@@ -154,7 +154,7 @@ def test_repeated_kills_do_not_change_the_result(
         for shard in index["shards"]:
             written = (out / shard["name"]).stat().st_mtime_ns
             assert kept.setdefault(shard["name"], written) == written  # never rewritten
-    assert len(kept) > 30
+    assert len(kept) >= 30
     process = start(corpus, out)
     output, _ = process.communicate()
     assert process.returncode == 0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,7 @@ from nsa.data.tokenizer import (
     split_text,
 )
 from tests.data.texts import train_tokenizer
-from tests.ranks import ROOT
+from tests.ranks import ROOT, spawn_ranks
 
 PROSE = (
     "It was the best of times, it was the worst of times;\n\nit wasn't THE age of 1,859 things.\r\n"
@@ -294,10 +291,10 @@ print(len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000)
 def test_a_fresh_process_loads_a_folder_without_network_or_warning(
     folder: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", LOAD_OFFLINE, str(folder)]
-    environment = {**os.environ, "HF_HOME": str(tmp_path)}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (run.stdout, run.stderr, run.returncode) == ("True\n", "", 0)
+    (tmp_path / "load.py").write_text(LOAD_OFFLINE)
+    home = {"HF_HOME": str(tmp_path)}
+    run = spawn_ranks(tmp_path / "load.py", str(folder), ranks=0, environment=home)
+    assert (run.codes(60), run.text("out"), run.text("err")) == ([0], "True\n", "")
 
 
 def test_an_unreachable_hub_is_reported_by_its_address(

@@ -80,7 +80,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-@pytest.mark.parametrize("packing", ["concat", "documents"])
+@pytest.mark.parametrize(
+    ("packing", "kind"), [("concat", "growing"), ("documents", "small")], indirect=["kind"]
+)
 @pytest.mark.usefixtures("kind")
 def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
     source: str, packing: str, validation_of: Callable[..., ValidationData]
@@ -120,7 +122,7 @@ def test_prepared_and_cached_tokens_have_the_same_validation_samples(
     assert cached.bytes_per_token == prepared.bytes_per_token
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "small"), (4, "growing")], indirect=["kind"])
 @pytest.mark.usefixtures("kind")
 def test_validation_reports_fewer_samples_than_requested(
     tmp_path: Path, ranks: int, validation_of: Callable[..., ValidationData]

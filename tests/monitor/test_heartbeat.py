@@ -313,14 +313,14 @@ def test_the_first_step_of_each_process_which_compiles_is_no_pause(tmp_path: Pat
 
 
 def test_only_the_highest_peaks_and_the_mean_utilization_are_kept(tmp_path: Path) -> None:
-    lines = beats(5_000)
+    lines = beats(500)
     for line in lines:
         line["memory_gb"] = 10.0 + (line["step"] >= 200) - (line["step"] >= 300)
-        line["gpu_busy"] = line["step"] / 5_000
+        line["gpu_busy"] = line["step"] / 500
     write_beats(tmp_path, lines)
     history = read_rank(tmp_path, 0)
     assert history.memory == [(0, 10.0), (200, 11.0)]
-    assert history.gpu_utilization == pytest.approx(0.5, abs=2e-4)
+    assert history.gpu_utilization == pytest.approx(0.5, abs=2e-3)
     assert len(json.dumps(asdict(history))) < 1_000, "ranks send it to each other"
 
 
