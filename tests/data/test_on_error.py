@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("text")
     good = lines(*(f"a {number}" for number in range(30)))
     (root / "a.jsonl").write_text("\n".join([*good[:9], "{broken", *good[9:], '{"body": "x"}', ""]))
-    archive = gzip.compress("\n".join(lines(*("b" * 99 for _ in range(30_000)))).encode())
+    archive = gzip.compress("\n".join(lines(*("b" * 99 for _ in range(40_000)))).encode())
     (root / "b.jsonl.gz").write_bytes(archive[: len(archive) // 2])
     (root / "c.parquet").write_bytes(b"PAR1 and no more")
     table = pa.table({"text": [f"d {number:04} {'.' * 50}" for number in range(1_000)]})
