@@ -88,7 +88,7 @@ SELECTOR = [
     fused.selector(replace(PACKED, group=1)),
     fused.selector(replace(FEW, kv_heads=1, group=40)),
     *(fused.selector(PACKED, queries=tokens) for tokens in ([0], [40, 41, 42, 83])),
-    fused.selector(FEW, queries=range(55)),
+    fused.selector(replace(FEW, kv_heads=1), queries=range(55)),
     *(fused.selector(case) for case in RANDOM[:2]),
 ]
 OPERATIONS = [

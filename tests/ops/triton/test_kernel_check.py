@@ -32,9 +32,11 @@ from tests.ops.m7c_kernels import table
 from tests.ops.triton.parity import DEVICE
 
 ATTENTION = AttentionConfig(spec=SPEC, compressor="pool", selector_loss=1.0)
-CONFIG = tiny(ATTENTION, layers=1, head_dim=8, value_dim=6)
+CONFIG = tiny(ATTENTION, layers=1, heads=2, kv_heads=1, head_dim=8, value_dim=6)
 INDEXED = replace(
     CONFIG,
+    heads=4,
+    kv_heads=2,
     attention=replace(ATTENTION, branches="sel", spec=replace(SPEC, window=NSASpec.window)),
 )
 ALL = {"add_rms_norm", "swiglu", "cross_entropy", "rotary_pool", "pool"}
