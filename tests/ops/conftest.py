@@ -116,7 +116,7 @@ def _with_known_types(interpreter: Any) -> list[Patch]:
     blocks: dict[Any, dict[str, Any]] = {}
     numpy_types: dict[str, Any] = {}
     init_block, np_dtype = core.block_type.__init__, interpreter._get_np_dtype
-    check_types = semantic.binary_op_type_checking_impl
+    check_types, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     operands: dict[Any, Any] = {}  # of operations whose tensors stay as they are
 
     @cache
@@ -145,6 +145,9 @@ def _with_known_types(interpreter: Any) -> list[Patch]:
             numpy_types[name] = np_dtype(dtype)
         return numpy_types[name]
 
+    def broadcast_unequal(self: Any, x: Any, y: Any) -> Any:
+        return (x, y) if x.shape is y.shape else broadcast(self, x, y)
+
     def kind_of(x: Any) -> Any:
         if isinstance(x, core.tensor):
             return x.dtype.name, id(x.shape)  # `sizes_of` keeps the shape
@@ -169,6 +172,7 @@ def _with_known_types(interpreter: Any) -> list[Patch]:
     return [
         (core.block_type, "__init__", init_known_block),
         (core.tensor, "__init__", init_tensor),
+        (semantic, "broadcast_impl_value", broadcast_unequal),
         (semantic, "binary_op_type_checking_impl", known_operands),
         (interpreter, "_get_np_dtype", known_np_dtype),
     ]
