@@ -108,23 +108,6 @@ def test_rotary_reads_the_columns_that_it_rotates_or_copies() -> None:
     assert launches["rotary_kernel"].bytes == tables + 2 * BATCH * SEQ_LEN * columns * 2
 
 
-def test_nearly_everything_of_a_model_belongs_to_a_part() -> None:
-    for kind in ("nsa", "dense"):
-        rows = totals(record_operations(toy(kind), BATCH, SEQ_LEN))
-        other = sum(row["bytes"] for row in rows if row["part"] == "other")
-        assert other < 0.01 * rows[-1]["bytes"]
-
-
-def test_recomputation_counts() -> None:
-    none, reentrant = (
-        {row["part"]: row for row in totals(record_operations(toy("nsa", mode), BATCH, SEQ_LEN))}
-        for mode in ("none", "reentrant")
-    )
-    assert reentrant["matrix products"]["bytes"] > none["matrix products"]["bytes"]
-    assert reentrant["attention"]["launches"] > none["attention"]["launches"]
-    assert reentrant["loss"] == none["loss"]
-
-
 def test_a_micro_batch_of_m7c_stays_fused() -> None:
     """The page's totals, and a little more: 303 operations of 34.9 GB."""
     total = totals(record_operations(ModelConfig(), 8, 2_048))[-1]

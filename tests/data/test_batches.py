@@ -93,19 +93,6 @@ def test_the_order_is_that_of_earlier_versions() -> None:
     assert samples.fingerprint == "7f6198a0a0a464ae"
 
 
-def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch() -> None:
-    stores = [
-        MemoryStore(np.arange(start, start + 4 * samples + 1), name=str(start))
-        for start, samples in ((0, 6_000), (1_000_000, 2_000))
-    ]
-    samples = Samples(stores, fractions=[0.75, 0.25], seq_len=4, seed=0)
-    firsts = samples.batch(range(8_000)).input_ids[:, 0]
-    assert len(set(firsts.tolist())) == 8_000
-    assert int((firsts >= 1_000_000).sum()) == 2_000
-    first_tenth = firsts[:800]
-    assert int((first_tenth >= 1_000_000).sum()) == 200
-
-
 def test_a_mixture_reports_where_it_first_repeats_and_its_mean_bytes_per_token() -> None:
     stores = [MemoryStore(np.arange(41), -1, 4.0, "a"), MemoryStore(np.arange(13), -1, 2.0, "b")]
     samples = Samples(stores, fractions=[0.75, 0.25], seq_len=4, seed=0)

@@ -271,41 +271,6 @@ def test_a_mean_in_bf16_is_rounded_once() -> None:
     assert torch.equal(nsa.ops.compress_mean(k.bfloat16(), SPEC), expected)
 
 
-def test_a_llama_trains_with_its_attention_replaced() -> None:
-    """Transformers' model, a client not written here; the layer adapts in two lines."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    class SelfAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nsa = nsa.NSAttention(32, 4, kv_heads=2, spec=SPEC)
-
-        def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
-            return self.nsa(hidden_states), None
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    model = LlamaForCausalLM(config)
-    for decoder in model.model.layers:
-        decoder.self_attn = SelfAttention()
-    ids = torch.randint(61, (2, 30))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(10):
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-
-
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'NSAtention'"):
         _ = nsa.NSAtention

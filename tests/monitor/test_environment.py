@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from nsa.monitor.environment import cpu_model, driver_version, git_commit, write_dtypes, write_env
-from tests.engine.runs import TINY, on_one_rank, succeed
-from tests.ranks import ROOT
 
 
 def test_env_json_records_hardware_and_code_but_no_secrets(
@@ -124,25 +122,3 @@ def test_layers_with_different_dtypes_are_counted_separately(name: str, tmp_path
         ["*", "Linear", "bfloat16+float32"],
     ]
     assert table["accumulated"][-1] == "float64"
-
-
-@pytest.mark.parametrize(
-    ("config", "accumulated"),
-    [
-        pytest.param("zero1_pcie", "float32", marks=pytest.mark.full),  # test_recipe.py: always
-        pytest.param("zero2_overlap", "bfloat16", marks=pytest.mark.full),
-        pytest.param("zero3", None, marks=pytest.mark.full),
-    ],
-)
-def test_a_run_reports_the_dtypes_of_deepspeeds_wrapped_optimizers(
-    config: str, accumulated: str | None, tmp_path: Path
-) -> None:
-    flags = ["--steps=1", "--run-dir=run", f"--deepspeed_config={ROOT}/ds_configs/{config}.json"]
-    settings = ["--set=train.precision=bf16", "--set=data.source=synthetic"]
-    succeed(on_one_rank("m7c.py", *TINY, *flags, *settings, folder=tmp_path))
-    table = dtypes_of(tmp_path / "run")
-    assert table["embed"] == ["Embedding", "bfloat16"]
-    assert table["blocks.*.mlp.down"] == ["(2)", "Linear", "bfloat16"]
-    assert table["updated"][-1] == "float32"
-    assert table["exp_avg_sq"] == ["float32"]
-    assert accumulated is None or table["accumulated"][-1] == accumulated

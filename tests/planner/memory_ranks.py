@@ -9,18 +9,19 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.spec import NSASpec
-from tests.planner.allocations import Allocations, live_bytes
 
 SPANS = ("step", "step again", "last step")
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
@@ -42,6 +43,51 @@ def toy(checkpointing: str = "none", kind: str = "dense") -> RunConfig:
     config.data.seq_len = 160  # so that activations dominate
     config.train.micro_batch, config.train.accumulation = 1, 2
     return config
+
+
+class Allocations:
+    """Bytes allocated since the start of each span, and its collectives, by PyTorch's profiler.
+
+    Frees by gloo's threads are not recorded, so usage is relative to a span's start; what is in
+    use before is counted from live tensors (`live_bytes`).
+    """
+
+    def __init__(self) -> None:
+        self.peak: dict[str, int] = {}
+        self.held: dict[str, int] = {}  # at the end of the span
+        self.collectives: dict[str, int] = {}
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    @contextmanager
+    def recording(self) -> Iterator[Allocations]:
+        with self._profile:
+            yield self
+        events = self._profile.profiler.kineto_results.events()
+        spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name()[:5] == "span "}
+        started = [e.start_ns() for e in events if e.name().startswith("c10d::")]
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        for name, (start, end) in spans.items():
+            used = peak = 0
+            for when, change in changes:
+                if start <= when <= end:
+                    used += change
+                    peak = max(peak, used)
+            self.peak[name[5:]], self.held[name[5:]] = peak, used
+            self.collectives[name[5:]] = sum(start <= when <= end for when in started)
+
+    @staticmethod
+    def span(name: str) -> torch.profiler.record_function:
+        return record_function(f"span {name}")
+
+
+def live_bytes() -> int:
+    """Return the bytes of all tensors known to Python, each storage once."""
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor):
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def step(config: RunConfig, engine: torch.nn.Module) -> None:
