@@ -50,9 +50,9 @@ SUFFIXES = (".py", ".pyi", ".md", ".rst")
 LONG = 40_000  # bytes of a file, about 10,000 tokens
 HELD_OUT = 8  # every 8th package, by hash
 EDGES = (0, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
+LOG_TAIL = 2_000  # characters of a failed command's output
 # Of the attention that blocks compete for: the fraction that the selected ones hold, and that the
 # best ones would. Of all attention: the fraction that selected blocks hold.
-LOG_TAIL = 2_000  # characters of a failed command's output
 ATTENTION = ("recall", "best", "held")
 FACT = "\n# The secret code of the city of {city} is {code}.\n"
 QUESTION = "\n\nWhat is the secret code of the city of {city}?"
