@@ -71,9 +71,10 @@ class Progress(Observer):
         self._print(status)
         if status == "finished":
             run = shlex.quote(str(self._run_dir))
+            export = shlex.quote(f"exports/{self._run_dir.name}")
             self._print(
                 f"next commands:\n  nsa report {run}\n  nsa generate {run} --prompt 'def '\n"
-                f"  tensorboard --logdir {run}"
+                f"  nsa export {run} --to {export}\n  tensorboard --logdir {run}"
             )
 
     def _print_step(self, record: StepRecord) -> None:

@@ -442,7 +442,8 @@ def test_the_last_step_of_a_run_that_ends_early_is_printed(
     assert [line.split()[1] for line in lines if "/300" in line] == ["1/300", "7/300"]
     assert lines[-1] == "done"
     lines = show(records, tmp_path / "my run", capsys, "finished")
-    assert lines[-3] == f"  nsa report '{tmp_path}/my run'"
+    assert lines[-4] == f"  nsa report '{tmp_path}/my run'"
+    assert lines[-2] == f"  nsa export '{tmp_path}/my run' --to 'exports/my run'"
 
 
 def printed(times: dict[int, float], capsys: Captured) -> list[list[str]]:
