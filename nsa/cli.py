@@ -28,7 +28,6 @@ from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
 from nsa.withdrawn import VERBS
 
-_RANKS = "code, all-reduce and kernels: deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
 _M7C = 125_000_000  # parameters
 _M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; ValueError and OSError become one line on stderr and exit code 2."""
     parser = _parser()
     flags, command = split_command(sys.argv[1:] if argv is None else argv)
-    for name in (" ".join(flags[:words]) for words in (1, 2)):
+    for name in (" ".join(flags[:1]), " ".join(flags[:2])):
         if name in VERBS:
             parser.error(f"{name}: withdrawn in this version; {VERBS[name]}")
     args, unknown = parser.parse_known_args(flags)
@@ -114,13 +113,13 @@ def _train(args: argparse.Namespace) -> int:
     """Become DeepSpeed's launcher, whose flags come before the recipe's name."""
     recipes = {path.stem: path for path in sorted(resource_path("recipes").glob("*.py"))}
     words = list(args.arguments)
-    place = next((i for i, word in enumerate(words) if word in recipes), None)
-    if place is None or words[:place][-1:] in (["-h"], ["--help"]):
+    position = next((i for i, word in enumerate(words) if word in recipes), None)
+    if position is None or words[:position][-1:] in (["-h"], ["--help"]):
         raise ValueError(
             f"{' '.join(['train', *words])}: names no recipe; write nsa train [DeepSpeed's flags] "
             f"RECIPE [its flags], where RECIPE is {', '.join(recipes)}"
         )
-    words[place] = str(recipes[words[place]])
+    words[position] = str(recipes[words[position]])
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "deepspeed.launcher.runner", *words])
 
@@ -151,7 +150,8 @@ def _doctor(args: argparse.Namespace) -> int:
         checkpoints=args.checkpoints,
         ranks=args.ranks,
     )
-    checks.append(Check("ranks", SKIP, _RANKS))
+    command = "deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
+    checks.append(Check("ranks", SKIP, f"code, all-reduce and kernels: {command}"))
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:

@@ -47,7 +47,7 @@ from nsa.checkpoint.state_file import (
 from nsa.untrusted import data_only
 from nsa.validation import at_least
 
-# Settings of a parameter group that loading keeps as this launch set them; the loop sets the rate.
+# Settings of a parameter group that stay as this launch set them. The loop sets the learning rate.
 OPTIMIZER_SETTINGS = ("betas", "eps", "momentum", "weight_decay", "decay", "lr_factor")
 
 
@@ -89,7 +89,7 @@ class Saver:
             remove_drafts(self.folder)
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Save the engine, and `state`, the same on all ranks; return the checkpoint.
+        """Save the engine and `state`, which all ranks pass alike; return the checkpoint.
 
         Raise SaveFailed on all ranks if one cannot write its files.
         """
@@ -103,13 +103,13 @@ class Saver:
             files[STATE] = Checkpoint(draft, state, topology, self.tokenizer).to_json()
             files.update(self.attachments)
         self._on_all_ranks(step, lambda: self._write(draft, files))
-        of_manifest = {
+        manifest = {
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
             "saved_under": asdict(topology),
         }
         self._on_all_ranks(
-            step, lambda: self._rank == 0 and commit(self.folder, step, self._ranks, of_manifest)
+            step, lambda: self._rank == 0 and commit(self.folder, step, self._ranks, manifest)
         )
         path = self.folder / checkpoint_name(step)
         if self._rank == 0:

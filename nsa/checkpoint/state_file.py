@@ -90,7 +90,7 @@ def read_tokenizer(folder: Path) -> Mapping[str, str] | None:
 
 
 def check_loadable(checkpoint: Path, saved: Topology, current: Topology) -> None:
-    """Raise a ValueError if DeepSpeed cannot load a checkpoint of topology `saved` as `current`."""
+    """Raise a ValueError if an engine of topology `current` cannot load a `saved` one."""
     for key, name, fix in (
         ("layout", "ZeRO stage {}", "choose a DeepSpeed config of ZeRO stage {}"),
         ("precision", "precision {}", "set train.precision={}"),

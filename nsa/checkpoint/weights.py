@@ -30,7 +30,7 @@ from nsa.untrusted import data_only, open_regular, parse_json, read_text
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"
-TRANSFORMERS_PREFIX = re.compile(r"^(model\.|lm_(?=head\.))")  # "lm_head", else "model.<name>"
+TRANSFORMERS_PREFIX = re.compile(r"^(model\.|lm_(?=head\.))")  # "model.<name>", "lm_head.<name>"
 
 
 def find_weights(path: Path) -> Path:
@@ -100,7 +100,7 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
 def _master_weights(
     folder: Path, topology: Topology, saved: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return the master weights of all stages but 3."""
+    """Return the master weights of a stage below 3."""
     trained: dict[str, Tensor] = saved["module"]
     if topology.layout == "0":
         return _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])

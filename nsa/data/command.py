@@ -30,11 +30,11 @@ def add_parser(verbs: Any) -> None:
     about = "tokenise a source into a folder of shards; resumes where it was stopped"
     prepare = actions.add_parser("prepare", help=about, description=about)
     add = prepare.add_argument
-    about = "fineweb_edu, hf:<dataset>, embedded, embedded:<package>, synthetic, or a path to "
-    add("--source", required=True, help=f"{about}text files")
+    about = "fineweb_edu, hf:<dataset>, embedded, embedded:<package>, synthetic, or text files"
+    add("--source", required=True, help=about)
     add("--subset", help="configuration of a hub dataset")
     add("--split", default=DEFAULT.split, help="split of a hub dataset")
-    about = "files to read, of a folder such as '*.py', of a hub dataset (default: all with text)"
+    about = "files to read of a folder or a hub dataset, such as '*.py' (default: all with text)"
     add("--pattern", help=about)
     about = "at a line or local file that cannot be read: stop, or skip and count it"
     add("--on-error", choices=ON_ERROR, default=DEFAULT.on_error, help=about)
@@ -66,7 +66,7 @@ def _prepare(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"nsa: stopped; the same command resumes in {out}", file=sys.stderr)
         return INTERRUPTED
-    except ValueError as error:  # which names settings
+    except ValueError as error:  # it names settings; name the flags
         text = str(error).replace("--set data.", "--")
         for name in SETTINGS:
             text = text.replace(f"data.{name}", f"--{name.replace('_', '-')}")

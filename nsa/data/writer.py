@@ -55,7 +55,7 @@ DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer once they have BYTES_PER_C
 BYTES_PER_CALL = 4 << 20
 FIRST_SHARD, LAST_SHARD = 1 << 16, 1 << 22  # tokens of a cache's shards, which double in size
 # The settings that determine a folder's tokens, besides source and tokenizer.
-SETTINGS = ("subset", "split", "pattern", "text_field", "held_out")
+TOKEN_SETTINGS = ("subset", "split", "pattern", "text_field", "held_out")
 LOCK = ".lock"  # its text: bytes of text read, and the location of the last document
 ORPHAN_SECONDS = 3.0
 REFUSED = 2  # exit code of a process that wrote its DataError
@@ -69,17 +69,17 @@ class Job:
     tokenizer: Tokenizer
     folder: Path
     plan: Index  # without shards
-    # Tokens of each split that are enough; {}: write all of the source.
+    # By split, the number of tokens to stop at; {}: write all of the source.
     needs: dict[str, int] = field(default_factory=dict)
 
-    def full_shard(self, index: Index) -> int:
-        """Return the tokens of the next shard."""
+    def shard_tokens(self, index: Index) -> int:
+        """Return the number of tokens that fill the next shard."""
         growing = min(max(FIRST_SHARD, index.tokens("train")), LAST_SHARD)
         return int(self.plan.settings.get("shard_tokens", growing))
 
     def is_enough(self, index: Index) -> bool:
-        stops = [index.tokens(split) >= tokens for split, tokens in self.needs.items()]
-        return index.finished or (bool(stops) and all(stops))
+        reached = [index.tokens(split) >= tokens for split, tokens in self.needs.items()]
+        return index.finished or (bool(reached) and all(reached))
 
 
 def plan_of(source: OpenedSource, tokenizer: Tokenizer, shard_tokens: int | None = None) -> Index:
@@ -92,11 +92,9 @@ def plan_of(source: OpenedSource, tokenizer: Tokenizer, shard_tokens: int | None
         eos_id=tokenizer.eos_id,
         dtype=np.dtype(id_type(tokenizer.vocab_size)).name,
     )
-    settings = {name: getattr(source.config, name) for name in SETTINGS}
-    if source.division.by_position:
-        settings["held_out_of_each"] = source.division.fraction
-    else:
-        settings["held_out"] = source.division.fraction
+    settings = {name: getattr(source.config, name) for name in TOKEN_SETTINGS}
+    held_out = "held_out_of_each" if source.division.by_position else "held_out"
+    settings[held_out] = source.division.fraction
     if shard_tokens is not None:
         settings["shard_tokens"] = shard_tokens
     if source.content:
@@ -148,12 +146,12 @@ class Writer:
     def __init__(self, job: Job, locked: BinaryIO) -> None:
         """Start the process, which takes over the lock."""
         self._folder = job.folder
-        self._error = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        self._error_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         with locked:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", "from nsa.data.writer import main; main()"],
                 stdin=subprocess.PIPE,
-                stdout=self._error,
+                stdout=self._error_file,
                 env=isolated_environment(),
                 pass_fds=[locked.fileno()],
                 start_new_session=True,  # Ctrl-C is for this process
@@ -170,8 +168,8 @@ class Writer:
         if code is None or code == 0:
             return code is None
         if code == REFUSED:
-            self._error.seek(0)
-            raise pickle.load(self._error)
+            self._error_file.seek(0)
+            raise pickle.load(self._error_file)
         cause = f"ended with exit code {code}, after the error above"
         if code < 0:
             cause = f"was ended by signal {-code} ({signal.Signals(-code).name})"
@@ -185,23 +183,23 @@ class Writer:
         """Kill the process."""
         self._process.kill()
         self._process.wait()
-        self._error.close()
+        self._error_file.close()
         with suppress(BrokenPipeError):
             self._stdin.close()
 
 
 def main() -> None:
     """Write the shards of the job on standard input until it is done, or the parent ends."""
-    result = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries that print must not write into the result
+    error_file = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries that print must not write into this file
     job, lock_file = pickle.load(sys.stdin.buffer)
     Thread(target=_exit_with_parent, daemon=True).start()
     code = 0
     try:
         _write(job, lock_file)
     except DataError as error:
-        pickle.dump(type(error)(str(error)), result)
-        result.flush()
+        pickle.dump(type(error)(str(error)), error_file)
+        error_file.flush()
         code = REFUSED
     except BaseException:
         traceback.print_exc()
@@ -227,8 +225,8 @@ def _write(job: Job, lock_file: int) -> None:
             for draft in job.folder.glob(pattern):
                 draft.unlink()
         write_index(job.folder, index)
-        read = sum(shard.text_bytes for shard in index.shards)
-        documents = _reported(job.source.documents.read(index.cursor), read, lock_file)
+        size = sum(shard.text_bytes for shard in index.shards)
+        documents = _with_progress(job.source.documents.read(index.cursor), size, lock_file)
         while not job.is_enough(index):
             index = _write_shards(job, index, documents)
     except OSError as error:
@@ -237,23 +235,23 @@ def _write(job: Job, lock_file: int) -> None:
         raise _disk_full(job, index) from None
 
 
-def _reported(documents: Documents, read: int, lock_file: int) -> Documents:
-    """Write the progress into the lock file, for readers that wait."""
+def _with_progress(documents: Documents, size: int, lock_file: int) -> Documents:
+    """Yield the documents; write the progress into the lock file, for readers that wait."""
     for document, cursor in documents:
         if isinstance(document, Document):
-            read += len(document.text)
-            line = f"{read} {document.location}\n"
+            size += len(document.text)
+            line = f"{size} {document.location}\n"
             os.pwrite(lock_file, line.encode(errors="replace"), 0)
         yield document, cursor
 
 
 def _write_shards(job: Job, index: Index, documents: Documents) -> Index:
     """Write the next shard of each split; return the index that lists them."""
-    full = job.full_shard(index)
+    full = job.shard_tokens(index)
     pending: dict[str, list[TokenArray]] = {split: [] for split in SPLITS}
     tokens, text_bytes = Counter[str](), Counter[str]()
     cursor, skipped = index.cursor, index.skipped
-    # A shard overshoots by less than the bytes of a call.
+    # A shard exceeds `full` by less than the tokens of one call.
     while batch := next_documents(documents, min(BYTES_PER_CALL, full)):
         cursor = batch[-1][1]
         pieces = []
@@ -272,11 +270,11 @@ def _write_shards(job: Job, index: Index, documents: Documents) -> Index:
         if max(tokens.values(), default=0) >= full:
             break
     shards = list(index.shards)
-    for split, written in pending.items():
-        if written:
+    for split, arrays in pending.items():
+        if arrays:
             name = f"{split}-000-{len(index.of(split)):05}.bin"
             size = text_bytes[split]
-            shards.append(write_shard(job.folder, name, split, index.stamp, written, size))
+            shards.append(write_shard(job.folder, name, split, index.stamp, arrays, size))
     index = replace(index, shards=shards, cursor=cursor, skipped=skipped, finished=not batch)
     if not shards:
         text = f"data.source = {job.source.name!r} holds no documents"
@@ -298,7 +296,7 @@ def next_documents(documents: Documents, size: int) -> list[tuple[Document | Dat
 
 def _disk_full(job: Job, index: Index) -> DataError:
     left = [tokens - index.tokens(split) for split, tokens in job.needs.items()]
-    needed = sum(max(0, tokens) for tokens in left) or job.full_shard(index)
+    needed = sum(max(0, tokens) for tokens in left) or job.shard_tokens(index)
     size, free = np.dtype(index.stamp.dtype).itemsize, shutil.disk_usage(job.folder).free
     return DataError(
         f"{job.folder}: the disk is full: {needed * size:,} bytes or more are needed, and {free:,} "
@@ -328,9 +326,9 @@ def prepare(config: DataConfig, out: Path, *, shard_tokens: int = 100_000_000) -
             "folder, and mix the folders"
         )
     tokenizer, index = build_tokenizer(config), find_index(out)
-    if index is not None and index.finished:  # its source may be gone
-        unopened = OpenedSource(config, config.source, HeldOut(config.held_out))
-        check_same(out, index, plan_of(unopened, tokenizer, shard_tokens))
+    if index is not None and index.finished:  # do not open its source, which may be gone
+        source = OpenedSource(config, config.source, HeldOut(config.held_out))
+        check_same(out, index, plan_of(source, tokenizer, shard_tokens))
         return index
     dataset = open_dataset(config)
     (source,) = dataset.sources

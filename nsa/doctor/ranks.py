@@ -40,8 +40,8 @@ _LINK_FIX = (
 )
 
 
-# What a rank reports: by name of the check, the values that must be equal on all ranks; and in
-# "place" its host, and the UUID of its GPU, empty on the CPU.
+# What a rank reports: for each check of _COMPARED the values to compare, by name; under "place" its
+# host and the UUID of its GPU, "" on the CPU.
 Facts = dict[str, dict[str, str]]
 
 
@@ -50,22 +50,23 @@ def rank_checks(
     device: torch.device,
     gather: Callable[[Any, Any], list[Any]],
     config: str = "",
-    node: Sequence[Check] = (),
+    node_checks: Sequence[Check] = (),
 ) -> list[Check]:
     """Compare all ranks and time an all-reduce; returns the same list on each rank.
 
     `gather` takes a value and its type, and returns every rank's value on every rank, even if a GPU
-    hangs. `node`: this rank's node checks; the returned list includes those of all ranks. After a
-    failed all-reduce the default process group must not be used.
+    hangs. The returned list includes the `node_checks` of all ranks. After a failed all-reduce the
+    default process group must not be used.
     """
     on_gpu = device.type == "cuda"
     megabytes = 256 if on_gpu else 4
     ranks: list[Facts] = gather(_facts(config, device), Facts)
     if len(ranks) == 1:
-        return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
+        return [*node_checks, Check("ranks", SKIP, "one rank: nothing to compare")]
     if len({facts["place"]["host"] for facts in ranks}) > 1:
-        node = [replace(check, name=f"{check.name} ({platform.node()})") for check in node]
-    checks = [check for checks in gather(list(node), list[Check]) for check in checks]
+        host = platform.node()
+        node_checks = [replace(check, name=f"{check.name} ({host})") for check in node_checks]
+    checks = [check for checks in gather(list(node_checks), list[Check]) for check in checks]
     checks += compare(ranks)
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
@@ -107,7 +108,7 @@ def compare(ranks: Sequence[Facts]) -> list[Check]:
         if gpu and other != rank:
             detail = f"ranks {other} and {rank} share one GPU of {host}"
             fix = "start one rank per GPU (deepspeed --num_gpus N), or check CUDA_VISIBLE_DEVICES"
-            checks[-1] = Check("devices", FAIL, detail, fix)
+            checks[-1] = Check("devices", FAIL, detail, fix)  # the last of _COMPARED
     return checks
 
 

@@ -57,7 +57,7 @@ def parameter_groups(
     return groups
 
 
-def check_length(config: RunConfig) -> int:
+def gradient_check_tokens(config: RunConfig) -> int:
     """Return the tokens of the gradient check on each rank: few, however long the sequences are."""
     return min(config.data.seq_len, CHECK_TOKENS)
 
@@ -70,7 +70,8 @@ def build_engine(
 ) -> Any:
     """Return DeepSpeed's engine; raise ValueError if the gradient check fails."""
     model = build_model(config, device, weights)
-    tokens = torch.randint(config.model.vocab_size, (1, check_length(config)), device=device)
+    shape = 1, gradient_check_tokens(config)
+    tokens = torch.randint(config.model.vocab_size, shape, device=device)
     check_gradients(model, tokens)
     engine = initialise(model, config, ds_config)
     if weights is not None:

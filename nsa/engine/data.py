@@ -23,7 +23,7 @@ class Data:
 
     cache: TokenCache
     samples: Samples
-    step: Callable[[int], list[Batch]]  # of the step after this many samples of all ranks
+    step_batches: Callable[[int], list[Batch]]  # the next step's, after n samples of all ranks
     validation: ValidationData
     notes: list[str]  # for the log
     rank: int
@@ -84,5 +84,5 @@ def open_data(
     if (waited := time.monotonic() - start) >= 0.1:  # tokenised or downloaded
         notes.append(f"first batch ready {waited:.1f} s after opening the dataset")
     accumulation = config.train.accumulation
-    step = partial(samples.step, rank=ranks.rank, accumulation=accumulation, **shape)
-    return Data(cache, samples, step, validation, notes, ranks.rank)
+    step_batches = partial(samples.step, rank=ranks.rank, accumulation=accumulation, **shape)
+    return Data(cache, samples, step_batches, validation, notes, ranks.rank)

@@ -121,7 +121,7 @@ def _train_steps(run: Run) -> str | None:
         logs = logs or step == 1 or any(gate.step == step for gate in run.gates)
         run.telemetry.step_start(step)
         run.telemetry.enter("data")
-        fetch = partial(run.data.step, run.state.samples)
+        fetch = partial(run.data.step_batches, run.state.samples)
         stop_reason, batches, labels = fetch_on_all_ranks(run, fetch)
         if stop_reason is not None:
             return stop_reason
@@ -170,7 +170,7 @@ def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
             metrics=read_table(run_dir / METRICS_FILE),
             selection=read_table(run_dir / SELECTION_FILE),
             histories=histories,
-            sparse_after=run.config.train.switch_step,
+            switch_step=run.config.train.switch_step,
             new_weights=run.config.train.start_from is None,
             on_gpu=run.device.type == "cuda",
         )

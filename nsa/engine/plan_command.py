@@ -31,10 +31,10 @@ if TYPE_CHECKING:  # imported late: they import DeepSpeed
     from nsa.engine.recipe import Recipe
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
-# Bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus. Assumed.
+# Assumed bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus.
 # host4 and host5: GPUs without peer access, whose data passes through the host's memory.
 LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9, "host4": 12e9, "host5": 24e9}
-DEVICES = {  # its name in GPUS, and its usual link
+DEVICES = {  # --device: its name in GPUS, and its usual link
     "a100": ("A100 80GB PCIe", "pcie4"),
     "h100": ("H100 80GB HBM3", "pcie4"),
     "h200": ("H200", "pcie4"),
@@ -89,7 +89,7 @@ def _hardware(flags: argparse.Namespace) -> Hardware:
     if flags.mfu is not None and flags.mfu > 1:
         raise ValueError(f"--mfu {flags.mfu}: a fraction of the peak; write 0.25 for 25%")
     name, usual = DEVICES.get(flags.device, ("", "pcie4"))
-    flags.link = flags.link or usual  # `_assumptions` names it
+    flags.link = flags.link or usual  # `_assumptions` prints it
     link = LINKS.get(flags.link) or 1e9 * _number("--link", flags.link, "GB/s", LINKS)
     memory = GPUS[name].memory if name else MEMORY
     tflops = GPUS[name].bf16 if name else _number("--device", flags.device, "TFLOP/s", DEVICES)
@@ -146,7 +146,7 @@ def _resolve(flags: argparse.Namespace) -> tuple[RunConfig, list[str]]:
         try:
             base = with_model_of_start(base, flags.config, flags.set)
         except ValueError as error:
-            notes = [f"the model is the recipe's own, as a run is refused: {error}"]
+            notes = [f"a run would be refused, so the recipe's own model is planned: {error}"]
     return resolve_config(base, flags.config, flags.set), notes
 
 
@@ -206,7 +206,7 @@ def _number(flag: str, text: str, unit: str, names: Mapping[str, object]) -> flo
 def _lines(
     model: Model, batch: BatchShape, step: Forecast, hardware: Hardware, steps: int
 ) -> list[str]:
-    """Return a line per number."""
+    """Return the figures of a plan as lines of text."""
     memory, sent = step.memory, step.traffic.bytes_per_step
     flops = flops_with_recomputation(model, batch, model.config.attention.kind)
     reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
@@ -235,7 +235,7 @@ def _lines(
 
 
 def _row(name: str, batch: BatchShape, step: Forecast, steps: int) -> dict[str, Any]:
-    """Return the figures of a plan in bytes, tokens and seconds."""
+    """Return the figures of a plan in bytes, tokens and seconds, for --json."""
     names = "tokens", "compute", "communication", "exposed", "seconds", "tokens_per_second"
     return {
         "config": name,

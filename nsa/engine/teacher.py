@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Teacher:
         return {"teacher": (hidden.flatten(0, 1), self.model.head_weight)}
 
     def by_position(self, divergence: Tensor, batch: Batch) -> Tensor:
-        """Sum `token_divergence` [N, 4] and the labels by position: [buckets, 5], float64."""
+        """Sum [N, 4] of `token_divergence` and count labels by position: [buckets, 5], float64."""
         bucket = bucket_of(batch.positions(), self._edges)
         counted = (batch.labels.flatten() != IGNORE_INDEX)[:, None]
         rows = torch.cat([divergence.double(), counted.double()], 1)
@@ -42,7 +43,7 @@ class Teacher:
     def rows(self, sums: Tensor) -> list[dict[str, float]]:
         """Return the means of each bucket that has labels, from the sums of all ranks."""
         rows = []
-        for first, end, values in zip(self._edges, self._edges[1:], sums.tolist(), strict=False):
+        for (first, end), values in zip(pairwise(self._edges), sums.tolist(), strict=True):
             *totals, labels = values
             if labels:
                 row = (first, end - 1, labels, *(total / labels for total in totals))

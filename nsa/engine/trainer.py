@@ -25,10 +25,10 @@ from nsa.checkpoint.commit import trial_commit
 from nsa.checkpoint.saver import SaveFailed, Saver, load_checkpoint
 from nsa.data.batches import Batch
 from nsa.data.source import SourceUnreachable
-from nsa.doctor.node import OK, Check, failures, kept_checkpoints, lines, node_checks, passed
+from nsa.doctor.node import OK, WARN, Check, failures, kept_checkpoints, lines, node_checks, passed
 from nsa.doctor.ranks import rank_checks
 from nsa.engine import loop, resume
-from nsa.engine.build import build_engine, check_length
+from nsa.engine.build import build_engine, gradient_check_tokens
 from nsa.engine.checks import check_kernels_on_all_ranks
 from nsa.engine.config import RunConfig, to_yaml
 from nsa.engine.data import open_data
@@ -81,7 +81,7 @@ def start(request: RunRequest, lock: FolderLock | None) -> None:
     except ValueError as error:
         if isinstance(error, AllRanksError | SaveFailed):
             raise
-        crash(error)  # an error of one rank in a step is no user's mistake
+        crash(error)  # an error of one rank within a step: not the user's mistake
     stop_ranks()
 
 
@@ -151,7 +151,7 @@ def build(run: Run) -> None:
         device=run.device,
         gather=run.collectives.gather,
         config="".join(request.config_files().values()),
-        node=run.node_checks,
+        node_checks=run.node_checks,
     )
     if not passed(checks):
         raise RunAborted(f"preflight: {failures(checks)}")
@@ -161,7 +161,7 @@ def build(run: Run) -> None:
     checks.append(kernels)
     ds_config = request.ds_config | trackers(request)
     if run.ranks.rank == 0:
-        warn(f"gradient check: one backward pass of {check_length(config)} tokens")
+        warn(f"gradient check: one backward pass of {gradient_check_tokens(config)} tokens")
     run.engine = build_engine(config, ds_config, run.device, run.weights)
     checks.append(Check("gradient check", OK, "one gradient for each parameter on every rank"))
     if run.stored_teacher is not None:
@@ -179,7 +179,7 @@ def build(run: Run) -> None:
     if request.stop_step == 0:  # --until preflight
         run.notes += [*lines(checks), passed_gate.summary]
     else:
-        run.notes += lines([check for check in checks if check.status == "warn"])
+        run.notes += lines([check for check in checks if check.status == WARN])
     run.notes += run.data.notes
     _create_parts(run)
 

@@ -1,7 +1,7 @@
 """Origin of an imported model: its name, license and config.json, which its exports keep.
 
-Fields of config.json that training did not change are the source's: servers and converters read
-them, for example how many positions a model has.
+Exports keep the fields of its config.json that training did not change: servers and converters
+read them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OF_MODEL_TYPE = {  # fields that mean nothing, or something else, in another arc
 class Origin:
     name: str
     license: str | None
-    config: dict[str, Any] | None  # a Llama's config.json; imports of earlier versions lack it
+    config: dict[str, Any] | None  # None: an NSA model, or an import of an earlier version
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

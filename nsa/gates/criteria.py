@@ -36,7 +36,7 @@ class GateInputs:
     metrics: Table  # rows of metrics.csv
     selection: Table  # rows of selection.csv
     histories: list[RankHistory]  # of each rank
-    sparse_after: int = 0  # train.dense_steps: attention is dense up to this step
+    switch_step: int = 0  # train.dense_steps: attention is dense up to this step
     new_weights: bool = True  # False with train.start_from, whose loss may be low already
     on_gpu: bool = False
 
@@ -105,11 +105,11 @@ def preflight(checks: Iterable[Check]) -> GateResult:
 
 
 def _steps_recorded(inputs: GateInputs) -> Criterion:
-    """Require rank 0's heartbeats of each step up to the gate, and every rank's of the last.
+    """Require heartbeats of rank 0 for each step up to the gate, of other ranks for the last.
 
     A run may have been resumed on more ranks, so the others need not have the steps before.
     """
-    spans = inputs.histories[0].spans
+    spans = inputs.histories[0].spans  # they overlap where a restart repeated steps
     recorded = {history.rank: history.step for history in inputs.histories}
     recorded[0] = len({n for start, end in spans for n in range(start, min(end, inputs.step))})
     worst = min(recorded, key=lambda rank: recorded[rank])
@@ -195,8 +195,8 @@ def _recall(inputs: GateInputs) -> Measurement:
     """
     if inputs.step < MIN_STEPS_FOR_RECALL:
         raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_RECALL} are needed")
-    if inputs.step <= inputs.sparse_after:
-        raise NotMeasured(f"attention is dense until step {inputs.sparse_after:,}")
+    if inputs.step <= inputs.switch_step:
+        raise NotMeasured(f"attention is dense until step {inputs.switch_step:,}")
     rows = [row for row in inputs.selection.rows if row["step"] <= inputs.step]
     newest = sorted({row["step"] for row in rows})[-RECALL_STEPS:]
     layers: dict[float, list[Row]] = {}
@@ -236,7 +236,7 @@ def _peak_memory(inputs: GateInputs) -> Measurement:
 
 def _memory_growth(inputs: GateInputs) -> Measurement:
     # Sparse attention needs other memory than dense attention: compare sparse steps only.
-    first = inputs.sparse_after if inputs.sparse_after < inputs.step else 0
+    first = inputs.switch_step if inputs.switch_step < inputs.step else 0
     if inputs.step - first < MIN_STEPS_FOR_GROWTH:
         raise NotMeasured(f"{inputs.step - first:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
     middle = (first + inputs.step) / 2

@@ -1,6 +1,6 @@
 """Compressor φ: pools the `l` keys (or values) of each compressed block into one.
 
-The mean has no parameters: nsa.ops.rotary_pool computes it, of rotated keys. Other φ run here.
+The mean has no parameters: nsa.ops.rotary_pool computes it, of rotated keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nsa.ops.pooling import pool, sum_covering
 
 
 class Compressor(nn.Module):
-    """Base class of all φ: cuts keys and values into blocks. Subclasses pool a block."""
+    """Base class of φ. A subclass pools the blocks that `forward` cuts, or overrides `forward`."""
 
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """Compress keys before RoPE and values [B, T, K, D] to [B, N, K, D]."""
@@ -61,8 +61,8 @@ class BlockMLP(nn.Module):
         self.up = nn.Linear(block_len * size, hidden, bias=False)
         self.down = nn.Linear(hidden, size, bias=False)
 
-    def forward(self, blocks_BNlKD: Tensor) -> Tensor:
-        x = (blocks_BNlKD.transpose(2, 3) + self.position).flatten(-2)
+    def forward(self, blocks: Tensor) -> Tensor:  # [B, N, l, K, D] to [B, N, K, D]
+        x = (blocks.transpose(2, 3) + self.position).flatten(-2)
         return self.down(F.gelu(self.up(x)))
 
 

@@ -17,8 +17,7 @@ from nsa.monitor.observer import warn
 class Throughput:
     """Measures speed between logged steps. The clock starts when it is created.
 
-    The first step compiles, allocates and fills caches, so it never counts in tokens/s and MFU. A
-    reading after this step alone returns its duration as `seconds`.
+    The first step compiles, allocates and fills caches, so it never counts in tokens/s and MFU.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Throughput:
     def read(self) -> dict[str, Any]:
         """Return tokens_per_s, mfu and seconds of a StepRecord, since the previous reading.
 
-        Waits for the device. Rates are None if only the warm-up step was timed.
+        Waits for the device. After the first step alone, rates are None and `seconds` is its time.
         """
         assert self._warm, "read() before the first step()"
         now = self._now()
@@ -111,7 +110,7 @@ class StepProfiler:
         self._first = self._last = 0
 
     def step_start(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to run."""
+        """Begin the trace if `step`, counted from 1, is to be traced; call before each step."""
         self._last = step
         if self._steps is None or self._profiler or not self._steps[0] <= step <= self._steps[1]:
             return
@@ -125,7 +124,7 @@ class StepProfiler:
             warn(f"--profile-steps: the profiler did not start, the run continues: {error!r}")
 
     def step_end(self, step: int) -> None:
-        """Step `step` is done."""
+        """Write the trace after its last step; call after each step."""
         if self._steps is not None and step >= self._steps[1]:
             self.close()
 

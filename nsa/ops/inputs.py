@@ -27,13 +27,13 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
 def block_starts(
     seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec, device: torch.device
 ) -> Tensor:
-    """Return each compressed block's first token, int64 [N]; cu_seqlens: wait for the device."""
+    """Return each compressed block's first token, int64 [N]; packed: wait for the device."""
     if cu_seqlens is None:
         return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
     blocks = compressed_cu_seqlens(cu_seqlens, spec)
     ascends = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
     ascends = ascends & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == seq_len)
-    count = int(torch.where(ascends, blocks[-1], -1))  # the step's only host sync
+    count = int(torch.where(ascends, blocks[-1], -1))  # one host sync, the step's only one
     if not torch.compiler.is_compiling() and count < 0:
         raise ValueError(f"cu_seqlens does not ascend from 0 to T = {seq_len}; check the offsets")
     number = torch.arange(count, device=device) - repeat_per_document(blocks[:-1], blocks, count)
@@ -66,8 +66,8 @@ class AttentionInputs(NamedTuple):
     """Inputs of one branch's attention; also the arguments of its custom ops."""
 
     q: Tensor  # [B, T, Hq, Dk]
-    k: Tensor  # [B, N, Hkv, Dk]
-    v: Tensor  # [B, N, Hkv, Dv]
+    k: Tensor  # [B, T, Hkv, Dk]; compressed: N instead of T
+    v: Tensor  # [B, T, Hkv, Dv]
     block_index: Tensor | None  # int32 [B, T, Hkv, n]; only in the selected branch
     cu_seqlens: Tensor | None
     branch: str  # compressed, selected or window
@@ -85,7 +85,7 @@ class SelectionInputs(NamedTuple):
 
     q: Tensor  # [B, T, Hq, Dk]; the last T positions of the document
     k_cmp: Tensor  # [B, N, Hkv, Dk]
-    lse: Tensor | None  # [B, T, Hq]; None: rank by the only query head's scores
+    lse: Tensor | None  # [B, T, Hq]; None: one query head per KV head ranks by its scores
     cu_seqlens: Tensor | None
     spec: NSASpec
     seq_len: int  # the document's length, T or more
@@ -133,7 +133,7 @@ class DecodeInputs(NamedTuple):
     """
 
     q: Tensor  # [B, Hq, Dk]
-    q_cmp: Tensor | None  # [B, Hkv, Dk]: queries that k_cmp is ranked with; None: q
+    q_cmp: Tensor | None  # [B, Hkv, Dk]: queries that rank blocks; None: q
     k_cmp: Tensor | None  # [B, N, Hkv, D] from block 0 on
     v_cmp: Tensor | None
     k_sel: Tensor | None  # [B, S, Hkv, D] from position 0 on
@@ -151,11 +151,11 @@ class DecodeInputs(NamedTuple):
         return getattr(self, f"k_{branch}"), getattr(self, f"v_{branch}")
 
 
-class SelectorInputs(NamedTuple):
+class SelectorLossInputs(NamedTuple):
     """Inputs of the selector loss; also the arguments of its custom ops."""
 
     k_cmp: Tensor  # [B, N, Hkv, Dk]; only k_cmp and q_cmp have a gradient
-    q_cmp: Tensor | None  # [B, T, Hkv or Hq, Dk]: queries that k_cmp is ranked with; None: q
+    q_cmp: Tensor | None  # [B, T, Hkv or Hq, Dk]: queries that rank blocks; None: q
     q: Tensor  # [B, T, Hq, Dk]
     k_sel: Tensor  # [B, T, Hkv, Dk]
     queries: Tensor  # int64 [S]: tokens, ascending
@@ -165,19 +165,19 @@ class SelectorInputs(NamedTuple):
 
     @property
     def ranking(self) -> Tensor:
-        """The queries that rank blocks with compressed keys."""
+        """The queries that rank blocks."""
         return self.q if self.q_cmp is None else self.q_cmp
 
     def empty_outputs(self) -> tuple[Tensor, ...]:
         """Return the op's uninitialised outputs, in at least float32.
 
-        The loss, `target` and `dp` [B, Hkv, S, M], `by_head` [2, B, Hkv, S, heads per KV head].
+        The loss; target and dp [B, Hkv, S, M]; lse and Σ dp · p, [2, B, Hkv, S, heads per KV head].
         """
         dtype = torch.promote_types(self.q.dtype, torch.float32)
-        (batch, tokens, heads, _), groups = self.ranking.shape, self.k_cmp.shape[2]
-        per_query = batch, groups, self.queries.shape[0]
+        (batch, tokens, heads, _), kv_heads = self.ranking.shape, self.k_cmp.shape[2]
+        per_query = batch, kv_heads, self.queries.shape[0]
         by_block = (*per_query, self.spec.select_blocks_len(tokens))
-        by_head = (2, *per_query, heads // groups)
+        by_head = (2, *per_query, heads // kv_heads)
         return tuple(self.q.new_empty(x, dtype=dtype) for x in ((), by_block, by_block, by_head))
 
 
@@ -191,8 +191,8 @@ class PackedLayout(NamedTuple):
     kv_sets: int  # of keys and values: one for all branches, or one per branch
     gates: int = 0  # gate logits per query head
     first_set: int = 0  # first set whose rotated keys and values are returned
-    mean: bool = False  # k_cmp and v_cmp: means of the first set over each compressed block
-    pre_rope: bool = False  # k_cmp and v_cmp: the first set by token, without RoPE
+    mean: bool = False  # return the first set's mean over each compressed block as k_cmp, v_cmp
+    pre_rope: bool = False  # return the first set, one per token and without RoPE, as k_cmp, v_cmp
     indexed: bool = False  # queries and keys of an index, both with kv_heads heads
 
     @property
@@ -240,13 +240,12 @@ class RotaryPoolInputs(NamedTuple):
         """Return uninitialised outputs; those that the layout lacks have no elements."""
         layout, (batch, tokens) = self.read_layout(), self.packed.shape[:2]
         q, k, v, index, gates = (shape[1:] for shape in layout.shapes)  # each (heads, size)
-
         compressed = tokens if layout.pre_rope else None
         if layout.mean:
             compressed = tokens if self.block_tokens is None else self.block_tokens.shape[0]
         outputs = [(q, tokens), (gates, tokens if layout.gates else None)]
         outputs += [(k, compressed), (v, compressed)]
-        for number in range(3):
+        for number in range(3):  # a set per branch at most
             length = tokens if layout.returns_set(number) else None
             outputs += [(k, length), (v, length)]
         outputs += [(index, tokens if layout.indexed else None)] * 2

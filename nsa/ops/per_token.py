@@ -29,9 +29,9 @@ def swiglu(gate_up: Tensor, width: int | None = None, *, backend: str = "auto") 
             f"width = {width}: gate_up has {columns} columns; pass a width of at most half of them"
         )
     if dispatch(backend, "swiglu", gate_up, attention=False) is triton:
-        from nsa.ops.triton.per_token import PackedGates, triton_swiglu
+        from nsa.ops.triton.per_token import SwiGLUInputs, triton_swiglu
 
-        return triton_swiglu(PackedGates(gate_up, width))
+        return triton_swiglu(SwiGLUInputs(gate_up, width))
     return F.silu(gate_up[..., :width]) * gate_up[..., width : 2 * width]
 
 
@@ -53,9 +53,9 @@ def add_rms_norm(
         dtype = torch.promote_types(x.dtype, delta.dtype)  # they differ under autocast
         x, delta = x.to(dtype), delta.to(dtype)
     if dispatch(backend, "add_rms_norm", x, attention=False) is triton:
-        from nsa.ops.triton.per_token import AddNorm, triton_add_rms_norm
+        from nsa.ops.triton.per_token import AddRMSNormInputs, triton_add_rms_norm
 
-        return triton_add_rms_norm(AddNorm(x, delta, weight, eps))
+        return triton_add_rms_norm(AddRMSNormInputs(x, delta, weight, eps))
     total = x if delta is None else x + delta
     return total, F.rms_norm(total, weight.shape, weight, eps)
 

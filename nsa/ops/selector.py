@@ -25,7 +25,7 @@ from nsa.ops import triton
 from nsa.ops.backend import dispatch
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import (
-    SelectorInputs,
+    SelectorLossInputs,
     block_starts,
     check_compressed,
     check_documents,
@@ -74,11 +74,11 @@ def selector_loss(
     op = torch_selector_loss
     if dispatch(backend, "selector_loss", q) is triton:
         from nsa.ops.triton.selector_loss import triton_selector_loss as op
-    loss, target, *_ = op(SelectorInputs(*tensors, spec, check_scale(q, scale)))
+    loss, target, *_ = op(SelectorLossInputs(*tensors, spec, check_scale(q, scale)))
     return loss, target
 
 
-def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:
+def _forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
     _, target, dp, by_head = x.empty_outputs()
     total = target.new_zeros(())
     position, block, first = _tables(x)
@@ -115,7 +115,7 @@ def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:
 
 
 def _backward(
-    dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor
+    dloss: Tensor, x: SelectorLossInputs, dp: Tensor, by_head: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of k_cmp and of q_cmp, which is empty without q_cmp."""
     position, _, first = _tables(x)
@@ -135,13 +135,13 @@ def _backward(
     return (dk * mean).to(x.k_cmp.dtype), (dq * mean).to(x.k_cmp.dtype)
 
 
-def _parts(x: SelectorInputs) -> Iterator[slice]:
+def _parts(x: SelectorLossInputs) -> Iterator[slice]:
     """Slices of the queries, whose scores are about SCORES at most."""
     count, step = len(x.queries), max(1, SCORES // (x.k_sel.shape[1] * x.q[:, 0, :, 0].numel()))
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def _tables(x: SelectorInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _tables(x: SelectorLossInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Position and block of each token in its document [T]; compressed blocks' first tokens [N]."""
     seq_len, device = x.k_sel.shape[1], x.q.device
     position = torch.arange(seq_len, device=device)
@@ -152,7 +152,7 @@ def _tables(x: SelectorInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _overlap(
-    x: SelectorInputs, position: Tensor, first: Tensor, blocks: int, dtype: torch.dtype
+    x: SelectorLossInputs, position: Tensor, first: Tensor, blocks: int, dtype: torch.dtype
 ) -> Tensor:
     """Fraction of each compressed block's positions in each selection block, [N, M]."""
     token = first[:, None] + torch.arange(x.spec.block_len, device=first.device)
@@ -162,7 +162,7 @@ def _overlap(
 
 
 def _compressed_scores(
-    x: SelectorInputs, t: Tensor, at: Tensor, first: Tensor
+    x: SelectorLossInputs, t: Tensor, at: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Scores [B, K, s, G, N], -inf where hidden, and their lse; +inf for a query without keys."""
     seen = (first + x.spec.block_len <= t + 1) & (first >= t - at)  # [s, N]
@@ -186,9 +186,9 @@ def _by_group(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 torch_selector_loss = register(
     "nsa::selector_loss",
-    SelectorInputs,
+    SelectorLossInputs,
     _forward,
-    SelectorInputs.empty_outputs,
+    SelectorLossInputs.empty_outputs,
     outputs=4,
     gradient=Gradient(_backward, inputs=2, outputs=1, saved=slice(2, 4)),
 )

@@ -186,8 +186,8 @@ def flops_with_recomputation(model: Model, batch: BatchShape, kind: str) -> floa
     they count as the products that would take as long.
     """
     fraction = {"none": 0.0, "selective": ELEMENTWISE_FRACTION}.get(batch.checkpointing, 1.0)
-    flops = model.flops(kind, batch.seq_len)
-    return flops["step"] + fraction * flops["layers"]
+    step, layers = model.flops(kind, batch.seq_len)
+    return step + fraction * layers
 
 
 @dataclass(frozen=True)

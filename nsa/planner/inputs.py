@@ -38,7 +38,7 @@ class Model:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, whose gradient is complete last, and of the head."""
+        """Parameters of the embedding; the head has as many."""
         return self.config.vocab_size * self.config.width
 
     @property
@@ -51,15 +51,15 @@ class Model:
         """Parameters per layer (the final norm is spread over all)."""
         return (self.parameters - self.outside_layers) // self.config.layers
 
-    def flops(self, kind: str, seq_len: int) -> dict[str, float]:
-        """Mean FLOPs per token of a "step", and of the forward pass of all "layers"."""
+    def flops(self, kind: str, seq_len: int) -> tuple[float, float]:
+        """Mean FLOPs per token of a step, and of the forward pass of its layers alone."""
         from nsa.model.count import flops_per_token
 
         step = flops_per_token(self.config, seq_len, dense_equivalent=kind == "dense")
         layers = (step - 6 * self.embedding) / 3
-        if self.teacher is not None:  # its forward pass, and the head's three products again
+        if self.teacher is not None:  # its forward pass, and this model's head a second time
             step += flops_per_token(self.teacher, seq_len) / 3 + 6 * self.embedding
-        return {"step": step, "layers": layers}
+        return step, layers
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
     return (
         label,
         f"{run.steps:,}",
-        *(run.final(column, ".3f") or "-" for column in ("loss", "val_loss", "bits_per_byte")),
+        *(run.last_text(column, ".3f") or "-" for column in ("loss", "val_loss", "bits_per_byte")),
         formatted(run.tokens_per_s, ",.0f") or "-",
         formatted(run.memory_gb, ".2f") or "-",
         last_gate,

@@ -73,9 +73,9 @@ class Summary:
     def tokens_per_step(self) -> int | None:
         rows = self.metrics.rows
         last = rows[-1] if rows else {}
-        return (
-            round(last["tokens"] / last["step"]) if last.get("step") and "tokens" in last else None
-        )
+        if not last.get("step") or "tokens" not in last:
+            return None
+        return round(last["tokens"] / last["step"])
 
     @cached_property
     def config(self) -> object:
@@ -102,8 +102,8 @@ class Summary:
         rows = [row for row in self.metrics.rows if math.isfinite(row.get(column, math.nan))]
         return [row["step"] for row in rows], [row[column] for row in rows]
 
-    def final(self, column: str, spec: str) -> str:
-        """Return the last finite value, "2.6758 (step 50)" if not of the last step; "" if none."""
+    def last_text(self, column: str, spec: str) -> str:
+        """Format the last finite value; of an earlier step "2.6758 (step 50)"; "" if none."""
         steps, values = self.points(column)
         if not values:
             return ""
@@ -228,9 +228,9 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
         ("tokens", formatted(run.last("tokens"), ",.0f")),
         ("median tokens/s", _speed(run)),
         ("peak memory of a rank, GB", formatted(run.memory_gb, ".2f")),
-        ("final training loss", run.final("loss", ".4f")),
-        ("final validation loss", run.final("val_loss", ".4f")),
-        ("final bits per byte", run.final("bits_per_byte", ".4f")),
+        ("final training loss", run.last_text("loss", ".4f")),
+        ("final validation loss", run.last_text("val_loss", ".4f")),
+        ("final bits per byte", run.last_text("bits_per_byte", ".4f")),
         *_heartbeat_facts(run.histories, status),
         ("skipped steps", formatted(max(skipped, default=None), ",d")),
         ("halted by the watchdog", halt.get("reason") or ""),
@@ -246,10 +246,10 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
 def _speed(run: Summary) -> str:
     """Describe the median speed; of a run that begins dense also that of each phase."""
     steps, rates = run.points("tokens_per_s")
-    switch = lookup(run.config, "train.dense_steps")
-    switch = switch if isinstance(switch, int) else 0
-    dense = [rate for step, rate in zip(steps, rates, strict=True) if step <= switch]
-    sparse = [rate for step, rate in zip(steps, rates, strict=True) if step > switch]
+    dense_steps = lookup(run.config, "train.dense_steps")
+    dense_steps = dense_steps if isinstance(dense_steps, int) else 0
+    dense = [rate for step, rate in zip(steps, rates, strict=True) if step <= dense_steps]
+    sparse = [rate for step, rate in zip(steps, rates, strict=True) if step > dense_steps]
     text = formatted(run.tokens_per_s, ",.0f")
     if not dense or not sparse:
         return text

@@ -133,7 +133,7 @@ def test_a_run_that_ends_within_its_first_pass_reports_the_count(
     config = small_request("--set=data.on_error=skip", "--set=data.seq_len=8").config
     config.data.source, config.train.eval_samples = str(path), 1
     data = open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path / "run")
-    data.step(0)
+    data.step_batches(0)
     replace(data, rank=1).close()
     assert "left out" not in capsys.readouterr().err, "rank 0 says so, once"
     data.close()

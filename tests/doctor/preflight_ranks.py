@@ -48,7 +48,7 @@ results = {
         gather=gather,
         config=config,
         device=CPU,
-        node=[Check("disk", "warn", "nearly full", "free some")] if other else [],
+        node_checks=[Check("disk", "warn", "nearly full", "free some")] if other else [],
     ),
 }
 if other:

@@ -84,7 +84,7 @@ def test_a_check_of_one_of_several_hosts_names_its_host() -> None:
         other = value | {"place": {"host": "node2", "gpu": ""}} if kind is Facts else value
         return [value, other]
 
-    one, other, *_ = rank_checks(device=torch.device("cpu"), gather=gather, node=[WARNING])
+    one, other, *_ = rank_checks(device=torch.device("cpu"), gather=gather, node_checks=[WARNING])
     assert one.name == other.name == f"disk ({platform.node()})"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa.engine import checks
-from nsa.engine.build import check_length
+from nsa.engine.build import gradient_check_tokens
 from nsa.engine.checks import check_gradients, fall_back, inspect_gradients
 from nsa.model.kernel_check import KernelResult
 from nsa.ops.backend import disable, dispatch
@@ -66,7 +66,7 @@ def test_the_check_leaves_no_gradient_and_no_hook() -> None:
 def test_the_check_does_not_grow_with_the_sequence(seq_len: int, tokens: int) -> None:
     config = small()
     config.data.seq_len = seq_len
-    assert check_length(config) == tokens
+    assert gradient_check_tokens(config) == tokens
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_gate_is_judged_for_the_runs_phase_weights_and_device(
     judged: list[tuple[object, ...]] = []
 
     def judge(gate: Gate, inputs: GateInputs, ladder: LadderConfig) -> GateResult:
-        judged.append((inputs.step, inputs.new_weights, inputs.sparse_after, inputs.on_gpu))
+        judged.append((inputs.step, inputs.new_weights, inputs.switch_step, inputs.on_gpu))
         return gate_result(gate.name, gate.step, [])
 
     monkeypatch.setattr(loop, "judge", judge)

@@ -366,8 +366,8 @@ def test_dense_steps_count_neither_in_growth_nor_in_recall(tmp_path: Path) -> No
         line["memory_gb"] = 10.0 if line["step"] <= 500 else 20.0
     write_beats(tmp_path, lines)
 
-    def judged(name: str, sparse_after: int) -> Criterion:
-        inputs = load_inputs(tmp_path, EXTENDED, sparse_after=sparse_after)
+    def judged(name: str, switch_step: int) -> Criterion:
+        inputs = load_inputs(tmp_path, EXTENDED, switch_step=switch_step)
         (match,) = [x for x in judge(EXTENDED, inputs, CONFIG).criteria if name in x.name]
         return match
 

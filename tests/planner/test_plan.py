@@ -367,7 +367,7 @@ def test_an_error_is_one_line_that_names_the_flag(flags: str, message: str) -> N
 
 def test_the_plan_of_sparsify_is_for_the_imported_model(tmp_path: Path) -> None:
     flags = ("--recipe", str(ROOT / "recipes/sparsify.py"), f"--set=train.start_from={tmp_path}")
-    note = f"the model is the recipe's own, as a run is refused: train.start_from = '{tmp_path}': "
+    note = f"so the recipe's own model is planned: train.start_from = '{tmp_path}': "
     code, output, _ = plan(*flags)
     assert (code, "124,965,120" in output, note in output) == (0, True, True)
     (tmp_path / "model.safetensors").touch()  # a plan reads no weights

@@ -1,7 +1,7 @@
-"""Triton backend: the inputs that its kernels support, and its entry points beside the others'.
+"""Triton backend: which inputs its kernels support, and the operations that all backends have.
 
 docs/design/kernels.md lists the files. Kernels are imported at the first call, because importing
-Triton is slow. Operations with a single PyTorch implementation import their Triton op themselves.
+Triton is slow. Other operations, such as SwiGLU, import their Triton op themselves.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def constant_result(function: Function) -> Function:
 
 
 @constant_result
-def _device_problem(device: torch.device) -> str | None:  # Dynamo ignores `cache`
+def _device_problem(device: torch.device) -> str | None:
+    # Two functions, because Dynamo traces into a function behind `cache`.
     return _find_device_problem(device)
 
 

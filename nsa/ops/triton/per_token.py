@@ -23,7 +23,8 @@ from nsa.ops.triton.common import kernel, load_rows, store_rows, sum_parts
 from nsa.ops.triton.configs import Config, warp_size
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
-SWIGLU_TILE = Config(4, 512, 4, 1)  # 16 elements per thread: two loads of 16 bytes in bf16
+# `keys` are columns. 16 elements per thread: two loads of 16 bytes in bf16.
+SWIGLU_TILE = Config(rows=4, keys=512, warps=4, stages=1)
 
 
 @triton.jit
@@ -77,14 +78,14 @@ def swiglu_backward_kernel(
         )
 
 
-class PackedGates(NamedTuple):
-    """Inputs of the op."""
+class SwiGLUInputs(NamedTuple):
+    """Inputs of `triton_swiglu`."""
 
     gate_up: Tensor  # [.., gate | up | padding]
     width: int  # columns of gate, and of up
 
 
-def swiglu_forward(x: PackedGates) -> Tensor:
+def swiglu_forward(x: SwiGLUInputs) -> Tensor:
     """silu(gate) · up: [.., width]."""
     out = _swiglu_output(x)
     packed, rows, grid = _swiglu_sizes(x)
@@ -96,7 +97,7 @@ def swiglu_forward(x: PackedGates) -> Tensor:
     return out
 
 
-def swiglu_backward(d_out: Tensor, x: PackedGates) -> Tensor:
+def swiglu_backward(d_out: Tensor, x: SwiGLUInputs) -> Tensor:
     """The gradient of gate_up; 0 in the padding."""
     d_gate_up = torch.empty_like(x.gate_up, memory_format=torch.contiguous_format)
     packed, rows, grid = _swiglu_sizes(x)
@@ -109,27 +110,27 @@ def swiglu_backward(d_out: Tensor, x: PackedGates) -> Tensor:
     return d_gate_up
 
 
-def _swiglu_sizes(x: PackedGates) -> tuple[int, int, tuple[int, int]]:
+def _swiglu_sizes(x: SwiGLUInputs) -> tuple[int, int, tuple[int, int]]:
     """Columns and rows of gate_up, and the grid of programs."""
     packed = x.gate_up.shape[-1]
     rows = x.gate_up.numel() // packed
     return packed, rows, (cdiv(rows, SWIGLU_TILE.rows), cdiv(x.width, SWIGLU_TILE.keys))
 
 
-def _swiglu_output(x: PackedGates) -> Tensor:
+def _swiglu_output(x: SwiGLUInputs) -> Tensor:
     return x.gate_up.new_empty(*x.gate_up.shape[:-1], x.width)
 
 
 triton_swiglu = register(
     "nsa::triton_swiglu",
-    PackedGates,
+    SwiGLUInputs,
     swiglu_forward,
     fake=_swiglu_output,
     gradient=Gradient(swiglu_backward, inputs=1, outputs=1, saved=slice(0)),
 )
 
 
-ELEMENTS = 2048  # that a program holds at a time: 16 per thread of four warps
+ELEMENTS = 2048  # of RMSNorm's rows that a program holds at a time: 16 per thread of four warps
 ROWS_PER_PART = 32  # rows that one program of the backward kernel sums over
 
 
@@ -195,8 +196,8 @@ def rms_norm_backward_kernel(
     tl.store(parts + tl.program_id(0) * WIDTH + d, tl.sum(dw, 0), mask=d < WIDTH)
 
 
-class AddNorm(NamedTuple):
-    """Inputs of the op."""
+class AddRMSNormInputs(NamedTuple):
+    """Inputs of `triton_add_rms_norm`."""
 
     x: Tensor  # [.., width]
     delta: Tensor | None  # [.., width]
@@ -204,11 +205,11 @@ class AddNorm(NamedTuple):
     eps: float
 
 
-def add_rms_norm_forward(x: AddNorm) -> tuple[Tensor, Tensor]:
+def add_rms_norm_forward(x: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm times weight); without a delta the first is a copy of x.
 
-    A custom op cannot return its input. If callers used x itself instead of the copy, x would have
-    two gradients, which another kernel would have to add.
+    It is a copy because a custom op cannot return its input. Use it instead of x: otherwise x has
+    two gradients, which another kernel must add.
     """
     total, normed = (torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in range(2))
     rows, width = normed.numel() // normed.shape[-1], normed.shape[-1]
@@ -231,7 +232,7 @@ def _norm_tile(width: int) -> tuple[int, int, Config]:
 
 
 def add_rms_norm_backward(
-    d_total: Tensor | None, d_normed: Tensor | None, x: AddNorm, total: Tensor
+    d_total: Tensor | None, d_normed: Tensor | None, x: AddRMSNormInputs, total: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of x, equal to delta's, and of weight."""
     if d_normed is None:
@@ -252,7 +253,7 @@ def add_rms_norm_backward(
 
 triton_add_rms_norm = register(
     "nsa::triton_add_rms_norm",
-    AddNorm,
+    AddRMSNormInputs,
     add_rms_norm_forward,
     fake=lambda x: (x.x.new_empty(x.x.shape), x.x.new_empty(x.x.shape)),
     outputs=2,
@@ -261,7 +262,7 @@ triton_add_rms_norm = register(
         inputs=3,
         outputs=2,
         saved=slice(1),
-        result_of=(0, 0, 1),
+        result_of=(0, 0, 1),  # x and delta share a gradient
         zeros=False,
         unread=2,
     ),
@@ -288,8 +289,8 @@ def cross_entropy_kernel(
                 zeros = tl.zeros([COLUMNS], logits.dtype.element_ty)
                 tl.store(logits + first + i, zeros, mask=first + i < vocabulary)
     else:
-        # Read before the second pass overwrites it. A label outside the vocabulary gives NaN: an
-        # error would have to wait for the device.
+        # Read the label's logit before the second pass overwrites it. An unknown label gives NaN,
+        # because the host would have to wait to raise an error.
         known = (label >= 0) & (label < vocabulary)
         at_label = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
         m = -3.4e38  # finite, so that m - m is 0 where all logits so far are -inf

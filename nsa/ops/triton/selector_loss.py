@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import SelectorInputs
+from nsa.ops.inputs import SelectorLossInputs
 from nsa.ops.triton.common import (
     LOG2E,
     Constants,
@@ -339,8 +339,8 @@ def queries_kernel(
     store_rows(dq, at, C.KEY, total, C.KEY, C.KEY_P, valid)
 
 
-def selector_loss_forward(x: SelectorInputs) -> tuple[Tensor, ...]:
-    """The outputs in the order of `SelectorInputs.empty_outputs`."""
+def selector_loss_forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
+    """The outputs in the order of `SelectorLossInputs.empty_outputs`."""
     _, target, dp, by_head = x.empty_outputs()
     batch, groups, count, blocks = target.shape
     losses = target.new_empty(batch, groups, count)
@@ -375,7 +375,7 @@ def selector_loss_forward(x: SelectorInputs) -> tuple[Tensor, ...]:
 
 
 def selector_loss_backward(
-    dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor
+    dloss: Tensor, x: SelectorLossInputs, dp: Tensor, by_head: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of k_cmp and q_cmp, empty without q_cmp; the same from run to run."""
     dk = torch.empty_like(x.k_cmp, memory_format=torch.contiguous_format)
@@ -402,7 +402,7 @@ def selector_loss_backward(
     return dk, dq
 
 
-def _tile(x: SelectorInputs, q: Tensor) -> tuple[Constants, Config]:
+def _tile(x: SelectorLossInputs, q: Tensor) -> tuple[Constants, Config]:
     """The constants of mass_kernel for these queries, and a config."""
     constants = constants_of(q, x.k_cmp, spec=x.spec, TOP=0)
     config = choose_config("selector", constants.padded, q)
@@ -414,9 +414,9 @@ def _tile(x: SelectorInputs, q: Tensor) -> tuple[Constants, Config]:
 
 triton_selector_loss = register(
     "nsa::triton_selector_loss",
-    SelectorInputs,
+    SelectorLossInputs,
     selector_loss_forward,
-    SelectorInputs.empty_outputs,
+    SelectorLossInputs.empty_outputs,
     outputs=4,
     gradient=Gradient(selector_loss_backward, inputs=2, outputs=1, saved=slice(2, 4)),
 )
