@@ -98,6 +98,7 @@ def test_a_mixture_reports_where_it_first_repeats_and_its_mean_bytes_per_token()
     samples = Samples(stores, fractions=[0.75, 0.25], seq_len=4, seed=0)
     assert samples.bytes_per_token == 0.75 * 4 + 0.25 * 2
     order = [samples.locate(position)[0].name for position in range(20)]
+    assert order.count("b") == 5
     last = [at for at, name in enumerate(order) if name == "b"][3]  # "b" has three samples
     assert samples.available(last) == (last, None)
     assert samples.available(last + 1) == (last, "b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_dataset
+from nsa.data.dataset import OpenedSource, open_dataset
 from nsa.data.hub import Hub
 from nsa.data.source import DataError
 from tests.data.hub_server import REPO, serving
+from tests.data.texts import configure, write_lines
 from tests.ranks import ROOT, free_port, spawn_ranks
 
 FIXES = ("nsa data prepare", "--set data.source=embedded", "HF_HUB_OFFLINE=1")
@@ -149,29 +152,31 @@ def test_broken_empty_and_slow_files_of_a_hub(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_complete(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files on the hub change between the two runs that write it."""
-    write(tmp_path / "first", "parquet", *[2_000] * 3)
+    texts = write(tmp_path / "first", "parquet", *[2_000] * 3)
     write(tmp_path / "second", "parquet", 1)
+    job = {"name": f"hf:{REPO}", "folder": str(tmp_path / "parts"), "timeout": 120}
 
-    def job(samples: int, folder: str) -> dict[str, Any]:
-        settings = {"folder": str(tmp_path / folder), "samples": samples, "timeout": 120}
-        return settings | {"name": f"hf:{REPO}"}
-
-    def run(hub: str, *jobs: dict[str, Any]) -> list[Any]:
-        return results_of("tokenise", tmp_path / "home", *jobs, HF_ENDPOINT=hub)
+    def run(hub: str, samples: int) -> dict[str, Any]:
+        jobs = [job | {"samples": samples}]
+        (result,) = results_of("tokenise", tmp_path / "home", *jobs, HF_ENDPOINT=hub)
+        return result
 
     with serving(tmp_path / "first") as server:
-        complete, part = run(server.address, job(5_000, "complete"), job(100, "parts"))
+        part = run(server.address, 100)
         (index,) = (tmp_path / "parts").glob("*/index.json")
         assert not json.loads(index.read_text())["finished"]
         server.versions["c" * 40] = tmp_path / "second"
-        (rest,) = run(server.address, job(5_000, "parts"))
-    assert part["rows"] == complete["rows"][:100]
-    assert rest["rows"] == complete["rows"]
-    assert {each["fingerprint"] for each in (complete, part, rest)} == {complete["fingerprint"]}
-    assert run(f"http://127.0.0.1:{free_port()}", job(5_000, "parts")) == [rest]
+        rest = run(server.address, 5_000)
+    monkeypatch.setattr(OpenedSource, "is_small", False)
+    source = write_lines(tmp_path / "a.jsonl", [text.encode() for text in texts])
+    with closing(TokenCache(open_dataset(configure(source)), tmp_path / "local")) as cache:
+        order = cache.open_samples("train", 1).batch(range(5_000)).input_ids.tolist()
+    assert (part["rows"], rest["rows"]) == (order[:100], order)
+    assert part["fingerprint"] == rest["fingerprint"]
+    assert run(f"http://127.0.0.1:{free_port()}", 5_000) == rest
 
 
 @pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -90,6 +90,7 @@ def sft_trainer(tokenizer: Any, folder: Path, **settings: Any) -> Any:
 
 
 # TRL's default, gradient checkpointing, has a new name in transformers.
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_trl_trains_a_model_on_padded_texts(tokenizer: Any, tmp_path: Path) -> None:
     """On packed ones the script of docs/guides/frameworks.md does."""
