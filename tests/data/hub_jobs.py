@@ -19,19 +19,17 @@ from nsa.data.hub import Hub, hub_url, probe
 
 
 def read(job: dict[str, Any]) -> dict[str, Any]:
-    """Read `count` documents of a source, from a cursor; or only probe the hub."""
-    texts, state, error = list[str](), None, None
+    """Read the documents of a source; or only probe the hub."""
+    texts, error = list[str](), None
     try:
         if "what" in job:
             probe(job["what"], hub_url() + "/")
         else:
-            documents = Hub(DataConfig(**job["config"]), job["name"]).read(job.get("state"))
-            while len(texts) < job.get("count", 1e9) and (pair := next(documents, None)):
-                texts.append(pair[0].text.decode())
-                state = pair[1]
+            for document, _ in Hub(DataConfig(**job["config"]), job["name"]).read():
+                texts.append(document.text.decode())
     except ValueError as refused:
         error = str(refused)
-    return {"texts": texts, "state": state, "error": error}
+    return {"texts": texts, "error": error}
 
 
 def resume(job: dict[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ CONFIGS |= {
     "odd, mlp, cmp+win": tiny(sparse(ODD, compressor="mlp", branches="cmp+win"), heads=8),
 }
 FULL_CONFIGS = {name for name in CONFIGS if "+" in name and "odd" not in name} - {"sel+win"}
+FULL_CONFIGS |= {"mean, imported", "M7C's pattern, G=6", "odd, pool"}
 SOME_CONFIGS = [
     pytest.param(name, marks=[pytest.mark.full] * (name in FULL_CONFIGS)) for name in CONFIGS
 ]

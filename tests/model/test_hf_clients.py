@@ -102,6 +102,7 @@ def test_trl_trains_a_model_on_padded_texts(tokenizer: Any, tmp_path: Path) -> N
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_documents_that_trl_packs_do_not_see_each_other(tokenizer: Any, tmp_path: Path) -> None:
     trainer = sft_trainer(tokenizer, tmp_path, packing=True)

@@ -29,7 +29,7 @@ CASES = {  # config: checkpointing mode, kind of attention
     "zero2_pcie": "reentrant:dense",
     "zero3": "none:dense",
 }
-FULL = ("zero0_debug", "zero1_bf16acc", "zero2_pcie")
+FULL = ("zero0_debug", "zero1_bf16acc", "zero2_pcie", "zero3")
 PARAMS = [
     pytest.param(name, marks=pytest.mark.full) if name in FULL else pytest.param(name)
     for name in CASES
