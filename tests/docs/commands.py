@@ -36,7 +36,7 @@ NOT_RUN = {
     "git": "needs the network",
     "cd": "has no effect on the commands after it",
     "pip": "installs packages; tests/launch/test_setup.py tests that",
-    "uv": "installs packages; tests/launch/test_constraints.py tests that",
+    "uv": "installs packages; tests/launch/test_repository.py tests that",
     "source": "changes the current shell",
     "lm_eval": "is an optional extra; tests/evaluate/test_lm_eval.py runs its tasks",
     "sbatch": "needs Slurm; tests/launch/test_slurm.py runs the script",
@@ -188,7 +188,7 @@ def tensorboard(arguments: list[str]) -> None:
 
 
 def site(arguments: list[str]) -> None:
-    """Check the config file; tests/docs/test_site.py builds the site with it."""
+    """Check the config file; tests/docs/test_pages.py builds the site with it."""
     if arguments[-2:] != ["-f", "docs/site/mkdocs.yml"]:
         raise ValueError("mkdocs takes -f docs/site/mkdocs.yml")
 

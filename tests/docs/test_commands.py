@@ -13,7 +13,7 @@ from tests.docs.pages import FRAMEWORKS, PAGES, Block, blocks, commands, name, p
 from tests.ranks import ROOT
 
 # A block in another language would not be checked.
-LANGUAGES = {"bash", "python", "text", "yaml", "json", "diff"}  # diff: test_variant.py
+LANGUAGES = {"bash", "python", "text", "yaml", "json", "diff"}  # diff: test_guides.py
 CLIENTS = {"peft", "trl"}  # TRL needs Python 3.11
 SHELL = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
 PYTHON = [

@@ -1,7 +1,7 @@
 """Helpers that run a recipe with a user's flags, on one real rank or two, and read its losses.
 
 No launcher: the fork server starts the ranks, which saves seconds per run. DeepSpeed's launcher is
-used in tests/faults/test_launched.py.
+used in tests/faults/test_node.py.
 """
 
 from __future__ import annotations

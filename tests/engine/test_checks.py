@@ -1,5 +1,8 @@
-"""Checks before step 1: what crashed or hung under DDP (F1, F2 in docs/design/security.md) is
-refused, and a kernel that is wrong on one rank falls back on all."""
+"""Building model and optimizer, and the checks before step 1.
+
+What crashed or hung under DDP (F1, F2 in docs/design/security.md) is refused, and a kernel that is
+wrong on one rank falls back on all.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ import pytest
 import torch
 
 from nsa.engine import checks
-from nsa.engine.build import gradient_check_tokens
+from nsa.engine.build import build_model, gradient_check_tokens, parameter_groups
 from nsa.engine.checks import check_gradients, fall_back, inspect_gradients
+from nsa.model import LanguageModel
 from nsa.model.kernel_check import KernelResult
 from nsa.ops.backend import disable, dispatch
 from tests.engine.gradient_check_ranks import build
 from tests.engine.small import small
+from tests.model.models import tiny
 from tests.ranks import launch_rows
 
 
@@ -116,3 +121,40 @@ def test_a_kernel_that_is_wrong_on_one_rank_falls_back() -> None:
     assert check.status == "warn"
     assert check.detail.startswith(problem)
     assert [name.rpartition(".")[2] for name in chosen] == ["blockwise", "triton"]
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_seed_determines_the_first_weights() -> None:
+    config = small()
+    weight = build_model(config, CPU).embed.weight
+    assert torch.equal(build_model(config, CPU).embed.weight, weight)
+    config.train.seed += 1
+    assert not torch.equal(build_model(config, CPU).embed.weight, weight)
+    assert build_model(config, torch.device("meta")).embed.weight.is_meta
+
+
+def test_matrices_decay_and_norms_and_position_embeddings_do_not() -> None:
+    model = LanguageModel(tiny("mlp"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, others = parameter_groups(model, 0.3)
+    assert (decayed["weight_decay"], decayed["decay"]) == (0.3, 0.3)
+    assert (others["weight_decay"], others["decay"]) == (0.0, 0.0)
+    with_decay, without = ({names[id(p)] for p in x["params"]} for x in (decayed, others))
+    assert with_decay | without == set(names.values())
+    assert {"embed.weight", "blocks.0.attention.q.weight"} <= with_decay
+    assert all("norm" in name or name.endswith((".position", ".bias")) for name in without)
+    assert any("norm" in name for name in without)
+    assert any(name.endswith(".position") for name in without)
+
+
+def test_values_learn_at_a_rate_of_their_own_with_weight_decay() -> None:
+    model = LanguageModel(tiny("index"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    *others, values = parameter_groups(model, 0.3, value_rate=0.5)
+    assert (values["lr_factor"], values["weight_decay"], values["decay"]) == (0.5, 0.3, 0.3)
+    learned = {names[id(parameter)] for parameter in values["params"]}
+    assert learned == {f"blocks.{i}.attention.v.weight" for i in range(model.config.layers)}
+    assert learned | {names[id(p)] for x in others for p in x["params"]} == set(names.values())
+    assert not any("lr_factor" in group for group in others)

@@ -1,12 +1,16 @@
-"""Process group: where ranks listen, what they share of a machine, what they tell each other."""
+"""Process group: where ranks meet and listen, what they share of a machine, what they exchange."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from nsa.engine import process_group
+from nsa.engine.process_group import Ranks, end_process, private_folder, rendezvous_file
 from tests.ranks import free_port, launch, spawn_ranks
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -93,3 +97,124 @@ def test_a_users_script_does_not_wait_for_a_killed_build(tmp_path: Path, free_po
     assert code == 0, process.text("err")
     assert "trained" in process.text("out")
     assert "deepspeed_shm_comm" not in process.text("err")
+
+
+JOIN = """
+import tempfile
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
+tempfile.tempdir = {!r}
+start_ranks(Ranks.from_environment())
+stop_ranks()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def folder_in(tmp_path: Path) -> Path:
+    return tmp_path / f"nsa-{os.getuid()}"
+
+
+def test_each_launcher_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that gets the number of an ended launcher started at another time."""
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    launcher, start, port = rendezvous_file().name.split(".")
+    assert (launcher, port) == (str(os.getppid()), "29500")
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # the machine's first process
+    assert int(rendezvous_file().name.split(".")[1]) < int(start)
+
+
+@pytest.mark.parametrize("kind", ["open to a group", "open to others", "a link", "another user's"])
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = folder_in(tmp_path)
+    folder.mkdir(mode=0o700)
+    if kind == "a link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif kind == "another user's":
+        if os.getuid():
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, 65534, 65534)
+    else:
+        folder.chmod(0o710 if kind == "open to a group" else 0o702)
+    with pytest.raises(ValueError, match=r"only you can enter.*set TMPDIR"):
+        private_folder()
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_ranks_of_one_launcher_meet_at_a_file_and_leave_none(ranks: int, tmp_path: Path) -> None:
+    """A rank alone meets no other."""
+    (program := tmp_path / "join.py").write_text(JOIN.format(str(tmp_path)))
+    started = spawn_ranks(program, ranks=ranks)
+    assert started.codes(90) == [0] * ranks, started.text("err")
+    assert folder_in(tmp_path).exists() == (ranks > 1)
+    if ranks > 1:
+        assert not os.listdir(folder_in(tmp_path))
+        assert folder_in(tmp_path).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("world_size", "environment", "private"),
+    [
+        (2, {"CROSS_RANK": "0"}, True),
+        (1, {}, True),
+        (2, {}, False),  # of srun or mpirun, which may be a process per rank
+        (2, {"CROSS_RANK": "0", "MASTER_ADDR": "node1"}, False),
+        (2, {"CROSS_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, False),  # its ranks may join twice
+    ],
+)
+def test_only_deepspeeds_launcher_on_one_machine_starts_ranks_that_meet_at_a_file(
+    world_size: int, environment: dict[str, str], private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods: list[str | None] = []
+    join = lambda *_, init_method, **__: methods.append(init_method)  # noqa: E731
+    monkeypatch.setattr(process_group.deepspeed, "init_distributed", join)
+    for name in ("CROSS_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"MASTER_ADDR": "127.0.0.1"} | environment).items():
+        monkeypatch.setenv(name, value)
+    process_group._join(Ranks(rank=0, local_rank=0, world_size=world_size), "gloo")
+    assert methods == ["private://" if private else None]
+
+
+def test_a_port_in_use_is_refused_with_the_flag_that_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = "EADDRINUSE, message: Address already in use"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError(problem)
+
+    monkeypatch.setattr(process_group.deepspeed, "init_distributed", refuse)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ValueError, match=r"--master_port 29500: already in use.* --master_port"):
+        process_group._join(Ranks(rank=0, local_rank=0, world_size=2), "gloo")
+    problem = "no route to host"
+    with pytest.raises(dist.DistNetworkError, match=problem):
+        process_group._join(Ranks(rank=0, local_rank=0, world_size=2), "gloo")
+
+
+def test_a_launcher_numbers_the_ranks_and_a_process_without_one_is_the_only_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+    for name, number in zip(names, ("3", "1", "4"), strict=True):
+        monkeypatch.setenv(name, number)
+    assert Ranks.from_environment() == Ranks(rank=3, local_rank=1, world_size=4)
+    for name in names:
+        monkeypatch.delenv(name)
+    assert Ranks.from_environment() == Ranks(rank=0, local_rank=0, world_size=1)
+
+
+def test_a_rank_0_removes_its_file_as_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    (path := tmp_path / "file").touch()
+    monkeypatch.setattr(process_group, "_created", [path])
+    with pytest.raises(SystemExit, match="5"):
+        end_process(5)
+    assert not path.exists()

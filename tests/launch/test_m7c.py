@@ -1,6 +1,6 @@
-"""`launch/m7c.sh`: two ranks wherever it is called, their exit code, and no rank left behind.
+"""Scripts that start a run, `launch/m7c.sh` and `m7c_pcie.sh`, and those that watch one.
 
-And `launch/watch.sh`: the watchdog of this project's own .venv.
+Two ranks wherever it is called, their exit code, and no rank left behind.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import os
 import re
 import signal
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from tests.launch.clone import environment, make_clone, run, start
-from tests.ranks import SET_BY_LAUNCHER, alive
+from tests.ranks import SET_BY_LAUNCHER, alive, free_port
 
 OF_BASH = ("PATH", "PWD", "OLDPWD", "SHLVL", "PS1", "_")  # no library reads them
 OF_DEEPSPEED = ("CROSS_SIZE", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK")
@@ -135,3 +138,87 @@ def test_a_signal_to_the_script_ends_every_rank(real_packages: Path) -> None:
     finally:
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+NOTHING = "pcie: set  nothing"
+
+
+@pytest.mark.parametrize(
+    ("groups", "kernel", "variables", "disabled"),
+    [
+        (["0"], "intel_iommu=on quiet", {}, True),
+        (["0"], "quiet", {"NCCL_P2P_LEVEL": "PHB"}, False),
+        (["0"], "quiet", {"NCCL_P2P_DISABLE": "0"}, False),
+        (["0"], "quiet iommu=pt", {}, False),
+        ([], "quiet", {}, False),  # off
+        (None, "quiet", {}, False),  # the kernel has none
+    ],
+)
+def test_peer_access_is_disabled_where_it_may_hang_and_the_user_has_not_decided(
+    groups: list[str] | None,
+    kernel: str,
+    variables: dict[str, str],
+    disabled: bool,
+    tmp_path: Path,
+) -> None:
+    clone, folder = make_clone(tmp_path), tmp_path / "groups"
+    for name in groups or ():
+        (folder / name).mkdir(parents=True)
+    if groups == []:
+        folder.mkdir()
+    (tmp_path / "cmdline").write_text(f"{kernel}\n")
+    script = clone / "launch/m7c_pcie.sh"
+    text = script.read_text().replace("/sys/kernel/iommu_groups", str(folder))
+    script.write_text(text.replace("/proc/cmdline", str(tmp_path / "cmdline")))
+    (clone / "launch/m7c.sh").write_text('env | grep NCCL_P2P; echo given "$@"\n')
+    for arguments in (("--restart", "3", "--steps", "5"), ("--check",)):
+        process = start(clone, "m7c_pcie.sh", *arguments, **variables)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert err.startswith("pcie: set  NCCL_P2P_DISABLE=1: the IOMMU" if disabled else NOTHING)
+        if arguments == ("--check",):
+            assert out == "", "it starts no run"
+        else:
+            assert ("NCCL_P2P_DISABLE=1" in out) == disabled
+            assert out.endswith("given --restart 3 --steps 5\n")
+
+
+def write_event(run: Path) -> None:
+    if not (run / "tensorboard").exists():
+        with SummaryWriter(str(run / "tensorboard")) as writer:
+            writer.add_scalar("train/loss", 5.67, 1)
+
+
+def test_it_serves_the_runs_of_a_folder_under_their_names(
+    real_packages: Path, tmp_path: Path
+) -> None:
+    script = real_packages / "launch/tensorboard.sh"
+    script.write_text(script.read_text().replace("sleep 5\n", "sleep 0.5\n"))
+    write_event(tmp_path / "runs/mine")
+    port = free_port()
+    process = start(real_packages, "tensorboard.sh", str(tmp_path / "runs"), "--port", str(port),
+                    "--load_fast=false", "--reload_interval=1", TMPDIR=str(tmp_path))  # fmt: skip
+    try:
+        tags = {}
+        deadline = time.monotonic() + 120
+        while len(tags) < 2 and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.2)
+            try:
+                url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+                with urllib.request.urlopen(url) as page:
+                    tags = json.load(page)
+            except OSError:
+                continue
+            if list(tags) == ["mine"]:  # a run that starts while the server runs
+                write_event(tmp_path / "runs/sweep/other")
+        assert sorted(tags) == ["mine", "sweep/other"], process.poll()
+        assert list(tags["mine"]) == ["train/loss"]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_missing_folder_is_reported_before_anything_starts(installed_clone: Path) -> None:
+    call = run(installed_clone, "tensorboard.sh", "nowhere", "--port", "1")
+    assert call.returncode == 2
+    assert call.stderr == "tensorboard: nowhere: no such folder\n"

@@ -1,8 +1,12 @@
-"""The scripts of docs/guides/frameworks.md, run by the frameworks themselves."""
+"""Guides: scripts that frameworks run, and the attention variant, whose diffs apply."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 
 from tests.docs.pages import FRAMEWORKS, blocks
 from tests.engine.runs import LIMIT
-from tests.ranks import launch, spawn_ranks
+from tests.ranks import ROOT, launch, spawn_ranks
 
 SCRIPTS = {}  # name: (text, what it prints)
 for _block in blocks(FRAMEWORKS):
@@ -81,3 +85,33 @@ def test_trl_trains_and_its_model_imports(folder: Path) -> None:
     assert len(losses) == 10
     assert losses[-1] < losses[0]
     assert (folder / "sft/last/model.safetensors").is_file()
+
+
+PAGE = ROOT / "docs/guides/attention-variant.md"
+
+
+def test_the_diffs_of_the_guide_apply_and_their_tests_pass(tmp_path: Path) -> None:
+    for name in ("nsa", "tests"):
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=unwanted)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for block in blocks(PAGE):
+        if block.language == "diff":
+            apply = ["git", "apply", "-"]
+            done = subprocess.run(apply, cwd=tmp_path, input=block.text, text=True,
+                                  capture_output=True)  # fmt: skip
+            assert done.returncode == 0, f"line {block.line}: {done.stderr}"
+    ruff = [sys.executable, "-m", "ruff"]
+    for check in (["check"], ["format", "--check"]):
+        lint = subprocess.run([*ruff, *check, "nsa/model", "tests/model"], cwd=tmp_path,
+                              capture_output=True, text=True)  # fmt: skip
+        assert lint.returncode == 0, lint.stdout
+    files = ["tests/model/test_weighted.py", "tests/model/test_config.py"]
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert tests.returncode == 0, tests.stdout[-3_000:] + tests.stderr

@@ -1,4 +1,7 @@
-"""From a dense model to a sparse one: the selector's steps, and the switch."""
+"""Phases: dense attention first, a selector alone first, a run that starts from another's weights.
+
+Each resumes bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from safetensors.torch import save_file
 
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
+from nsa.engine.config import RunConfig, resolve_config
 from nsa.engine.load_run import load_run
+from nsa.engine.loop import executed_flops
 from nsa.monitor.artifacts import read_table
+from tests.engine import known_peak
 from tests.engine.runs import (
     TINY,
     cut_back,
@@ -30,10 +36,88 @@ from tests.engine.runs import (
 )
 from tests.model.models import build, flop_counter, tiny, tokens
 
+DENSE = [*TINY, "--set=data.seq_len=256", "--profile=demo", "--steps=5"]
+DENSE += ["--set=train.dense_steps=2", "--set=attention.spec.select_top=6"]
+DENSE += ["--set=checkpoint.every=1", "--set=checkpoint.keep=9"]
+DENSE += ["--set=monitor.log_every=1", "--set=train.eval_every=2"]
+MATRIX = {"0_debug": (), "1_pcie": (), "1_bf16acc": (), "2_overlap": (), "3": ()}
+FLOATS = {"0_debug": "fp32", "1_pcie": "fp32"}
+
+
+def train(folder: Path, run: str, zero: str, ranks: int, *flags: str) -> dict[int, float]:
+    """Train, and return the losses; the log says when attention is dense."""
+    start, flags = on_one_rank if ranks == 1 else on_two_ranks, (ds_config(f"zero{zero}"), *flags)
+    log = succeed(start(known_peak.__file__, f"--run-dir={run}", *flags, folder=folder))
+    assert "attention is dense in the first 2 of 5 steps" in log
+    if "--resume" not in flags:
+        assert "step 2: attention is sparse from here on" in log
+        selection = read_table(folder / run / "selection.csv").rows
+        assert {row["step"] for row in selection} == {3, 4, 5}
+    return losses(folder / run)
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "ranks"),
+    [
+        ("2_pcie", "bf16", 1),
+        *(pytest.param(zero, "bf16", 2, marks=pytest.mark.full) for zero in MATRIX),
+        *(pytest.param(zero, x, 2, marks=pytest.mark.full) for zero, x in FLOATS.items()),
+    ],
+)
+def test_attention_is_dense_first_then_sparse_and_the_run_resumes(
+    zero: str, precision: str, ranks: int, tmp_path: Path
+) -> None:
+    """Resumed before the switch and at it, the run has the same bits."""
+    expected = train(tmp_path, "run", zero, ranks, *DENSE, f"--set=train.precision={precision}")
+    cut_back(tmp_path / "run", 1, tmp_path / "cut")
+    for until in (["--until=2"], []):
+        resumed = train(tmp_path, "cut", zero, ranks, "--resume", *until)
+    assert resumed == expected
+    config = resolve_config(RunConfig(), tmp_path / "run/config.yaml")
+    for run, first_steps in (("run", {1}), ("cut", {1, 2, 3})):  # of a process: warm-up
+        rows = [row for row in read_metrics(tmp_path / run) if row["mfu"] is not None]
+        assert {row["step"] for row in rows} == set(range(1, 6)) - first_steps
+        for row in rows:
+            of_a_rank = executed_flops(config, row["step"] - 1) / (ranks * known_peak.PEAK)
+            assert row["mfu"] / row["tokens_per_s"] == pytest.approx(of_a_rank, rel=1e-3)
+    last, again = (weights(tmp_path / run, 5) for run in ("run", "cut"))
+    assert all(torch.equal(again[name], last[name]) for name in last)
+    start, before = (weights(tmp_path / "run", step) for step in (1, 2))
+    learned = [name for name in before if ".index." in name]
+    assert learned
+    assert not any(torch.equal(before[name], start[name]) for name in learned if "q.w" in name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "attention", "half_dense"),
+    [
+        ("m7c", ("sel", "pool", 1.0), True),
+        ("m7c_paper", ("cmp+sel+win", "mlp", 0.0), False),
+        ("m7c_classic", ("cmp+sel+win", "mean", 0.0), False),
+    ],
+)
+def test_recipes_begin_dense_where_a_loss_trains_the_selection(
+    recipe: str, attention: tuple[str, str, float], half_dense: bool
+) -> None:
+    for profile, steps in (("production", 50_000), ("demo", 300)):
+        config = load_profile(recipe, profile).resolved()
+        config.validate()
+        model = config.model.attention
+        assert (model.branches, model.compressor, model.selector_loss) == attention
+        assert config.train.steps == steps
+        assert config.train.dense_steps == (steps // 2 if half_dense else 0)
+        assert config.train.value_rate == (0.5 if half_dense else 1.0)
+        assert config.selects_all_note() is None
+
+
 LONG = ["--set=data.seq_len=256"]  # so long that a query cannot select all of its blocks
-STEPS = ["--steps=4", "--set=train.selector_steps=2", "--set=checkpoint.every=1"]
-STEPS += ["--set=checkpoint.keep=9", "--set=monitor.log_every=1", "--set=train.eval_every=2"]
-STEPS += ["--set=train.eval_samples=8", TINY[-1]]
+SELECTOR = ["--steps=4", "--set=train.selector_steps=2", "--set=checkpoint.every=1"]
+SELECTOR += [
+    "--set=checkpoint.keep=9",
+    "--set=monitor.log_every=1",
+    "--set=train.eval_every=2",
+]
+SELECTOR += ["--set=train.eval_samples=8", TINY[-1]]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +149,7 @@ def test_the_index_learns_first_and_then_all_weights(
     Not with stage 0: DeepSpeed initializes its optimizer there by a step that decays all weights.
     """
     sparsify = partial(on_one_rank if ranks == 1 else on_two_ranks, "sparsify.py", folder=tmp_path)
-    flags = ["--profile=demo", f"--set=train.start_from={start}", *STEPS, ds_config(zero)]
+    flags = ["--profile=demo", f"--set=train.start_from={start}", *SELECTOR, ds_config(zero)]
     log = succeed(sparsify(*flags, "--run-dir=run"))
     assert "attention is dense in the first 2 of 4 steps, in which only the index learns" in log
     assert "step 2: attention is sparse from here on" in log
@@ -162,3 +246,36 @@ def test_a_converted_models_speed_is_not_judged_by_a_limit_of_the_recipes_own(pr
     """Its size is that of train.start_from: a real model on a CPU is slower than the demo."""
     assert load_profile("m7c", profile).monitor.ladder.min_tokens_per_s > 0
     assert load_profile("sparsify", profile).monitor.ladder.min_tokens_per_s == 0
+
+
+SMALL = [*TINY[:3], *TINY[4:6], "--set=train.eval_every=0", "--set=train.eval_samples=2"]
+SMALL += ["--set=train.warmup_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of twelve steps on short sequences."""
+    folder = tmp_path_factory.mktemp("short")
+    flags = ["--profile=demo_short", "--steps=12", "--set=data.seq_len=64", "--run-dir=short"]
+    succeed(on_one_rank("m7c_32k.py", *SMALL, *flags, folder=folder))
+    return folder / "short"
+
+
+def test_the_32k_recipe_continues_its_short_run_on_four_times_the_tokens(
+    short: Path, tmp_path: Path
+) -> None:
+    start = [f"--set=train.start_from={short}", "--set=data.seq_len=256", "--run-dir=long"]
+    run = on_two_ranks("m7c_32k.py", *SMALL, "--steps=2", *start, folder=tmp_path)
+    assert f"initial weights: {short}/checkpoints/step00000012" in succeed(run)
+    short_run, long_run = (read_metrics(folder) for folder in (short, tmp_path / "long"))
+    assert long_run[0]["tokens"] == 2 * 2 * 256
+    assert long_run[0]["loss"] < short_run[0]["loss"] - 0.2
+
+
+def test_weights_of_another_model_are_refused_with_the_fix(short: Path, tmp_path: Path) -> None:
+    flags = [*SMALL, "--profile=demo_short", f"--set=train.start_from={short}", "--run-dir=run"]
+    run = on_one_rank("m7c_32k.py", *flags, "--set=model.layers=3", folder=tmp_path)
+    line = refused(run)
+    assert "blocks.2." in line
+    assert "set model.*" in line
+    assert not (tmp_path / "run").exists()
