@@ -29,9 +29,6 @@ def layout_of(stage: int) -> str:
     return "1 or 2" if stage in (1, 2) else str(stage)
 
 
-LAYOUTS = [layout_of(stage) for stage in range(4)]
-
-
 @dataclass(frozen=True)
 class Topology:
     """The properties of a run that must be equal for DeepSpeed to load its checkpoints."""
@@ -74,7 +71,7 @@ def read_state_file(checkpoint: Path) -> Checkpoint:
     if not (
         matches(content.get("state"), dict)
         and matches(saved, {"layout": str, "precision": str, "ranks": (int, str)})
-        and saved["layout"] in LAYOUTS
+        and saved["layout"] in map(layout_of, range(4))
         and saved["precision"] in DTYPES
         and (saved["ranks"] == ANY_RANKS or saved["ranks"] in range(1, MAX_RANKS + 1))
         and (tokenizer is None or matches(tokenizer, {"name": str, "fingerprint": str}))

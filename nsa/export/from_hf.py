@@ -15,10 +15,8 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights
-from nsa.data.tokenizer import ORIGIN
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import read_config
-from nsa.export.hf_tokenizer import TOKENIZER_FILES
 from nsa.model.config import ROPE_TYPES, AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
 from nsa.text import type_and_message
@@ -77,10 +75,6 @@ class SourceModel:
         if self.is_llama:
             weights = rename_llama_weights(weights, self.folder, self.config.model.tied_head)
         return weights
-
-    def tokenizer_files(self) -> list[Path]:
-        names = (*TOKENIZER_FILES, ORIGIN)
-        return [self.folder / name for name in names if (self.folder / name).is_file()]
 
     @property
     def has_tokenizer(self) -> bool:

@@ -43,8 +43,8 @@ BYTE_SPECIALS = {
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:
-    """Copy an imported model's tokenizer and generation settings; JSON settings are checked."""
-    for file in files:
+    """Copy the files that exist of a model's tokenizer and generation; check JSON settings."""
+    for file in filter(Path.is_file, files):
         if not file.name.endswith("_config.json"):
             shutil.copyfile(file, folder / file.name)
             continue

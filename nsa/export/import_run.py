@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from nsa.data.tokenizer import ByteTokenizer, name_in_errors
+from nsa.data.tokenizer import ORIGIN, ByteTokenizer, name_in_errors
 from nsa.engine.config import RunConfig, resolve_config, to_yaml
 from nsa.engine.load_run import model_with
 from nsa.export.from_hf import SourceModel, read_model
-from nsa.export.hf_tokenizer import copy_files
+from nsa.export.hf_tokenizer import TOKENIZER_FILES, copy_files
 from nsa.export.origin import write_origin
 from nsa.export.to_hf import output_folder, write_weights
 from nsa.model.config import IMPORTED, AttentionConfig
@@ -44,7 +44,7 @@ def import_run(args: argparse.Namespace) -> int:
                 raise ValueError(
                     f"{args.source}: weight {name} has infinite or NaN elements; copy it again"
                 )
-        copy_files(source.tokenizer_files(), draft)
+        copy_files((source.folder / name for name in (*TOKENIZER_FILES, ORIGIN)), draft)
         write_weights(dict(model.state_dict()), draft)
         if source.hf_config is not None:
             write_origin(args.source, source.hf_config, draft)
