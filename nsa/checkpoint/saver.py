@@ -133,9 +133,9 @@ class Saver:
             if self._rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
             complete = complete_by_size(self.folder)
-            rest = f"{complete[0].name} is still good" if complete else "there is no earlier one"
+            earlier = f"{complete[0].name} is still good" if complete else "there is no earlier one"
             name = checkpoint_name(step)
-            raise SaveFailed(f"{name} was not saved: {error}; {rest}") from error
+            raise SaveFailed(f"{name} was not saved: {error}; {earlier}") from error
 
     def _write(self, draft: Path, files: dict[str, Any]) -> None:
         """Write this rank's files and its part of the manifest."""

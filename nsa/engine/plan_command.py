@@ -210,8 +210,8 @@ def _lines(
     memory, sent = step.memory, step.traffic.bytes_per_step
     flops = flops_with_recomputation(model, batch, model.config.attention.kind)
     reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
-    limited = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
-    by_host = ", limited by the host that starts kernels" if limited else ""
+    host_bound = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
+    by_host = ", limited by the host that starts kernels" if host_bound else ""
     dense = f"  {'tokens/s, dense':<18}{step.tokens / step.dense_seconds:>10,.0f}"
     dense += f"  in the first {step.dense_steps:,} steps"
     return [

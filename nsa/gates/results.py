@@ -97,12 +97,12 @@ class GateResult:
         return [criterion for criterion in self.criteria if criterion.ok is False]
 
     @property
-    def short(self) -> bool:
+    def of_short_run(self) -> bool:
         """Whether it ended a run in which some criteria of `production` cannot be measured."""
         return self.gate == "production" and self.step < SHORT_RUN
 
     @property
-    def count(self) -> str:
+    def count_text(self) -> str:
         failed, unmeasured = len(self.failed), [x.ok for x in self.criteria].count(None)
         count = f"{len(self.criteria) - failed - unmeasured} criteria met"
         count += f", {failed} failed" if failed else ""
@@ -111,9 +111,9 @@ class GateResult:
     @property
     def summary(self) -> str:
         """One line for the console: the decision and what failed."""
-        gate, count = f"go/no-go gate {self.gate} at step {self.step:,}", self.count
+        gate, count = f"go/no-go gate {self.gate} at step {self.step:,}", self.count_text
         if self.go:
-            return f"{gate}: Go{f' for {self.step:,} steps' if self.short else ''} ({count})"
+            return f"{gate}: Go{f' for {self.step:,} steps' if self.of_short_run else ''} ({count})"
         reasons = []
         for failed in self.failed:
             value = "" if failed.value is None else f" {failed.value:.4g}"

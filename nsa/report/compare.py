@@ -91,7 +91,7 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
     last_gate = "-"
     if run.gates:
         gate = run.gates[-1]
-        name = f"{gate.step:,} steps" if gate.short else gate.gate
+        name = f"{gate.step:,} steps" if gate.of_short_run else gate.gate
         last_gate = f"{name} {'Go' if gate.go else 'No-Go'}"
     return (
         label,

@@ -191,7 +191,9 @@ def _decision(gates: Sequence[GateResult]) -> str:
     if failed:
         return f"No-Go at {', '.join(failed)}"
     last = gates[-1]
-    return f"Go for {last.step:,} steps, {last.count}" if last.short else f"Go at {last.gate}"
+    if last.of_short_run:
+        return f"Go for {last.step:,} steps, {last.count_text}"
+    return f"Go at {last.gate}"
 
 
 def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
