@@ -225,32 +225,25 @@ def test_a_run_that_began_densely_can_be_continued(llama_folder: Path, tmp_path:
     assert (train["dense_steps"], train["steps"]) == (0, 30)
 
 
+HALF_ROTARY = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+ONLY = "this model supports only"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type = 'gpt2': has learned positions"),
         ({"model_type": "olmo2"}, "model_type = 'olmo2': has norms after attention"),
         ({"model_type": "bloom"}, "model_type = 'bloom': must be one"),
-        ({"attention_bias": True}, "attention_bias = True: this model supports only False"),
-        ({"mlp_bias": True}, "mlp_bias = True: this model supports only False"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1: this model supports only 0"),
-        (
-            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor = 0.5: this model supports only 1",
-        ),
-        (
-            {"model_type": "mistral", "sliding_window": 511},
-            "sliding_window = 511: this model supports only None, or 512 and more",
-        ),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model supports only 'silu'"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type = 'dynamic': this model supports only one of default, linear, llama3, yarn",
-        ),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config = {'quant_method': 'fp8'}",
-        ),
+        ({"attention_bias": True}, f"attention_bias = True: {ONLY} False"),
+        ({"mlp_bias": True}, f"mlp_bias = True: {ONLY} False"),
+        ({"attention_dropout": 0.1}, f"attention_dropout = 0.1: {ONLY} 0"),
+        ({"rope_parameters": HALF_ROTARY}, f"partial_rotary_factor = 0.5: {ONLY} 1"),
+        ({"model_type": "mistral", "sliding_window": 511}, f"= 511: {ONLY} None, or 512 and more"),
+        ({"hidden_act": "gelu"}, f"hidden_act = 'gelu': {ONLY} 'silu'"),
+        ({"rope_parameters": DYNAMIC}, f"'dynamic': {ONLY} one of default, linear, llama3, yarn"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "_config = {'quant_method': 'fp8'}"),
     ],
 )
 def test_an_unsupported_model_is_refused_by_what_differs(
