@@ -1,11 +1,10 @@
-"""Hugging Face model with clients written elsewhere: TRL, PEFT, torch.compile, the Auto classes."""
+"""Hugging Face model with clients written elsewhere: PEFT, torch.compile, the Auto classes."""
 
 from __future__ import annotations
 
 import copy
 import io
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from nsa.data.tokenizer import ByteTokenizer
-from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.model.hf import NSAForCausalLM, NSAModel
 from nsa.model.hf_config import NSAConfig
 from tests.model.models import build, tiny, tokens
@@ -45,78 +42,8 @@ OLD_EXPORT: dict[str, Any] = {
 }
 
 
-def trl() -> Any:
-    return pytest.importorskip("trl", reason="needs TRL: pip install -e '.[eval]' on Python 3.11")
-
-
 def peft() -> Any:
     return pytest.importorskip("peft", reason="needs PEFT: pip install -e '.[eval]'")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(ByteTokenizer(), folder, 96)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def sft_trainer(tokenizer: Any, folder: Path, **settings: Any) -> Any:
-    """TRL's trainer with its own defaults, on 40 short texts."""
-    library = trl()
-    from datasets import Dataset
-
-    texts = [f"def f{i}(x):\n    return x + {i}" * (1 + i % 2) for i in range(40)]
-    torch.manual_seed(0)
-    config = tiny(vocab_size=len(tokenizer))
-    return library.SFTTrainer(
-        AutoModelForCausalLM.from_config(NSAConfig.of(config)),
-        args=library.SFTConfig(
-            str(folder),
-            max_steps=10,
-            max_length=96,
-            per_device_train_batch_size=4,
-            learning_rate=1e-2,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            **settings,
-        ),
-        train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer,
-    )
-
-
-# TRL's default, gradient checkpointing, has a new name in transformers.
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_trl_trains_a_model_on_padded_texts(tokenizer: Any, tmp_path: Path) -> None:
-    """On packed ones the script of docs/guides/frameworks.md does."""
-    trainer = sft_trainer(tokenizer, tmp_path)
-    trainer.train()
-    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
-    assert len(losses) == 10
-    assert losses[0] == pytest.approx(5.56, abs=0.2)  # ln 259
-    assert losses[-1] < losses[0] - 0.5
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_documents_that_trl_packs_do_not_see_each_other(tokenizer: Any, tmp_path: Path) -> None:
-    trainer = sft_trainer(tokenizer, tmp_path, packing=True)
-    batch = next(iter(trainer.get_train_dataloader()))
-    model = trainer.model.double().eval()
-    torch.nn.init.normal_(model.model.embed.weight)  # so that a token of another document matters
-    ids, offsets = batch["input_ids"], batch["cu_seq_lens_q"].tolist()
-    assert len(offsets) > 4
-    packed = model.base_model(**batch).last_hidden_state[0]
-    for name in ("position_ids", "cu_seq_lens_q"):  # either is enough
-        assert torch.equal(model.base_model(ids, **{name: batch[name]})[0][0], packed)
-    for start, stop in pairwise(offsets):
-        alone = model.base_model(ids[:, start:stop]).last_hidden_state[0]
-        torch.testing.assert_close(packed[start:stop], alone)
 
 
 @pytest.mark.parametrize(
