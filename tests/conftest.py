@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,6 +91,24 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return error
 
     return call
+
+
+@pytest.fixture(scope="session")
+def counted_once() -> Iterator[None]:
+    """Plans of all cards and flags count the same few models, which takes half a second each."""
+    from nsa.planner import activations
+
+    counted: dict[str, Any] = {}
+    count_layers = activations.count_layers
+
+    def count(*arguments: Any) -> Any:
+        key = repr(arguments)
+        if key not in counted:
+            counted[key] = count_layers(*arguments)
+        return counted[key]
+
+    with mock.patch.object(activations, "count_layers", count):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,6 +12,7 @@ from tests.docs.commands import check
 from tests.docs.pages import FRAMEWORKS, PAGES, Block, blocks, commands, name, prose
 from tests.ranks import ROOT
 
+pytestmark = pytest.mark.usefixtures("counted_once")
 # A block in another language would not be checked.
 LANGUAGES = {"bash", "python", "text", "yaml", "json", "diff"}  # diff: test_guides.py
 CLIENTS = {"peft", "trl"}  # TRL needs Python 3.11

@@ -23,6 +23,7 @@ from tests.engine.runs import load_profile
 from tests.engine.small import gpus, small
 
 GB = 1e9
+pytestmark = pytest.mark.usefixtures("counted_once")
 Production = Callable[..., RunRequest]  # the fixture `production`
 
 

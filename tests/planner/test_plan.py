@@ -8,12 +8,10 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -25,7 +23,6 @@ from nsa.gpus import GPUS
 from nsa.model.config import ModelConfig
 from nsa.model.count import flops_per_token, parameter_count
 from nsa.monitor.artifacts import read_table
-from nsa.planner.activations import count_layers
 from nsa.planner.forecast import (
     HOST_SECONDS,
     Hardware,
@@ -43,19 +40,7 @@ SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 A100 = Hardware(flops=312e12, mfu=0.25, link=12e9, memory=80e9)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _each_model_is_counted_once() -> Iterator[None]:
-    """Plans of all cards and flags count the same few models, which takes half a second each."""
-    counted: dict[str, Any] = {}
-
-    def count(*arguments: Any) -> Any:
-        key = repr(arguments)
-        if key not in counted:
-            counted[key] = count_layers(*arguments)
-        return counted[key]
-
-    with mock.patch("nsa.planner.activations.count_layers", count):
-        yield
+pytestmark = pytest.mark.usefixtures("counted_once")
 
 
 def setting_of(row: dict[str, Any]) -> tuple[Model, Zero, BatchShape]:
