@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections import Counter
 from contextlib import closing
@@ -37,7 +36,8 @@ from tests.data.odd_sources import Fails, Lists, Opened
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import documents_of, train_tokenizer, write_lines
 from tests.disks import flip_a_bit, mount, mounted
-from tests.ranks import wait_for
+from tests.fork_server import Forked
+from tests.ranks import ROOT, spawn_ranks, wait_for
 
 HALVES = HeldOut(0.5, by_position=True)
 HELD_OUT = 0.2  # so that every part has validation documents
@@ -70,27 +70,19 @@ def contents(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != LOCK}
 
 
-def command(corpus: Path | str, out: Path, *more: str) -> list[str]:
-    flags = ["--source", str(corpus), "--tokenizer", "byte", "--out", str(out)]
+def start(source: Path, out: Path) -> Forked:
+    """Start `nsa data prepare`, in a process group of its own."""
+    flags = ["--source", str(source), "--tokenizer", "byte", "--out", str(out)]
     flags += ["--held-out", str(HELD_OUT), "--shard-tokens", "10000"]
-    return [sys.executable, "-m", "nsa", "data", "prepare", *flags, *more]
+    arguments = ("data", "prepare", *flags)
+    return spawn_ranks(ROOT / "nsa/__main__.py", *arguments, ranks=0).started[0]
 
 
-def start(corpus: Path, out: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(corpus, out),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_shards(process: subprocess.Popen[str], out: Path, count: int) -> None:
+def wait_for_shards(process: Forked, out: Path, count: int) -> None:
     """Until there are `count` shards, while the process runs."""
 
     def has_shards() -> bool:
-        assert process.poll() is None, process.communicate()
+        assert process.wait(0) is None, process.text("err")
         return len(list(out.glob("*.bin"))) >= count
 
     wait_for(has_shards)
@@ -131,8 +123,8 @@ def test_repeated_kills_do_not_change_the_result(
         wait_for_shards(process, out, count)
         workers = workers_of(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
-        _, output = process.communicate()
-        assert "Traceback" not in output
+        process.wait()
+        assert "Traceback" not in process.text("err")
         assert all(map(ends_soon, workers))
         index = json.loads((out / INDEX).read_text())
         assert not index["finished"]
@@ -141,9 +133,8 @@ def test_repeated_kills_do_not_change_the_result(
             assert kept.setdefault(shard["name"], written) == written  # never rewritten
     assert len(kept) >= 30
     process = start(corpus, out)
-    output, _ = process.communicate()
-    assert process.returncode == 0
-    assert f"{out} is finished" in output
+    assert process.wait() == 0
+    assert f"{out} is finished" in process.text("out")
     assert contents(out) == uninterrupted
 
 
@@ -170,10 +161,9 @@ def test_after_an_interruption_the_same_command_resumes(
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     else:
         os.kill(writer, signal.SIGKILL)
-    _, output = process.communicate()
-    assert process.returncode == code
-    assert re.search(line, output)
-    assert "Traceback" not in output
+    assert process.wait() == code
+    assert re.search(line, process.text("err"))
+    assert "Traceback" not in process.text("err")
     assert ends_soon(writer)
     assert start(corpus, out).wait() == 0
     assert contents(out) == uninterrupted
@@ -184,9 +174,9 @@ def test_after_a_full_disk_the_same_command_resumes(
 ) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as disk:
         process = start(corpus, out := disk / "out")
-        _, output = process.communicate()
-        assert process.returncode == 2
-        (line,) = (line for line in output.splitlines() if line.startswith("nsa: "))
+        assert process.wait() == 2
+        lines = process.text("err").splitlines()
+        (line,) = (line for line in lines if line.startswith("nsa: "))
         assert f"{out}: the disk is full: 20,000 bytes or more are needed" in line
         assert "are free; free some space and run the same command again" in line
         assert not list(out.glob(".*.bin*"))
@@ -239,7 +229,7 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
         prepare(config, out, shard_tokens=10_000)
     process.kill()
     os.kill(writer, signal.SIGCONT)  # it notices the end
-    process.communicate()
+    process.wait()
     for other, shard_tokens, difference in (
         (replace(config, source="embedded"), 10_000, r"source = '.*', not 'embedded'"),
         (replace(config, held_out=0.3), 10_000, r"held_out = 0\.2, not 0\.3"),
@@ -473,9 +463,7 @@ def test_a_closed_writer_leaves_no_process(tmp_path: Path) -> None:
 
 def test_a_writer_that_waits_for_text_ends_with_its_parent(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "slow.jsonl")
-    flags = ["--source", str(tmp_path / "slow.jsonl"), "--tokenizer", "byte"]
-    command = [sys.executable, "-m", "nsa", "data", "prepare", *flags, "--out", "out"]
-    parent = subprocess.Popen(command, cwd=tmp_path)
+    parent = start(tmp_path / "slow.jsonl", tmp_path / "out")
     wait_for(lambda: workers_of(parent.pid) and (tmp_path / "out/index.json").exists())
     workers = workers_of(parent.pid)
     parent.kill()
