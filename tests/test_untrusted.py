@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nsa.text import printable
 from nsa.untrusted import MAX_TEXT_BYTES, parse_json, parse_yaml, read_text
-from tests.evaluate.models import write_model
-from tests.ranks import ROOT, spawn_ranks
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
@@ -89,45 +86,11 @@ def test_control_characters_become_escapes(text: str, expected: str | None) -> N
     assert printable(text) == (text if expected is None else expected)
 
 
-def test_an_error_that_quotes_a_file_is_printable(tmp_path: Path) -> None:
+def test_an_error_that_quotes_a_file_is_printable(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"\x1b]0;owned\x07\nnsa: fine": 1}))
-    check = spawn_ranks(ROOT / "nsa/__main__.py", "check", str(file), ranks=0)
-    assert check.codes(60) == [2]
-    assert check.text("out") == ""
-    assert r"ds.json: \x1b]0;owned\x07\nnsa: fine = 1" in check.text("err")
-    assert "\x1b" not in check.text("err")
-    assert "\nnsa: fine" not in check.text("err")
-
-
-def generate_into(descriptor: int, model: Path) -> None:
-    """Write generated text to one of our pipes or terminals."""
-    flags = ("--prompt=a", "--device=cpu", "--max-new-tokens=150", "--temperature=9", "--seed=3")
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    program = ROOT / "tests/evaluate/generate_into.py"
-    generate = spawn_ranks(program, path, "generate", str(model), *flags, ranks=0)
-    assert generate.codes(60) == [0], generate.text("err")
-    os.close(descriptor)
-
-
-def read_to_end(descriptor: int) -> bytes:
-    data = b""
-    with suppress(OSError):  # a terminal's other end is closed
-        while chunk := os.read(descriptor, 4096):
-            data += chunk
-    os.close(descriptor)
-    return data
-
-
-def test_generated_text_is_exact_in_a_pipe_and_printable_on_a_terminal(tmp_path: Path) -> None:
-    """Any byte is likely from random weights."""
-    model = write_model(tmp_path / "model")
-    reader, pipe = os.pipe()
-    generate_into(pipe, model)
-    controls = {code for code in read_to_end(reader) if code < 32 and code not in b"\n\t"}
-    assert controls, "else this test proves nothing"
-    parent, terminal = pty.openpty()
-    generate_into(terminal, model)
-    shown = read_to_end(parent)
-    assert not {code for code in shown if code < 32 and code not in b"\r\n\t"}
-    assert b"\\x" in shown
+    error = refusal("check", file)  # one line
+    assert r"ds.json: \x1b]0;owned\x07\nnsa: fine = 1" in error
+    assert "\x1b" not in error

@@ -50,7 +50,9 @@ def test_it_prints_the_continuation(run: Path, capsys: pytest.CaptureFixture[str
     prompt = PROMPTS[1] + "\udcff"  # a byte that is no UTF-8, as Python reads it in an argument
     assert main(["generate", str(run), "--prompt", prompt, *flags]) == 0
     sampling = {"max_new_tokens": 30, "temperature": 0.7, "top_p": 0.9, "seed": 4}
-    assert capsys.readouterr().out == expected_texts(run, prompt, **sampling)[0] + "\n"
+    (expected,) = expected_texts(run, prompt, **sampling)
+    assert any(x < " " and x not in "\n\t" for x in expected), "a pipe gets control characters"
+    assert capsys.readouterr().out == expected + "\n"
 
 
 def test_several_prompts_are_one_batch_and_printed_one_after_the_other(
