@@ -21,7 +21,7 @@ from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.export.serve import add_serve_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
-from nsa.system import existing_or_resource, package_version, resource_path
+from nsa.system import existing_or_resource, package_version, resource_path, user_path
 from nsa.text import printable
 from nsa.validation import Parser, positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
@@ -84,7 +84,8 @@ def _parser() -> Parser:
     about = "check this machine before a run"
     doctor = verbs.add_parser("doctor", help=about, description=about)
     add = doctor.add_argument
-    add("--run-dir", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    about = "folder of the runs (default: runs)"
+    add("--run-dir", type=user_path, default=Path("runs"), help=about)
     about = f"parameters of the model (default {_M7C:,}, M7C)"
     add("--parameters", type=int, default=_M7C, help=about)
     about = f"checkpoints that the run keeps (default {_M7C_CHECKPOINTS})"
@@ -145,7 +146,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     positive_flags(args, "parameters", "checkpoints", "ranks")
     checks = node_checks(
-        args.run_dir.expanduser(),
+        args.run_dir,
         parameters=args.parameters,
         checkpoints=args.checkpoints,
         ranks=args.ranks,

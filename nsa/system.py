@@ -46,9 +46,17 @@ def resource_path(name: str) -> Path:
     return next((path for path in candidates if path.exists()), candidates[-1])
 
 
+def user_path(text: str | Path) -> Path:
+    """Return the path with a leading ~ as the home folder: no shell expands it in --to=~/x.
+
+    Of a user that does not exist it stays, where `Path.expanduser` would raise a RuntimeError.
+    """
+    return Path(os.path.expanduser(text))
+
+
 def existing_or_resource(text: str) -> Path:
     """Return the path that a flag names; without a clone, `ds_configs/…` is the installed file."""
-    path, installed = Path(text), resource_path(text)
+    path, installed = user_path(text), resource_path(text)
     shipped = path.parts[:1] in (("recipes",), ("ds_configs",)) and installed.exists()
     return installed if shipped and not path.exists() else path
 

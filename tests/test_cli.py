@@ -95,6 +95,27 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
         assert word in refusal(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("verb", "flags"),
+    [
+        *((verb, "") for verb in ("check", "report", "compare", "eval", "serve", "data check")),
+        ("generate", "--prompt=x"),
+        ("export", "--to=~/out"),
+        ("import", "--to=~/out"),
+    ],
+)
+def test_a_path_may_begin_in_the_home_folder_or_an_unknown_users(
+    verb: str, flags: str, tmp_path: Path, refusal: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path, shown in (("~/run", f"{tmp_path}/run"), ("~nobody-here/run", "~nobody-here/run")):
+        assert shown in refusal(*verb.split(), path, *flags.split())
+    if "--to" in flags:
+        (tmp_path / "out").write_text("")
+        assert f"--to {tmp_path}/out: already exists" in refusal(verb, "~/run", flags)
+
+
 def test_ctrl_c_ends_any_verb_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ from torch import Tensor
 from nsa.checkpoint.commit import MANIFEST, find_problem, newest_valid
 from nsa.checkpoint.state_file import ANY_RANKS, Topology, read_state_file
 from nsa.dtypes import DTYPES
+from nsa.system import user_path
 from nsa.text import printable, type_and_message
 from nsa.untrusted import data_only, open_regular, parse_json, read_text
 
@@ -39,7 +39,7 @@ def find_weights(path: Path) -> Path:
     Warn of damaged checkpoints that are skipped.
     """
     problem: str | None
-    path = Path(os.path.expanduser(path))  # no shell expands a ~ inside of --set
+    path = user_path(path)
     if not path.is_dir():
         problem = "there is no such folder"
     elif has_safetensors(path):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.constants import INTERRUPTED
 from nsa.data.config import ON_ERROR, DataConfig
 from nsa.data.source import SPLITS
+from nsa.system import user_path
 from nsa.text import printable
 from nsa.untrusted import short_repr
 from nsa.validation import positive_flags
@@ -40,7 +40,7 @@ def add_parser(verbs: Any) -> None:
     add("--on-error", choices=ON_ERROR, default=DEFAULT.on_error, help=about)
     add("--text-field", default=DEFAULT.text_field, help="the field that holds a record's text")
     add("--tokenizer", required=True, help="byte, or hf:<name or folder>")
-    add("--out", type=Path, required=True, help="the folder to write")
+    add("--out", type=user_path, required=True, help="the folder to write")
     about = "fraction of the documents for validation only (default 0.05)"
     add("--held-out", type=float, default=DEFAULT.held_out, help=about)
     about = "tokens per file (default 100,000,000)"
@@ -49,7 +49,7 @@ def add_parser(verbs: Any) -> None:
 
     about = "verify every byte of a prepared folder, and print what it holds"
     check = actions.add_parser("check", help=about, description=about)
-    check.add_argument("folder", type=Path, help="a folder that `nsa data prepare` wrote")
+    check.add_argument("folder", type=user_path, help="a folder that `nsa data prepare` wrote")
     check.set_defaults(run=_check, parser=check)
 
 
@@ -58,8 +58,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from nsa.data.writer import prepare
 
     positive_flags(args, "shard_tokens")
-    out = args.out.expanduser()
-    before = find_index(out)
+    out, before = args.out, find_index(args.out)
     try:
         config = DataConfig(**{name: getattr(args, name) for name in SETTINGS})
         index = prepare(config, out, shard_tokens=args.shard_tokens)
@@ -79,8 +78,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from nsa.data.shards import read_index, verify_shards
 
-    folder = args.folder.expanduser()
-    index = read_index(folder)
+    folder, index = args.folder, read_index(args.folder)
     verify_shards(folder, index)
     names = f"source {index.stamp.source}, tokenizer {index.stamp.tokenizer}"
     print(f"{folder}: {printable(names)}; intact")

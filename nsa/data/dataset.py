@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from nsa.data.builtin import embedded, synthetic
@@ -14,6 +13,7 @@ from nsa.data.files import Files, open_files
 from nsa.data.hub import Hub, check_hub_name
 from nsa.data.shards import is_prepared
 from nsa.data.source import HeldOut, Source, is_builtin, is_path
+from nsa.system import user_path
 
 # A source has few documents if it has fewer than FEW_DOCUMENTS, and if a hash would on average hold
 # out fewer than FEW_IN_VALIDATION of them, so perhaps none.
@@ -96,4 +96,4 @@ def open_source(config: DataConfig, name: str) -> Source:
         return synthetic()
     if name == "fineweb_edu" or name.startswith("hf:"):
         return Hub(config, name)
-    return open_files(Path(name).expanduser(), config.text_field, config.pattern, config.on_error)
+    return open_files(user_path(name), config.text_field, config.pattern, config.on_error)

@@ -24,6 +24,7 @@ import numpy as np
 from nsa.atomic_io import atomic_write, atomic_write_text
 from nsa.data.source import Cursor, DataError, Skipped
 from nsa.data.tokenizer import TokenArray
+from nsa.system import user_path
 from nsa.untrusted import matches, open_regular, parse_json, read_text, short_repr
 
 FORMAT, VERSION = "nsa shards", 2
@@ -128,7 +129,7 @@ def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> FileIO:
 def is_prepared(path: str) -> bool:
     """Return whether `nsa data prepare` wrote this folder, finished or not."""
     try:
-        with open_regular(Path(path).expanduser() / INDEX) as file:
+        with open_regular(user_path(path) / INDEX) as file:
             return FORMAT.encode() in file.read(64)  # other programs have an index.json, too
     except OSError:
         return False
@@ -136,7 +137,7 @@ def is_prepared(path: str) -> bool:
 
 def read_index(path: Path | str) -> Index:
     """Read the index of a finished folder, which may begin with ~."""
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     index = find_index(folder)
     if index is None:
         raise DataError(f"{folder}: not a folder that `nsa data prepare` wrote")
@@ -296,7 +297,7 @@ def _size_and_time(file: FileIO) -> tuple[int, int]:
 
 def open_shards(path: str, split: str) -> TokenStore:
     """Open one split of a prepared folder; check sizes, but not checksums."""
-    return TokenStore(Path(path).expanduser(), path, read_index(path), split)
+    return TokenStore(user_path(path), path, read_index(path), split)
 
 
 def verify_shards(folder: Path, index: Index) -> None:

@@ -9,8 +9,9 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from nsa.system import user_path
 
 SPLITS = ("train", "val")
 BUILTIN = ("embedded", "synthetic")
@@ -134,5 +135,5 @@ def absolute_source(source: str | dict[str, float]) -> str | dict[str, float]:
 
 def _absolute(name: str) -> str:
     # What does not exist is refused by the name that the user wrote.
-    path = os.path.expanduser(name)
-    return str(Path(path).absolute()) if is_path(name) and os.path.exists(path) else name
+    path = user_path(name)
+    return str(path.absolute()) if is_path(name) and os.path.exists(path) else name

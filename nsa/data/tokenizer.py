@@ -17,6 +17,7 @@ import numpy.typing as npt
 from nsa.data.config import DataConfig
 from nsa.data.hub import hub_url, probe
 from nsa.data.source import DataError
+from nsa.system import user_path
 from nsa.text import first_line
 from nsa.untrusted import matches, read_object
 
@@ -232,7 +233,7 @@ def load_pretrained(name: str) -> Any:
 
 def tokenizer_folder(name: str) -> Path:
     """Return the folder that data.tokenizer=hf:<folder> names; it may not exist."""
-    return Path(name.removeprefix("hf:").strip()).expanduser()
+    return user_path(name.removeprefix("hf:").strip())
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:

@@ -24,7 +24,7 @@ from nsa.planner.forecast import (
     required,
 )
 from nsa.planner.inputs import BatchShape, Model, Zero
-from nsa.system import existing_or_resource, resource_path
+from nsa.system import existing_or_resource, resource_path, user_path
 
 if TYPE_CHECKING:  # imported late: they import DeepSpeed
     from nsa.engine.config import RunConfig
@@ -60,7 +60,7 @@ def add_parser(verbs: Any) -> None:
     about = "recipe file (default: recipes/m7c.py)"
     add("--recipe", type=existing_or_resource, metavar="FILE", help=about)
     add("--profile", default="production", help="profile of the recipe (production)")
-    add("--config", type=Path, help="YAML that overrides the recipe")
+    add("--config", type=user_path, help="YAML that overrides the recipe")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override one value")
     about = "DeepSpeed JSON (ds_configs/zero1_pcie.json)"
     add("--deepspeed_config", type=existing_or_resource, help=about)

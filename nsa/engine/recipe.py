@@ -42,7 +42,7 @@ from nsa.gates.results import until_step
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json
 from nsa.monitor.throughput import parse_steps
-from nsa.system import available_memory, existing_or_resource, resource_path
+from nsa.system import available_memory, existing_or_resource, resource_path, user_path
 from nsa.text import as_one_line, printable
 from nsa.validation import Parser, reject_unknown_flags
 
@@ -134,11 +134,11 @@ def build_parser(recipe: Recipe) -> Parser:
     about += "production); the LR schedule is unchanged"
     add("--until", metavar="STEP|GATE", help=about)
     add("--time-limit", metavar="TIME", help="save and exit after this time: 45m, 2h30m, seconds")
-    add("--run-dir", type=Path, help="output folder (default: runs/<recipe>-<profile>)")
+    add("--run-dir", type=user_path, help="output folder (default: runs/<recipe>-<profile>)")
     add("--resume", action="store_true", help="resume from the newest checkpoint in the run folder")
     about = "with --resume: convert a checkpoint saved by another number of ranks"
     add("--universal", action="store_true", help=about)
-    add("--config", type=Path, help="YAML file that overrides the recipe")
+    add("--config", type=user_path, help="YAML file that overrides the recipe")
     about = "override one setting, e.g. train.learning_rate=3e-4; repeatable"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     about = "DeepSpeed JSON (default: ds_configs/zero1_pcie.json)"
@@ -243,9 +243,9 @@ def _resolve_data(config: RunConfig, saved: RunConfig | None) -> None:
         source = saved.data.source
     config.data.source = source
     if config.data.cache is not None:
-        config.data.cache = str(Path(config.data.cache).expanduser().absolute())
+        config.data.cache = str(user_path(config.data.cache).absolute())
     if config.train.teacher is not None:  # pin its newest checkpoint: a resumed run has the same
-        teacher = Path(config.train.teacher).expanduser().absolute()
+        teacher = user_path(config.train.teacher).absolute()
         with contextlib.suppress(ValueError):  # `find_teacher` raises it, with the setting's name
             teacher = find_weights(teacher)
         config.train.teacher = str(teacher)

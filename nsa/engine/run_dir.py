@@ -34,7 +34,6 @@ def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
             raise ValueError(
                 f"--run-dir {shown}: is not UTF-8, so no file could name it; choose another folder"
             ) from None
-        requested = Path(os.path.expanduser(requested))  # no shell expands a ~ after --run-dir=
         with _refused_if_unusable(requested):
             problem = _problem_of(requested, resume)
         if problem is not None:

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from nsa.data.source import is_path
+from nsa.system import user_path
 from nsa.text import first_line, printable
 from nsa.validation import positive_flags
 
@@ -35,7 +36,8 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("eval", help=about, description=about)
     add_run_arguments(parser)
     add = parser.add_argument
-    add("--compare", type=Path, nargs="+", default=[], metavar="RUN", help="runs to compare with")
+    about = "runs to compare with"
+    add("--compare", type=user_path, nargs="+", default=[], metavar="RUN", help=about)
     add("--source", help="the dataset, as in data.source (default: the run's)")
     about = "documents to use (default: held_out if prepared or trained on, else all)"
     add("--split", choices=SPLITS, help=about)
@@ -45,14 +47,14 @@ def add_parser(verbs: Any) -> None:
     add("--tokens", type=int, metavar="N", help=about)
     about = "a setting of the dataset, for example data.text_field=content; repeatable"
     add("--set", action="append", default=[], metavar="data.KEY=VALUE", help=about)
-    add("--out", type=Path, help="folder for the results (default: RUN/eval)")
+    add("--out", type=user_path, help="folder for the results (default: RUN/eval)")
     add("--json", action="store_true", help="print eval.json; progress goes to stderr")
     parser.set_defaults(run=_eval)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     about = "folder of a run, a checkpoint, or an output of `nsa export` or `nsa import`"
-    parser.add_argument("path", type=Path, metavar="run", help=about)
+    parser.add_argument("path", type=user_path, metavar="run", help=about)
     parser.add_argument("--device", help="for example cpu or cuda:1 (default: CUDA if available)")
 
 
@@ -157,7 +159,7 @@ def sources_overlap(data: DataConfig, other: DataConfig) -> bool:
     """Return whether the two have a source in common, or one a file in the other's folder."""
     paths, others = (
         [
-            Path(os.path.realpath(Path(name).expanduser())) if is_path(name) else Path(name)
+            Path(os.path.realpath(user_path(name))) if is_path(name) else Path(name)
             for name in config.sources()
         ]
         for config in (data, other)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.evaluate.chat import render_chat
 from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
+from nsa.system import user_path
 from nsa.text import printable
 from nsa.untrusted import short_repr
 
@@ -26,7 +26,7 @@ def add_parser(verbs: Any) -> None:
     add = parser.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="the text to continue")
     about = "a file with a prompt; --file and --prompt can be repeated, all run as one batch"
-    add("--file", action="append", default=[], type=Path, metavar="F", help=about)
+    add("--file", action="append", default=[], type=user_path, metavar="F", help=about)
     add("--max-new-tokens", type=int, default=200, metavar="N", help="tokens at most (default 200)")
     about = "sampling temperature; 0: always the likeliest token (default 1)"
     add("--temperature", type=float, default=1.0, help=about)

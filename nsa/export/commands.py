@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import check_new_folder
+from nsa.system import user_path
 
 
 def add_export_parser(verbs: Any) -> None:
@@ -14,8 +14,8 @@ def add_export_parser(verbs: Any) -> None:
     parser = verbs.add_parser("export", help=about, description=about)
     add = parser.add_argument
     about = "a run, one of its checkpoints, or a folder that `nsa import` wrote"
-    add("run_path", type=Path, metavar="run", help=about)
-    add("--to", type=Path, required=True, metavar="DIR", help="a new folder")
+    add("run_path", type=user_path, metavar="run", help=about)
+    add("--to", type=user_path, required=True, metavar="DIR", help="a new folder")
     about = "dense: a plain Llama, Qwen2, Qwen3 or SmolLM3, which every tool loads without this "
     about += "package; only for a run with one set of keys and values"
     add("--attention", choices=("dense",), help=about)
@@ -45,13 +45,13 @@ def add_import_parser(verbs: Any) -> None:
     add = parser.add_argument
     about = "an export, a folder of transformers' save_pretrained (model_type nsa or llama), a run "
     about += "or a checkpoint"
-    add("source", type=Path, metavar="dir", help=about)
-    add("--to", type=Path, required=True, metavar="RUN", help="a new folder")
+    add("source", type=user_path, metavar="dir", help=about)
+    add("--to", type=user_path, required=True, metavar="RUN", help="a new folder")
     about = "kind of attention (default: nsa for a Llama, else unchanged)"
     add("--attention", choices=("nsa", "dense"), help=about)
     about = "tokenizer of a folder without one: byte, or hf:<name or folder>"
     add("--tokenizer", metavar="NAME", help=about)
-    add("--config", type=Path, help="YAML of settings, as for a recipe")
+    add("--config", type=user_path, help="YAML of settings, as for a recipe")
     about = "one setting, such as attention.spec.window=256; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     parser.set_defaults(run=_import)

@@ -11,6 +11,7 @@ from typing import Any
 
 from nsa.report.plots import draw
 from nsa.report.report import Summary, curve_panels, formatted, lookup, summarise
+from nsa.system import user_path
 from nsa.text import align
 
 _OTHER_TEXT = "training and validation text differ, so only speed is comparable"
@@ -32,10 +33,9 @@ _HEADER = ("run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "g
 def add_parser(verbs: Any) -> None:
     about = "plot the curves of runs in one picture, and print their final values"
     compare = verbs.add_parser("compare", help=about, description=about)
-    compare.add_argument("runs", type=Path, nargs="+", help="run folders, e.g. runs/m7c-demo")
-    compare.add_argument(
-        "--out", type=Path, help="the picture to write (default: compare.png next to the first run)"
-    )
+    compare.add_argument("runs", type=user_path, nargs="+", help="run folders, e.g. runs/m7c-demo")
+    about = "the picture to write (default: compare.png next to the first run)"
+    compare.add_argument("--out", type=user_path, help=about)
     compare.add_argument("--json", action="store_true", help="print JSON")
     compare.set_defaults(run=_compare)
 

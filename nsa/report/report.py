@@ -21,6 +21,7 @@ from nsa.gates.results import GATE_NAMES, GateResult, read_results
 from nsa.monitor.artifacts import RankHistory, Table, list_ranks, read_json, read_rank, read_table
 from nsa.monitor.outputs import FALLBACK_COLUMNS, FALLBACKS_FILE, SELECTION_FILE
 from nsa.report.plots import Panel, draw
+from nsa.system import user_path
 from nsa.text import markdown_table, plain
 from nsa.untrusted import parse_yaml, text_or_empty
 
@@ -151,7 +152,7 @@ def curve_panels(runs: Mapping[str, Summary]) -> list[Panel]:
 def add_parser(verbs: Any) -> None:
     about = "write report.md of runs: go/no-go results with evidence, facts, plots"
     report = verbs.add_parser("report", help=about, description=about)
-    report.add_argument("runs", type=Path, nargs="+", help="run folders, for example runs/m7c-demo")
+    report.add_argument("runs", type=user_path, nargs="+", help="run folders, e.g. runs/m7c-demo")
     report.set_defaults(run=_report)
 
 
