@@ -115,11 +115,12 @@ def _train(args: argparse.Namespace) -> int:
     recipes = {path.stem: path for path in sorted(resource_path("recipes").glob("*.py"))}
     words = list(args.arguments)
     position = next((i for i, word in enumerate(words) if word in recipes), None)
-    if position is None or words[:position][-1:] in (["-h"], ["--help"]):
-        raise ValueError(
-            f"{' '.join(['train', *words])}: names no recipe; write nsa train [DeepSpeed's flags] "
-            f"RECIPE [its flags], where RECIPE is {', '.join(recipes)}"
-        )
+    usage = f"nsa train [DeepSpeed's flags] RECIPE [its flags], RECIPE one of {', '.join(recipes)}"
+    if {"-h", "--help"} & {*words[:position]}:
+        print(f"usage: {usage}")
+        return 0
+    if position is None:
+        raise ValueError(f"{' '.join(['train', *words])}: names no recipe; write {usage}")
     words[position] = str(recipes[words[position]])
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "deepspeed.launcher.runner", *words])

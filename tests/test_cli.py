@@ -239,6 +239,8 @@ def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(
     flags = ["--profile", "demo", "--set", "train.steps=3"]
     assert words == [*launcher, str(ROOT / "recipes/m7c.py"), *flags]
     capsys.readouterr()
-    for words in (["--num_gpus", "2", "m7b"], ["--help", "m7c"]):
-        assert main(["train", *words]) == 2
-        assert "names no recipe; write nsa train" in capsys.readouterr().err
+    assert main(["train", "--num_gpus", "2", "m7b"]) == 2
+    assert "names no recipe; write nsa train" in capsys.readouterr().err
+    for words in (["--help"], ["-h", "m7c"]):
+        assert main(["train", *words]) == 0
+        assert "RECIPE [its flags], RECIPE one of m7c, " in capsys.readouterr().out
