@@ -1,6 +1,6 @@
 """Worker of test_plan_memory.py on two ranks: what DeepSpeed's engine allocates in one step.
 
-Each argument is config:checkpointing:attention and prints one line of JSON: bytes in use between
+Its argument is config:checkpointing:attention. It prints a line of JSON: bytes in use between
 steps, peak, and collectives.
 """
 
@@ -130,13 +130,7 @@ def measured(name: str, checkpointing: str, kind: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    ranks = Ranks.from_environment()
-    start_ranks(ranks)
-    for case in sys.argv[1:]:
-        print(json.dumps({"case": case, **measured(*case.split(":"))}))
-
-
 if __name__ == "__main__":
-    main()
+    start_ranks(Ranks.from_environment())
+    print(json.dumps(measured(*sys.argv[1].split(":"))))
     stop_ranks()
