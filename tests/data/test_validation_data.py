@@ -147,9 +147,8 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("packing", ["concat", "documents"])
 def test_a_folder_of_four_documents_is_prepared_and_trained_on(
-    folder: Path, tmp_path: Path, packing: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "photo.jpg").write_bytes(b"\xff\xd8")
     out = tmp_path / "out"
@@ -157,12 +156,12 @@ def test_a_folder_of_four_documents_is_prepared_and_trained_on(
     assert main(command) == 0
     assert "4 files are read; 1 that are empty, binary or huge are not" in capsys.readouterr().out
     assert main(["data", "check", str(out)]) == 0
-    dataset = open_dataset(DataConfig(source=str(out), seq_len=2_048, packing=packing))
+    dataset = open_dataset(DataConfig(source=str(out), seq_len=2_048, packing="documents"))
     cache = TokenCache(dataset, tmp_path)
     samples = cache.open_samples("train", 1)
     (batch,) = samples.step(0, rank=1, world_size=2, micro_batch=2)
     assert batch.input_ids.numel() == 2 * 2_048
-    assert (batch.cu_seqlens is None) == (packing == "concat")
+    assert batch.cu_seqlens is not None
     assert ValidationData(cache, sequences=1, micro_batch=1, world_size=2).sequences == 1
     for name in ("train", "val"):
         store = open_shards(str(out), name)
