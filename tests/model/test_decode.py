@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -254,24 +255,16 @@ def test_invalid_inputs_are_refused_by_name() -> None:
         (lambda: step(other, ids[:, 0], cache), r"^the cache is of another model"),
         (lambda: step(rotated, ids[:, 0], cache), r"^the cache is of another model"),
         (lambda: step(model.float(), ids[:, 0], cache), r"^the cache is of another model \(torch"),
-        (lambda: generated(model, [ids[0]], max_new_tokens=0), r"^max_new_tokens = 0: must be 1"),
         *(
-            (
-                partial(generated, model, [ids[0]], max_new_tokens=1, top_p=x),
-                rf"^top_p = {x}: must be above 0 and at most 1",
+            (partial(generated, model, [ids[0]], **{"max_new_tokens": 1} | wrong), message)
+            for wrong, message in (
+                ({"max_new_tokens": 0}, r"^max_new_tokens = 0: must be 1"),
+                ({"top_p": 0.0}, r"^top_p = 0.0: must be above 0 and at most 1"),
+                ({"top_p": 1.5}, r"^top_p = 1.5: must be above 0 and at most 1"),
+                ({"temperature": -1.0}, r"^temperature = -1.0: must be 0 \(greedy\) or more"),
+                ({"temperature": math.inf}, r"^temperature = inf: must be 0 \(greedy\) or more"),
+                ({"stop": 61}, r"^stop = 61: this model's"),
             )
-            for x in (0.0, 1.5)
-        ),
-        *(
-            (
-                partial(generated, model, [ids[0]], max_new_tokens=1, temperature=x),
-                rf"^temperature = {x}: must be 0 \(greedy\) or more",
-            )
-            for x in (-1.0, float("inf"))
-        ),
-        (
-            lambda: generated(model, [ids[0]], max_new_tokens=1, stop=61),
-            r"^stop = 61: this model's",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -321,6 +321,9 @@ def test_one_forward_pass_gives_all_logits_and_the_cache() -> None:
     assert model(ids).past_key_values is None  # only on request
 
 
+OFFSETS: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 2, 4])}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -334,17 +337,8 @@ def test_one_forward_pass_gives_all_logits_and_the_cache() -> None:
             {"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": True},
             r"position_ids\[0, 2\] = 0 starts a second document",
         ),
-        (
-            {
-                "cu_seq_lens_q": torch.tensor([0, 2, 4]),
-                "attention_mask": torch.tensor([[1, 1, 1, 0]]),
-            },
-            "cu_seq_lens_q: not with padding",
-        ),
-        (
-            {"cu_seq_lens_q": torch.tensor([0, 2, 4]), "use_cache": True},
-            "cu_seq_lens_q: with a cache",
-        ),
+        (OFFSETS | {"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "not with padding"),
+        (OFFSETS | {"use_cache": True}, "cu_seq_lens_q: with a cache"),
     ],
 )
 def test_unsupported_inputs_are_refused_by_name(given: dict[str, Any], message: str) -> None:
