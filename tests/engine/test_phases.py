@@ -270,12 +270,3 @@ def test_the_32k_recipe_continues_its_short_run_on_four_times_the_tokens(
     short_run, long_run = (read_metrics(folder) for folder in (short, tmp_path / "long"))
     assert long_run[0]["tokens"] == 2 * 2 * 256
     assert long_run[0]["loss"] < short_run[0]["loss"] - 0.2
-
-
-def test_weights_of_another_model_are_refused_with_the_fix(short: Path, tmp_path: Path) -> None:
-    flags = [*SMALL, "--profile=demo_short", f"--set=train.start_from={short}", "--run-dir=run"]
-    run = on_one_rank("m7c_32k.py", *flags, "--set=model.layers=3", folder=tmp_path)
-    line = refused(run)
-    assert "blocks.2." in line
-    assert "set model.*" in line
-    assert not (tmp_path / "run").exists()

@@ -22,7 +22,6 @@ from tests.engine.runs import (
     losses,
     on_one_rank,
     on_two_ranks,
-    refused,
     succeed,
 )
 from tests.model.models import build, packed, tiny, tokens
@@ -132,15 +131,11 @@ def test_the_plan_counts_the_teacher(dense: Path, capsys: pytest.CaptureFixture[
     assert sizes[1]["tokens_per_second"] < sizes[0]["tokens_per_second"]
 
 
-def test_a_missing_teacher_is_refused_before_the_run(tmp_path: Path) -> None:
-    flags = [*TINY, "--profile=demo", "--set=train.teacher=no/such/run", "--run-dir=run"]
-    line = refused(on_one_rank("m7c.py", *flags, folder=tmp_path))
-    assert line.endswith("; or set train.teacher=null")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_teacher_with_another_vocabulary_or_tokenizer_is_refused(dense: Path) -> None:
+def test_a_teacher_that_is_missing_or_reads_other_tokens_is_refused(dense: Path) -> None:
     config = RunConfig()
+    config.train.teacher = "no/such/run"
+    with pytest.raises(ValueError, match=r"; or set train\.teacher=null$"):
+        find_teacher(config)
     config.train.teacher = str(dense)
     for config.model.vocab_size in (256, 384):
         with pytest.raises(ValueError, match="has a vocabulary of 320 and this run one of "):

@@ -123,20 +123,15 @@ def run(installed: Path, folder: Path, program: str, *words: str) -> str:
 
 
 @pytest.mark.full
-def test_an_installed_wheel_plans_with_its_recipes_and_configs(
+def test_an_installed_wheel_plans_trains_resumes_and_reports(
     installed: Path, tmp_path: Path
 ) -> None:
     """From an empty folder, by the names that the pages have."""
     path = run(installed, tmp_path, "python", "-c", "import nsa; print(nsa.__file__)")
     assert Path(path).is_relative_to(installed.parent)
-    files = ("--recipe=recipes/m7c_dense.py", "--deepspeed_config=ds_configs/zero2_pcie.json")
-    output = run(installed, tmp_path, "nsa", "plan", *files)
-    assert output.startswith("zero2_pcie: 122,407,680 parameters")
-
-
-@pytest.mark.full
-def test_an_installed_wheel_trains_resumes_and_reports(installed: Path, tmp_path: Path) -> None:
     nsa = partial(run, installed, tmp_path, "nsa")
+    files = ("--recipe=recipes/m7c_dense.py", "--deepspeed_config=ds_configs/zero2_pcie.json")
+    assert nsa("plan", *files).startswith("zero2_pcie: 122,407,680 parameters")
     train = ("train", "--num_gpus", "1", "m7c", "--profile=demo", "--run-dir=run", *TINY)
     nsa(*train, "--dry-run")
     assert not [*tmp_path.iterdir()]
