@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from nsa.cli import main
 from nsa.export.serve import RENDERED, ServedModel, build_app
 from nsa.model.hf import NSAForCausalLM
-from tests.export.llamas import CHAT, DOUBLE, LOOP, Refused, imported, llama
+from tests.export.llamas import CHAT, LOOP, Refused, imported, llama
 
 for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package, reason=f"needs {package}: pip install -e '.[serve]'")
@@ -118,7 +118,7 @@ def test_a_wrong_request_is_answered_in_one_line_and_no_other_model_is_loaded(
             urllib.request.urlopen(f"{root}{path}", data=b"{}")
 
 
-def test_a_template_that_loops_or_allocates_is_refused_while_others_are_answered(
+def test_a_template_that_loops_is_refused_while_others_are_answered(
     sparse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = ServedModel(sparse, "cpu")
@@ -136,12 +136,10 @@ def test_a_template_that_loops_or_allocates_is_refused_while_others_are_answered
         looping = pool.submit(chat, client, 2, LOOP)
         assert client.get("/health").json() == {"status": "ok"}
         assert not ended, "the server waited for the template"
-        for (status, body), reason in (
-            (looping.result(), "TimeoutError: no text after 2 seconds"),
-            (chat(client, 100, DOUBLE), "MemoryError"),
-        ):
-            assert status == 400
-            assert f"the chat template ends with {reason}" in body["error"]["message"]
+        status, body = looping.result()
+        assert status == 400
+        reason = "the chat template ends with TimeoutError: no text after 2 seconds"
+        assert reason in body["error"]["message"]
         assert chat(client, 100)[0] == 200
 
 
