@@ -24,9 +24,7 @@ Refused = Callable[..., str]  # the fixtures `refusal` and `refused`
 
 # All blocks of 32 tokens are selected.
 SPEC = ["block_len=8", "block_stride=4", "select_len=8", "select_top=4", "local_blocks=2"]
-
 SMALL = [f"--set=attention.spec.{setting}" for setting in SPEC]
-
 SHAPE: dict[str, Any] = {
     "vocab_size": 270,
     "hidden_size": 48,
@@ -42,23 +40,13 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,  # so large that attention is far from uniform
 }
 
-LLAMA_3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 5e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
+LLAMA_3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0}
+LLAMA_3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 64}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-
-LINEAR["partial_rotary_factor"] = 1.0  # without effect
-
+LINEAR |= {"partial_rotary_factor": 1.0}  # without effect
 YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-
-YARN["original_max_position_embeddings"] = 32
-
+YARN |= {"original_max_position_embeddings": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type and what differs from SHAPE
     "llama 2": ("llama", {"tie_word_embeddings": False}),
     "llama 3": ("llama", {"rope_parameters": LLAMA_3, "head_dim": 24}),
