@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -96,6 +96,19 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
         expected = expected or samples
         assert len(set(expected)) == 13
         assert samples == expected
+
+
+def test_every_run_is_evaluated_on_the_same_samples(
+    source: str, tmp_path: Path, validation_of: Callable[..., ValidationData]
+) -> None:
+    """Those of seed 0, whatever train.seed is."""
+    config = configure(source)
+    with closing(TokenCache(open_dataset(config), tmp_path / "cache")) as cache:
+        samples = cache.open_samples("val", 0)
+        samples.available(5)
+        expected = [samples.batch([number]).input_ids.flatten().tolist() for number in range(5)]
+    found = evaluated(validation_of(config, 5), 1, 1)
+    assert [[*sample[:16]] for sample in found] == expected
 
 
 @pytest.mark.usefixtures("kind")
