@@ -91,8 +91,7 @@ def fix(how: str, folder: Path, checkpoints: Path) -> None:
         subprocess.run(["umount", str(checkpoints)], check=True)
 
 
-@pytest.mark.full  # tests/engine/test_gates_run.py, tests/checkpoint/test_saver.py
-@pytest.mark.parametrize("how", ["disk-full", "read-only"])
+@pytest.mark.parametrize("how", ["disk-full", pytest.param("read-only", marks=pytest.mark.full)])
 def test_a_failing_disk_costs_checkpoints_and_not_the_run(
     how: str, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:

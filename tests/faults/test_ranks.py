@@ -28,6 +28,7 @@ full = pytest.mark.full
     ("where", "call", "rank"),
     [
         ("backward", 1, 1),
+        ("file", 14, 0),  # the n-th of a save's fsync and rename calls
         *(
             pytest.param(where, call, rank, marks=full)
             for where, call, rank in (
@@ -38,8 +39,7 @@ full = pytest.mark.full
                 ("eval", 1, 1),
                 ("save", 1, 0),
                 ("file", 3, 1),
-                # The n-th of a save's fsync and rename calls.
-                *(("file", call, 0) for call in (1, 6, 9, 12, 13, 14, 15, 16)),
+                *(("file", call, 0) for call in (1, 6, 9, 12, 13, 15, 16)),
             )
         ),
     ],
