@@ -60,7 +60,7 @@ def append_all_or_nothing(file: io.FileIO, data: bytes) -> None:
 def append(path: Path, text: str, header: str = "") -> None:
     """Append all of `text` to a file, which begins with `header`, or nothing if the disk is full.
 
-    A part of a line would also spoil the line after it.
+    A half-written line would also spoil the next one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", 0, opener=no_symlink) as file:
@@ -70,7 +70,7 @@ def append(path: Path, text: str, header: str = "") -> None:
 def fsync_dir(folder: Path) -> None:
     """Flush the directory entries of `folder`: only then does a rename survive a power cut.
 
-    Some network file systems cannot do it for folders, and answer EINVAL.
+    Some network file systems cannot flush folders and return EINVAL.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -99,7 +99,7 @@ def draft_folder(to: Path) -> Iterator[Path]:
 
 
 def publish(draft: Path, to: Path) -> None:
-    """Flush the entries of a folder, whose files are on disk, and rename it to `to`."""
+    """Rename a folder to `to` after flushing its directory entries; its files must be flushed."""
     for folder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
         fsync_dir(folder)
     draft.rename(to)
@@ -107,6 +107,6 @@ def publish(draft: Path, to: Path) -> None:
 
 
 def check_new_folder(to: Path) -> None:
-    """Refuse a folder that holds something: before slow imports, and before it is written."""
+    """Refuse a folder that is not empty; call it before slow imports, and again before writing."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"--to {to}: already exists; name a new folder")

@@ -26,7 +26,7 @@ import numpy as np
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, Samples, block_of, hash64
 from nsa.data.config import DataConfig
-from nsa.data.dataset import Dataset, OpenedSource
+from nsa.data.dataset import Dataset, DividedSource
 from nsa.data.shards import INDEX, Index, TokenStore, find_index, open_shards, read_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import Tokenizer, build_tokenizer
@@ -105,7 +105,7 @@ class TokenCache:
 class CachedSource:
     """A source whose tokens a process writes in the background, and the folder of its shards."""
 
-    def __init__(self, source: OpenedSource, tokenizer: Tokenizer, root: Path) -> None:
+    def __init__(self, source: DividedSource, tokenizer: Tokenizer, root: Path) -> None:
         plan = plan_of(source, tokenizer)
         settings = {**asdict(plan.stamp), **plan.settings, "tokenizer": None}
         self._key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -15,23 +15,22 @@ from nsa.data.shards import is_prepared
 from nsa.data.source import HeldOut, Source, is_builtin, is_path
 from nsa.system import user_path
 
-# A source has few documents if it has fewer than FEW_DOCUMENTS, and if a hash would on average hold
-# out fewer than FEW_IN_VALIDATION of them, so perhaps none.
+# A source has few documents if it is below both limits.
 FEW_DOCUMENTS = 1_000
-FEW_IN_VALIDATION = 5
+FEW_IN_VALIDATION = 5  # documents that a hash would hold out on average; it may hold out none
 VALIDATION_BYTES = 1 << 14  # to hold out of few documents: enough for a sample of 2,048 tokens
 SMALL_BYTES = 1 << 24  # tokenised in seconds, so complete before step 1
 
 
 @dataclass
-class OpenedSource:
+class DividedSource:
     """One source of `data.source`: its documents, and how they are divided."""
 
     config: DataConfig
     name: str
     division: HeldOut
     is_prepared: bool = False  # a folder of shards, which were divided when they were written
-    content: str = ""  # digest of the documents; "" if only reading them would give one
+    content: str = ""  # as in `Source`; "" if that is not opened
     size: int | None = None  # bytes of text, if that is known
     notes: list[str] = field(default_factory=list)  # for the log
 
@@ -53,7 +52,7 @@ class Dataset:
     """The sources of `data.source`; `config` decides how they are tokenised and packed."""
 
     config: DataConfig
-    sources: list[OpenedSource]
+    sources: list[DividedSource]
 
     @property
     def notes(self) -> list[str]:
@@ -65,8 +64,8 @@ def open_dataset(config: DataConfig) -> Dataset:
     return Dataset(config, [_open(config, name) for name in config.sources()])
 
 
-def _open(config: DataConfig, name: str) -> OpenedSource:
-    source = OpenedSource(config, name, HeldOut(config.held_out), is_prepared(name))
+def _open(config: DataConfig, name: str) -> DividedSource:
+    source = DividedSource(config, name, HeldOut(config.held_out), is_prepared(name))
     if source.is_prepared:
         return source
     if not is_path(name) and not is_builtin(name):  # of the hub: opening it takes seconds

@@ -1,8 +1,6 @@
 """Hugging Face datasets as a document source, streamed with `datasets`.
 
-`datasets` reads and resumes. A cursor holds the state of `datasets` before a block of rows, and the
-number of rows of the block that were consumed. `datasets` retries for minutes, so one request
-probes the server first.
+`datasets` retries for minutes, so one request probes the server first.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from nsa.system import with_timeout
 from nsa.text import type_and_message
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
-BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # what `datasets` calls readers of files
-ROWS_PER_BLOCK = 64  # the state of `datasets` takes longer to copy than a row to read
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # `datasets`' readers of files
+ROWS_PER_BLOCK = 64  # copying the state of `datasets` takes longer than reading a row
 HUB = "https://huggingface.co"
 PROBE_SECONDS = 5.0  # a server that does not respond for this long counts as down
 SERVER_ERRORS = (500, 502, 503, 504)
@@ -68,8 +66,8 @@ class Hub(Source):
         if not datasets.config.HF_HUB_OFFLINE:
             path = f"datasets/{self._path}/resolve/{revision or 'main'}/README.md"
             probe(self.name, f"{hub_url()}/{path}")
-        # Two requests that nothing here needs: the first counts the download and takes seconds
-        # without a network, the second looks for Parquet files on another server.
+        # Switch off two requests: one counts the download and takes seconds without a network, the
+        # other looks for Parquet files on another server.
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         datasets.config.USE_PARQUET_EXPORT = False
         files = self._config.pattern
@@ -77,7 +75,7 @@ class Hub(Source):
             builder = datasets.load_dataset_builder(
                 self._path, self._subset, data_files=files, revision=revision
             )
-            if hasattr(builder.config, "batch_size"):  # the default, a row group, may be empty
+            if hasattr(builder.config, "batch_size"):  # default: a row group's, which may be 0
                 builder.config.batch_size = ROWS_PER_BLOCK
             return builder.as_streaming_dataset(split=self._config.split), str(builder.hash)
         except Exception as error:  # of `datasets`, its file systems and its builders

@@ -94,7 +94,8 @@ class HeldOut:
             return text if is_validation(text, self.fraction) == (split == "val") else b""
         cut = len(text) - int(len(text) * self.fraction)
         for _ in range(3):  # not inside a UTF-8 character
-            cut -= 0 < cut < len(text) and text[cut] & 0xC0 == 0x80
+            if 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:
+                cut -= 1
         return text[cut:] if split == "val" else text[:cut]
 
 
@@ -127,13 +128,13 @@ def is_path(name: str) -> bool:
 
 
 def absolute_source(source: str | dict[str, float]) -> str | dict[str, float]:
-    """Return `data.source` with existing local paths as absolute ones; a mixture likewise."""
+    """Return `data.source`, which may be a mixture, with existing local paths made absolute."""
     if isinstance(source, dict):
         return {_absolute(name): weight for name, weight in source.items()}
     return _absolute(source)
 
 
 def _absolute(name: str) -> str:
-    # What does not exist is refused by the name that the user wrote.
+    # A missing path stays as it is, so that the error shows what the user wrote.
     path = user_path(name)
     return str(path.absolute()) if is_path(name) and os.path.exists(path) else name

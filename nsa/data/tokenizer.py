@@ -110,7 +110,7 @@ class HubTokenizer(Tokenizer):
         self.eos_id = eos_id
         self.start_id = None if start is None else self._backend.token_to_id(start)
         names = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # what decides the ids
-        parts = {name: value for name, value in json.loads(backend).items() if name in names}
+        parts = {key: value for key, value in json.loads(backend).items() if key in names}
         specials = [eos] if start is None else [eos, start]
         digest = hashlib.sha256(json.dumps([*specials, parts], sort_keys=True).encode())
         self.fingerprint = digest.hexdigest()
@@ -159,7 +159,7 @@ def name_in_errors(name: str) -> Iterator[None]:
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Return whether it is an Exception, or a panic of Rust code, which is none."""
+    """Return whether it is an Exception or a Rust panic, which is a BaseException alone."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -177,15 +177,13 @@ def split_text(text: str, longest: int = CHARS_PER_PIECE) -> Iterator[str]:
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Return the tokenizer of `data.tokenizer`; cached."""
     config.validate()
-    return _build(config.tokenizer)
+    return _load(config.tokenizer)
 
 
 @lru_cache
-def _build(name: str) -> Tokenizer:
-    return ByteTokenizer() if name == "byte" else _load(name)
-
-
-def _load(name: str) -> HubTokenizer:
+def _load(name: str) -> Tokenizer:
+    if name == "byte":
+        return ByteTokenizer()
     loaded = load_pretrained(name)
     if not loaded.is_fast:
         raise DataError(
@@ -197,7 +195,7 @@ def _load(name: str) -> HubTokenizer:
             f"data.tokenizer = {name!r} has no end-of-text token; add one of its tokens to its "
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
-    # Only of an imported model: other runs never saw a start, and their tokenizer must not change.
+    # Only imported models have a start: other runs never saw one and must keep their tokenizer.
     imported = (tokenizer_folder(name) / ORIGIN).is_file()
     with name_in_errors(f"data.tokenizer = {name!r}"):
         starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
@@ -217,6 +215,7 @@ def load_pretrained(name: str) -> Any:
             raise
         if folder.is_dir():
             raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None
+    # It is not in the local cache: download it.
     fix = (
         "run `nsa data prepare` where there is a network and set data.source to the folder that "
         "it wrote; or name a folder with the tokenizer (data.tokenizer=hf:<folder>); or copy "
@@ -250,7 +249,7 @@ def stop_ids(tokenizer: Tokenizer) -> list[int]:
 def _from_pretrained(path: str, offline: bool = True) -> Any:
     from transformers import AutoTokenizer
 
-    # Neither runs code from the hub nor prompts for permission.
+    # trust_remote_code=False: run no code from the hub, and do not prompt for permission.
     return AutoTokenizer.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
 
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from nsa.atomic_io import no_symlink
 from nsa.data.config import DataConfig
-from nsa.data.dataset import OpenedSource, open_dataset
+from nsa.data.dataset import DividedSource, open_dataset
 from nsa.data.shards import (
     INDEX,
     RERUN,
@@ -65,7 +65,7 @@ REFUSED = 2  # exit code of a process that wrote its DataError
 class Job:
     """The arguments of the process that writes a folder."""
 
-    source: OpenedSource
+    source: DividedSource
     tokenizer: Tokenizer
     folder: Path
     plan: Index  # without shards
@@ -82,7 +82,7 @@ class Job:
         return index.finished or (bool(reached) and all(reached))
 
 
-def plan_of(source: OpenedSource, tokenizer: Tokenizer, shard_tokens: int | None = None) -> Index:
+def plan_of(source: DividedSource, tokenizer: Tokenizer, shard_tokens: int | None = None) -> Index:
     """Return the index that a folder of this source starts with."""
     stamp = Stamp(
         source=source.name,
@@ -327,7 +327,7 @@ def prepare(config: DataConfig, out: Path, *, shard_tokens: int = 100_000_000) -
         )
     tokenizer, index = build_tokenizer(config), find_index(out)
     if index is not None and index.finished:  # do not open its source, which may be gone
-        source = OpenedSource(config, config.source, HeldOut(config.held_out))
+        source = DividedSource(config, config.source, HeldOut(config.held_out))
         check_same(out, index, plan_of(source, tokenizer, shard_tokens))
         return index
     dataset = open_dataset(config)

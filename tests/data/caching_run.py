@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 
 from nsa.data.cache import TokenCache
-from nsa.data.dataset import OpenedSource, open_dataset
+from nsa.data.dataset import DividedSource, open_dataset
 from tests.data.texts import configure
 
 SAVE_EVERY = 7
 
 
 def main(source: str, folder: Path, steps: int, pause_at: int, rank: int, world_size: int) -> None:
-    OpenedSource.is_small = False  # type: ignore[assignment,method-assign]
+    DividedSource.is_small = False  # type: ignore[assignment,method-assign]
     checkpoint, log = folder / "saved.json", folder / "rows.txt"
     saved = {"step": 0, "bytes": 0}
     if checkpoint.exists():

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from nsa.data.dataset import OpenedSource
+from nsa.data.dataset import DividedSource
 from nsa.data.source import Documents, Source
 
 
@@ -27,7 +27,7 @@ class Modules(Source):
         return iter(())
 
 
-class Opened(OpenedSource):
+class Opened(DividedSource):
     documents: Source
 
 

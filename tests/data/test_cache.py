@@ -18,7 +18,7 @@ from nsa.data import cache as cache_module
 from nsa.data.batches import Samples, block_of
 from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
-from nsa.data.dataset import OpenedSource, open_dataset
+from nsa.data.dataset import DividedSource, open_dataset
 from nsa.data.files import open_files
 from nsa.data.shards import INDEX, find_index, read_index, verify_shards
 from nsa.data.source import DataError
@@ -36,7 +36,7 @@ LARGE = texts(6_000)  # 225 KB: three shards
 @pytest.fixture(autouse=True)
 def growing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read sources of any size while they grow."""
-    monkeypatch.setattr(OpenedSource, "is_small", False)
+    monkeypatch.setattr(DividedSource, "is_small", False)
 
 
 @pytest.fixture(scope="module")

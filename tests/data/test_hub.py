@@ -15,7 +15,7 @@ import zstandard
 
 from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
-from nsa.data.dataset import OpenedSource, open_dataset
+from nsa.data.dataset import DividedSource, open_dataset
 from nsa.data.hub import Hub
 from nsa.data.source import DataError
 from tests.data.hub_server import REPO, serving
@@ -148,7 +148,7 @@ def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_compl
         assert not json.loads(index.read_text())["finished"]
         server.versions["c" * 40] = tmp_path / "second"
         rest = run(server.address, 5_000)
-    monkeypatch.setattr(OpenedSource, "is_small", False)
+    monkeypatch.setattr(DividedSource, "is_small", False)
     source = write_lines(tmp_path / "a.jsonl", [text.encode() for text in texts])
     with closing(TokenCache(open_dataset(configure(source)), tmp_path / "local")) as cache:
         order = cache.open_samples("train", 1).batch(range(5_000)).input_ids.tolist()

@@ -17,7 +17,7 @@ from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
 from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
-from nsa.data.dataset import OpenedSource, open_dataset
+from nsa.data.dataset import DividedSource, open_dataset
 from nsa.data.shards import open_shards
 from nsa.data.source import DataError, HeldOut
 from nsa.data.writer import prepare
@@ -76,7 +76,7 @@ def evaluated(validation: ValidationData, ranks: int, micro_batch: int) -> list[
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let sources be complete before the first sample, or not."""
     if request.param == "growing":
-        monkeypatch.setattr(OpenedSource, "is_small", False)
+        monkeypatch.setattr(DividedSource, "is_small", False)
     return str(request.param)
 
 
