@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -39,7 +41,7 @@ def add_parser(verbs: Any) -> None:
     about = "runs to compare with"
     add("--compare", type=user_path, nargs="+", default=[], metavar="RUN", help=about)
     add("--source", help="the dataset, as in data.source (default: the run's)")
-    about = "documents to use (default: held_out if prepared or trained on, else all)"
+    about = "documents to use (default: held_out of prepared or training data, else all)"
     add("--split", choices=SPLITS, help=about)
     about = "context lengths in tokens, one or more (default: as in training)"
     add("--seq-len", type=int, nargs="+", metavar="T", help=about)
@@ -61,21 +63,20 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _eval(args: argparse.Namespace) -> int:
     from nsa.evaluate.results import lines
 
-    if args.json:
-        with contextlib.redirect_stdout(sys.stderr), TemporaryDirectory() as temporary:
-            _, (json_file, *_) = _evaluate_runs(args, Path(temporary))
-        print(json_file.read_text(), end="")
-        return 0
-    with TemporaryDirectory() as temporary:
+    progress_to = sys.stderr if args.json else sys.stdout
+    with contextlib.redirect_stdout(progress_to), TemporaryDirectory() as temporary:
         rows, files = _evaluate_runs(args, Path(temporary))
-    print(*lines(rows), "", *files, sep="\n")
+    if args.json:
+        print(files[0].read_text(), end="")
+    else:
+        print(*lines(rows), "", *files, sep="\n")
     return 0
 
 
 def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row], list[Path]]:
     """Evaluate all runs and write the results; return their rows and the files.
 
-    `temporary`: folder for tokens, if the first run has none beside it.
+    `temporary`: folder for a cache of tokens, if the first run has none.
     """
     from nsa.data.cache import cache_folder
     from nsa.data.dataset import open_dataset
@@ -157,14 +158,12 @@ def _default_split(dataset: Dataset, runs: Mapping[str, StoredRun]) -> str:
 
 def sources_overlap(data: DataConfig, other: DataConfig) -> bool:
     """Return whether the two have a source in common, or one a file in the other's folder."""
-    paths, others = (
-        [
-            Path(os.path.realpath(user_path(name))) if is_path(name) else Path(name)
-            for name in config.sources()
-        ]
-        for config in (data, other)
-    )
-    return any(a == b or a in b.parents or b in a.parents for a in paths for b in others)
+
+    def path_of(name: str) -> Path:
+        return Path(os.path.realpath(user_path(name))) if is_path(name) else Path(name)
+
+    pairs = product(map(path_of, data.sources()), map(path_of, other.sources()))
+    return any(a == b or a in b.parents or b in a.parents for a, b in pairs)
 
 
 def parse_device(name: str | None) -> torch.device | None:
@@ -216,10 +215,10 @@ def _evaluate(name: str, run: StoredRun, data: EvalData, seq_len: int) -> Losses
     from nsa.evaluate.perplexity import eval_batches, evaluate
 
     trained = run.config.data.seq_len
-    rows = max(1, run.config.train.rows * trained // seq_len)  # tokens as in training
+    rows = max(1, run.config.train.rows * trained // seq_len)  # as many tokens as in training
     if seq_len > trained:
         _log(f"{name}: context of {seq_len:,} tokens, in training {trained:,}")
     batches = eval_batches(data, seq_len, rows)
-    total = -(-data.tokens // seq_len // rows)
+    total = math.ceil(data.tokens / (seq_len * rows))
     progress = tqdm(batches, name, total, disable=None, leave=False)
     return evaluate(run.model, progress, data.count, seq_len)

@@ -66,13 +66,14 @@ class Result:
         }
 
     def _baseline(self, results: Sequence[Result]) -> Result | None:
-        """Return the result to compare with: the first run's at this length, else the first of all.
+        """Return the first run's result at this length; for that run itself, its first result.
 
-        None for the first of all, or if the evaluated tokens differ.
+        Return None for the very first result, and if the evaluated tokens differ.
         """
-        first = next(other for other in results if other.seq_len == self.seq_len)
-        other = results[0] if first is self else first
-        return other if other is not self and other.data is self.data else None
+        baseline = next(result for result in results if result.seq_len == self.seq_len)
+        if baseline is self:
+            baseline = results[0]
+        return None if baseline is self or baseline.data is not self.data else baseline
 
 
 def _to_json(mean: Mean) -> Row:
@@ -80,7 +81,7 @@ def _to_json(mean: Mean) -> Row:
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of two tables: the results, and their losses by position, from 1."""
+    """Return the lines of two tables: the results, and their losses by position, counted from 1."""
     cells: dict[tuple[int, int], dict[str, str]] = {}
     for row in rows:
         for bucket in row["positions"]:
@@ -91,14 +92,12 @@ def lines(rows: Sequence[Row]) -> list[str]:
         (f"{first + 1:,} to {last + 1:,}", *(losses.get(label, "-") for label in labels), "")
         for (first, last), losses in sorted(cells.items())
     ]
-    by_result = [
-        (
-            row["run"],
-            *("-" if row[key] is None else format(row[key], f) for key, (_, f) in FIGURES.items()),
-            f"{_label(row['over'])}: {_loss(row['over'], '+.4f')}" if row["over"] else "-",
-        )
-        for row in rows
-    ]
+    by_result = []
+    for row in rows:
+        figures = [(row[key], form) for key, (_, form) in FIGURES.items()]
+        formatted = ["-" if value is None else format(value, form) for value, form in figures]
+        over = f"{_label(row['over'])}: {_loss(row['over'], '+.4f')}" if row["over"] else "-"
+        by_result.append((row["run"], *formatted, over))
     header = ("run", *(title for title, _ in FIGURES.values()), "loss minus that of")
     table = align([("loss by position", *labels, ""), *by_position])
     return [*align([header, *by_result]), "", *table]

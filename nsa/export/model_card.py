@@ -1,7 +1,6 @@
 """Model card: the README.md of an exported model, from its run's records.
 
-The Hub reads its metadata, between the ---: license and datasets. No local path is written: of a
-local file or folder only its name.
+The Hub reads the metadata between the two `---`. A local file or folder is named without its path.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CARD = """\
 
 {about}
 {training}
-Before you publish this folder: {license}.
+Before you publish this folder: {license_note}.
 {loading}"""
 LOADING = """
 All settings are in `config.yaml`, which a recipe takes as `--config`; check it for local paths.
@@ -81,15 +80,15 @@ RECORDED = (  # in env.json
 def model_card(run: StoredRun, origin: Origin | None = None, dense: bool = False) -> str:
     """Return Markdown with the figures that were logged up to the exported step.
 
-    Without a step nothing is known of a training: it is an import, or an export of an export.
+    A run without a step, an import or an export of an export, has no figures of a training.
     """
     sources = _sources(run.config.data) if run.step is not None else []
     title = plain(run.folder.name) + ("" if run.step is None else f", step {run.step:,}")
-    license = "the license at the top is the code's, and the dataset may require another"
+    note = "the license at the top is the code's, and the dataset may require another"
     if origin is not None:
-        license = f"the license at the top is that of {plain(origin.name)}"
+        note = f"the license at the top is that of {plain(origin.name)}"
         if not origin.license:
-            license = f"state the license of {plain(origin.name)} at the top"
+            note = f"state the license of {plain(origin.name)} at the top"
     attention = run.config.model.attention
     loading = DENSE if dense else LOADING
     has_dense_export = attention.kind == "dense" or attention.has_index
@@ -98,7 +97,7 @@ def model_card(run: StoredRun, origin: Origin | None = None, dense: bool = False
         title=title,
         about=_about(run, origin, dense),
         training=_training(run, sources),
-        license=license,
+        license_note=note,
         loading=loading.format(
             tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER,
             servers=TO_SERVERS if has_dense_export else "",
@@ -132,7 +131,8 @@ def _metadata(
 ) -> ModelCardData:
     """Return license, tags, and the datasets on the Hub."""
     ids = [name.removeprefix("hf:") for name in sources if name.startswith("hf:")]
-    ids += [FINEWEB_EDU[0]] * ("fineweb_edu" in sources)
+    if "fineweb_edu" in sources:
+        ids.append(FINEWEB_EDU[0])
     sparse = run.config.model.attention.kind == "nsa" and not dense
     return ModelCardData(
         license="apache-2.0" if origin is None else origin.license or "other",
@@ -153,7 +153,7 @@ def _training(run: StoredRun, sources: list[str]) -> str:
         ("steps", f"{run.step:,} of {run.config.train.steps:,}"),
     ]
     rows = [row for row in read_table(run.folder / "metrics.csv").rows if row["step"] <= run.step]
-    latest = {column: row for row in rows for column in row}  # the last row that has it
+    latest = {column: row for row in rows for column in row}  # by column, the last row with it
     for name, (column, form) in FIGURES.items():
         if row := latest.get(column):
             facts.append((name, f"{row[column]:{form}} (step {row['step']:,.0f})"))
@@ -164,7 +164,7 @@ def _training(run: StoredRun, sources: list[str]) -> str:
 
 
 def _sources(data: DataConfig) -> list[str]:
-    """Return the data's sources without local paths; of a prepared folder, its source."""
+    """Return the data's sources without local paths; a prepared folder counts as its source."""
     names = []
     for name in data.sources():
         if is_prepared(name):

@@ -69,17 +69,19 @@ def _flatten(text: str) -> tuple[str, list[str]]:
         roots = _packages(node)
         if isinstance(node, ast.ImportFrom) and node.module is not None and roots == {"nsa"}:
             modules = _imported_modules(node, node.module)
-            imported += modules or [node.module]
             if not modules:
+                imported.append(node.module)
                 first = lines[node.lineno - 1]
                 relative = f".{_file_name(node.module)}"
                 lines[node.lineno - 1] = first.replace(node.module, relative, 1)
                 continue
-            new = []  # `from nsa.ops import triton`
+            imported += modules  # `from nsa.ops import triton`
+            new = []
             for module, alias in zip(modules, node.names, strict=True):
-                file = _file_name(module)  # transformers copies only files imported *from*
-                new += [f"from .{file} import __name__ as _"]
-                new += [f"from . import {file} as {alias.asname or alias.name}"]
+                file = _file_name(module)
+                # transformers copies a file only if something is imported from it.
+                new.append(f"from .{file} import __name__ as _")
+                new.append(f"from . import {file} as {alias.asname or alias.name}")
         elif roots & OPTIONAL:
             new = ["try:", f"    {ast.unparse(node)}", "except ImportError:", "    raise"]
         else:

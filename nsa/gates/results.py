@@ -22,11 +22,12 @@ PREFLIGHT = "preflight"
 SANITY_STEP = 1
 GATE_NAMES = (PREFLIGHT, "sanity", "smoke", "extended", "production")
 FILE_NAME = "gates.json"
-_NONE = type(None)
 _CRITERION = {
-    **dict.fromkeys(("name", "limit", "evidence"), str),
-    "ok": (bool, _NONE),
-    "value": (float, int, _NONE),
+    "name": str,
+    "ok": (bool, type(None)),
+    "value": (float, int, type(None)),
+    "limit": str,
+    "evidence": str,
 }
 _SHAPE = {"gate": str, "step": int, "go": bool, "time": str, "criteria": [_CRITERION]}
 
@@ -98,7 +99,7 @@ class GateResult:
 
     @property
     def of_short_run(self) -> bool:
-        """Whether it ended a run in which some criteria of `production` cannot be measured."""
+        """Whether it is the `production` gate of a run too short to measure all its criteria."""
         return self.gate == "production" and self.step < SHORT_RUN
 
     @property
@@ -113,7 +114,8 @@ class GateResult:
         """One line for the console: the decision and what failed."""
         gate, count = f"go/no-go gate {self.gate} at step {self.step:,}", self.count_text
         if self.go:
-            return f"{gate}: Go{f' for {self.step:,} steps' if self.of_short_run else ''} ({count})"
+            steps = f" for {self.step:,} steps" if self.of_short_run else ""
+            return f"{gate}: Go{steps} ({count})"
         reasons = []
         for failed in self.failed:
             value = "" if failed.value is None else f" {failed.value:.4g}"
