@@ -1,8 +1,7 @@
 """DeepSpeed's JSON: load it strictly, fill it from the recipe, check it before the run starts.
 
-DeepSpeed ignores keys that it does not know and uses its defaults instead. Here they are errors,
-found by recording the keys that its parser looks up, and each number is set in one place: the
-recipe or the JSON.
+DeepSpeed ignores unknown keys and uses its defaults instead. Here they are errors, found by
+recording the keys that its parser looks up. The recipe or the JSON sets a number, never both.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ DEFAULTS = {
     "optimizer.params.eps": 1e-8,
 }
 BLOCKS = ("optimizer", "optimizer.params", "zero_optimization", "bf16", "fp16", "timers")
-MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's, which refuse unknown keys themselves
+PYDANTIC: dict[str, type[BaseModel]] = {  # DeepSpeed's classes, which refuse unknown keys
     "zero_optimization": DeepSpeedZeroConfig,
     "bf16": DeepSpeedBF16Config,
     "fp16": DeepSpeedFP16Config,
     "timers.throughput": DeepSpeedThroughputTimerConfig,
     "comms_logger": CommsLoggerConfig,
 }
-OF_ADAMW = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
+ADAMW_KEYS = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
 OTHER_WAYS = (
     *("autotuning", "compile", "data_efficiency", "expert_parallel", "hybrid_engine"),
     *("pipeline", "tensor_parallel", "weight_quantization", "zero_optimization.zenflow"),
@@ -72,7 +71,7 @@ REFUSED = {
     "data_types.param_dtype": "the recipe sets the precision; remove it and set train.precision",
     "fp16.fp16_master_weights_and_grads": "loses the fp32 master weights; remove it",
     "bf16.check_grad_overflow": "a step with non-finite gradients must be skipped; remove it",
-    "zero_optimization.compute_grad_norm": "without the norm such a step is not skipped; remove it",
+    "zero_optimization.compute_grad_norm": "then a non-finite step is not skipped; remove it",
     "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
     "checkpoint.load_universal": "remove it; use --resume --universal",
     "zero_optimization.elastic_checkpoint": "remove it; use --resume --universal",
@@ -100,10 +99,10 @@ class ZeroMode:
     offload: bool  # of optimizer or parameters, to the CPU or NVMe
 
     @property
-    def buckets(self) -> bool:
+    def has_buckets(self) -> bool:
         """Whether gradients are reduced in buckets of `reduce_bucket_size` elements.
 
-        BF16_Optimizer has none: stage 1, bf16 weights, fp32 accumulation.
+        BF16_Optimizer has none; it runs stage 1, bf16 and fp32 accumulation without offloading.
         """
         mode = (self.stage, self.precision, self.accumulation)
         return self.stage > 0 and (mode != (1, "bf16", "fp32") or self.offload)
@@ -181,7 +180,7 @@ def resolve_ds_config(
     """
     owned = owned_values(config, world_size)
     problems, resolved = dict(_recipe_problems(raw, owned)), deepcopy(raw)
-    for path in problems:
+    for path in problems:  # remove these keys, so that each is reported once
         block, name = _parent(resolved, path)
         block.pop(name, None)
     resolved.setdefault("optimizer", deepcopy(OPTIMIZER))
@@ -199,7 +198,7 @@ def resolve_ds_config(
         raise ValueError(f"{source}: {lines[0]}")
     if lines:
         raise ValueError("\n  ".join([f"{source}: {len(lines)} keys to change:", *lines]))
-    if zero_mode(resolved).buckets:
+    if zero_mode(resolved).has_buckets:
         resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
     resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     return resolved
@@ -209,7 +208,7 @@ def summary_line(resolved: dict[str, Any], world_size: int) -> str:
     """Return "ok: …", a one-line summary of a resolved config."""
     mode, zero = zero_mode(resolved), resolved["zero_optimization"]
     parts = [f"ZeRO-{mode.stage}", mode.precision, f"gradients accumulated in {mode.accumulation}"]
-    if mode.buckets:
+    if mode.has_buckets:
         overlap = "overlapped" if mode.overlap else "not overlapped"
         parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
     if mode.offload:
@@ -247,7 +246,7 @@ def _recipe_problems(raw: dict[str, Any], owned: Owned) -> Problems:
     """Yield what contradicts the recipe, changes the numbers or loses data."""
     for path, value in walk(raw):
         if path.startswith(tuple(f"{refused}." for refused in REFUSED)):
-            continue
+            continue  # the block itself is reported
         if path in REFUSED:
             yield path, f": {REFUSED[path]}"
         elif path in BLOCKS and not isinstance(value, dict):
@@ -309,8 +308,8 @@ def _parser_problems(resolved: dict[str, Any], source: str) -> Problems:
     try:
         DeepSpeedConfig(config)
     except ValidationError as error:
-        block = next((path for path, model in MODELS.items() if model.__name__ == error.title), "")
-        fields = MODELS[block].model_fields if block else {}
+        block = next((path for path, kind in PYDANTIC.items() if kind.__name__ == error.title), "")
+        fields = PYDANTIC[block].model_fields if block else {}
         for detail in error.errors():
             path = ".".join((block, *map(str, detail["loc"]))).strip(".")
             if detail["type"] == "extra_forbidden":
@@ -326,14 +325,14 @@ def _parser_problems(resolved: dict[str, Any], source: str) -> Problems:
 def _unread_keys(block: _Recorder, prefix: str = "") -> Problems:
     known = block.looked_up
     if prefix == "optimizer.params.":
-        known = dict.fromkeys((*OF_ADAMW, "torch_adam"))
+        known = dict.fromkeys((*ADAMW_KEYS, "torch_adam"))
     for key, value in block.items():
         path = f"{prefix}{key}"
         if key not in known:
             yield path, _unknown(path, known)
         elif isinstance(known[key], bool) and not isinstance(value, bool):
             yield path, ": this is a switch; write true or false"
-        elif isinstance(value, _Recorder) and value.looked_up and path not in MODELS:
+        elif isinstance(value, _Recorder) and value.looked_up and path not in PYDANTIC:
             yield from _unread_keys(value, f"{path}.")
 
 

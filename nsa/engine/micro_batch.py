@@ -27,18 +27,17 @@ def resolve_auto(
     a step has as many sequences as before.
     """
     batch, notes = batch_of(config), list[str]()
-    any_rows = config.train.micro_batch == AUTO
+    auto_rows = config.train.micro_batch == AUTO
     if gpu_memory is not None:
         model = model_of(config)
-        batch, notes = select_auto(model, zero, batch, gpu_memory, ranks, any_rows=any_rows)
-    elif any_rows:
+        batch, notes = select_auto(model, zero, batch, gpu_memory, ranks, auto_rows=auto_rows)
+    elif auto_rows:
         notes.append("micro-batch: 1 sequence (there is no GPU)")
     if batch.checkpointing == "auto":
         batch = replace(batch, checkpointing="none")
         notes.append("activation checkpointing: none (there is no GPU)")
-    train = config.train
-    if any_rows:
-        train = replace(train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+    rows, accumulation = batch.micro_batch, batch.accumulation
+    train = replace(config.train, micro_batch=rows, accumulation=accumulation)
     model_config = replace(config.model, activation_checkpointing=batch.checkpointing)
     return replace(config, train=train, model=model_config), notes
 

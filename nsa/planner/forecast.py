@@ -300,17 +300,17 @@ def required(memory: Memory) -> float:
 
 
 def select_auto(
-    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int, *, any_rows: bool
+    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int, *, auto_rows: bool
 ) -> tuple[BatchShape, list[str]]:
     """Return the batch in the fastest mode in which it fits, and a line on each choice.
 
-    With `any_rows` the micro-batch is chosen too, the largest that fits in the fastest mode in
+    With `auto_rows` the micro-batch is chosen too, the largest that fits in the fastest mode in
     which one sequence fits: recomputing costs more than small micro-batches do.
     """
-    sequences, any_mode = batch.micro_batch * batch.accumulation, batch.checkpointing == "auto"
-    modes = MODES if any_mode else (batch.checkpointing,)
+    sequences, auto_mode = batch.micro_batch * batch.accumulation, batch.checkpointing == "auto"
+    modes = MODES if auto_mode else (batch.checkpointing,)
     rows = [batch.micro_batch]  # ascending
-    if any_rows:
+    if auto_rows:
         rows = [count for count in range(1, sequences + 1) if sequences % count == 0]
 
     def shape_of(count: int, mode: str) -> BatchShape:
@@ -326,10 +326,10 @@ def select_auto(
     enough = needed <= available
     reason = f"needs about {needed / 1e9:.1f} of {available / 1e9:.1f} GB"
     lines = []
-    if any_rows:
+    if auto_rows:
         each = f"{count} sequence{'s' * (count > 1)}, accumulation {shape.accumulation}"
         lines = [f"micro-batch: {each} ({reason}{'' if enough else ', so it does not fit'})"]
-    if any_mode:
+    if auto_mode:
         others = ", ".join(
             f"{other} would need {bytes_of(count, other) / 1e9:.1f}"
             for other in MODES
