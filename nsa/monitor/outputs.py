@@ -3,8 +3,6 @@
 A resumed run drops the rows of `metrics.csv`, `selection.csv` and `teacher.csv` of the steps that
 run again. A file with other columns, of another version or other settings, is moved to
 `metrics.1.csv`, or the next free number.
-
-DeepSpeed's trackers, TensorBoard and W&B, get scalars; W&B also the settings, TensorBoard texts.
 """
 
 from __future__ import annotations
@@ -99,8 +97,8 @@ Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and r
 class CsvObserver(Observer):
     """Appends the rows of each logged step to a file, which its first row creates.
 
-    The first of `columns` is `step`. `rows` may return more than these, or no row; `number` is the
-    format of a float.
+    The first of `columns` is `step`. `rows` may return no row; cells of other columns are left out.
+    `number` is the format of a float.
     """
 
     def __init__(
@@ -207,9 +205,9 @@ class FallbacksCsv(Observer):
 
 
 class TrackerObserver(Observer):
-    """Writes the scalars of every logged step to DeepSpeed's `monitor`, which flushes.
+    """Writes the scalars of every logged step to DeepSpeed's `monitor`: TensorBoard and W&B.
 
-    W&B gets the nested `settings`, TensorBoard the `texts`, from the client of each.
+    W&B's own client gets the nested `settings`, TensorBoard's the `texts`.
     """
 
     def __init__(self, monitor: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
@@ -229,8 +227,8 @@ class TrackerObserver(Observer):
         if self._board is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
 
-            # TensorBoard drops later values. Even at step 0: an earlier process may have logged
-            # steps but saved no checkpoint.
+            # TensorBoard drops the values of steps that run again. Even at step 0: an earlier
+            # process may have logged steps but saved no checkpoint.
             restart = Event(session_log=SessionLog(status=SessionLog.START))
             self._board.file_writer.add_event(restart, start_step + 1)
             for name, text in self._texts.items():

@@ -22,8 +22,8 @@ from nsa.untrusted import parse_yaml, read_text
 LIMIT_OF_PHASE = {"setup": "setup", "eval": "save", "save": "save"}
 WINDOW = 10  # logged steps that a collapse has to last
 COLLAPSE = 0.2  # of the run's median tokens/s
-LIMIT_SECONDS = 10.0  # until a read or write of the run's folder counts as hanging
-# From a first report of a hang, on a disk that works, to the second: delayed heartbeats arrive.
+DISK_LIMIT_SECONDS = 10.0  # until a read or write of the run's folder counts as hanging
+# A hang is checked again after this long, in which heartbeats that the disk delayed arrive.
 CONFIRM_SECONDS = HEARTBEAT_SECONDS + 1
 
 
@@ -61,7 +61,7 @@ class HangDetector:
         beats = [self.beats[rank]["mono"] for rank in running if rank in self.beats]
         if report is not None or start - min(beats, default=start) > 3 * HEARTBEAT_SECONDS:
             self._write_probe()
-        if time.monotonic() - start > LIMIT_SECONDS:
+        if time.monotonic() - start > DISK_LIMIT_SECONDS:
             self._disk_ok_since = time.monotonic()
         if report is not None:
             time.sleep(CONFIRM_SECONDS)
@@ -87,6 +87,7 @@ class HangDetector:
         """Compare a rank with its limit; time in which the disk hung or was full does not count."""
         phase, step = beat["phase"], int(beat["step"])
         seconds = now - max(beat["mono"], self._disk_ok_since)  # without a heartbeat
+        # 0: no limit.
         silence = self._limits.silence and max(self._limits.silence, 3 * HEARTBEAT_SECONDS)
         detail = ""
         if beat["event"] == "end":

@@ -26,7 +26,7 @@ import psutil
 from nsa.atomic_io import atomic_write_text
 from nsa.monitor.observer import warn
 from nsa.system import in_background, is_alive, with_timeout
-from nsa.watchdog.hang_detector import LIMIT_SECONDS, HangDetector, HangReport
+from nsa.watchdog.hang_detector import DISK_LIMIT_SECONDS, HangDetector, HangReport
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HALTED = 4  # exit code of a run that the watchdog has ended
@@ -178,9 +178,9 @@ class Supervisor:
             self._reading = in_background(partial(self.detector.check, pids))
             self._reading_since = time.monotonic()
         if not wait([self._reading], CHECK_SECONDS).done:
-            if time.monotonic() - self._reading_since > LIMIT_SECONDS:
+            if time.monotonic() - self._reading_since > DISK_LIMIT_SECONDS:
                 self._log_once(
-                    f"{self.detector.folder}: the disk hangs; until it responds, no rank is judged"
+                    f"{self.detector.folder}: the disk hangs; until it responds, no rank is checked"
                 )
             return False, None
         report, self._reading = self._reading.result(), None
@@ -252,7 +252,7 @@ class Supervisor:
         path = self.detector.folder / "halt.json"
         try:
             text = json.dumps(halt, indent=2) + "\n"
-            with_timeout(LIMIT_SECONDS, partial(atomic_write_text, path, text))
+            with_timeout(DISK_LIMIT_SECONDS, partial(atomic_write_text, path, text))
         except OSError as error:
             log(f"{path} could not be written: {error}")
 

@@ -66,7 +66,7 @@ def test_a_disk_that_hung_gives_each_rank_its_limits_again(
     slow, detector, silent = HangDetector(tmp_path), HangDetector(tmp_path), beat(ago=100)
     saving = beat(phase="save", since=5_000.0)
     with monkeypatch.context() as patch:
-        patch.setattr("nsa.watchdog.hang_detector.LIMIT_SECONDS", 0.1)
+        patch.setattr("nsa.watchdog.hang_detector.DISK_LIMIT_SECONDS", 0.1)
         patch.setattr(os, "fsync", lambda descriptor: time.sleep(0.2))
         for ranks in ([silent], [silent, saving]):
             assert check(slow, *ranks) is None
