@@ -65,7 +65,8 @@ class NSASpec:
     def max_overlaps(self) -> int:
         """Maximum number of compressed blocks that overlap one selection block."""
         if self.select_len % self.block_stride == 0:
-            return self.select_len // self.block_stride - (-self.block_len // self.block_stride) - 1
+            strides_per_block = -(-self.block_len // self.block_stride)  # rounded up
+            return self.select_len // self.block_stride + strides_per_block - 1
         return -(-(self.block_len + self.select_len - 1) // self.block_stride)
 
     def visible_compressed(self, position: int) -> int:

@@ -35,7 +35,7 @@ from nsa.spec import NSASpec
 # Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
 CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
-# Settings of ModelConfig that a layer takes besides its sizes; norm_eps belongs to qk_norm.
+# Settings of ModelConfig that a layer takes besides its sizes; qk_norm reads norm_eps.
 MODEL_SETTINGS = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None  # a search of the disk: once, not per call
 FLASH_HEAD_DIM = 256  # the largest head of flash-attn's kernels
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
             self.k_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
-        # fork_rng: with or without an index, a seed gives the same other weights.
+        # fork_rng: an index does not change which other weights a seed gives.
         with torch.random.fork_rng(devices=()):
             self.index = Index(config) if attention.has_index else None
         gates = 0 if attention.has_one_set else len(self.branches)
@@ -117,17 +117,17 @@ class Attention(nn.Module):
             return cached(self, x, metadata)
         if self.selector_loss is not None:
             warnings.warn(_UNUSED_LOSS, stacklevel=2)
-        parts = self.rotary_pool(self.project(x, metadata), metadata)
+        parts = self.rotary_pool(self.project(x), metadata)
         kv = self.branch_kv(parts, metadata)
         self.selector_loss = None
         if metadata.sampled is not None:
-            self.selector_loss, target = self.ranking_loss(x, parts.q, kv, metadata)
+            self.selector_loss, target = self.compute_selector_loss(x, parts.q, kv, metadata)
             self.selector_target = metadata.sampled, target
         o = self.attend(parts.q, parts.gates, kv, metadata)
         return self.o(o.flatten(-2))
 
-    def project(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Project to q, k, v, an index and gate logits side by side, [B, T, P], as in PackedLayout.
+    def project(self, x: Tensor) -> Tensor:
+        """Project to q, k, v, and an index or gate logits, [B, T, P] as in PackedLayout.
 
         The index's gradient does not reach x.
         """
@@ -140,7 +140,7 @@ class Attention(nn.Module):
             norms = [(self.q, self.q_norm), (self.k, self.k_norm)]
             if index is not None:
                 norms += [(self.v, None), (index.q, index.q_norm), (index.k, index.k_norm)]
-            packed = norm_columns(packed, [(len(x.weight), norm) for x, norm in norms])
+            packed = norm_columns(packed, [(len(linear.weight), norm) for linear, norm in norms])
         return packed
 
     def rotary_pool(
@@ -166,9 +166,9 @@ class Attention(nn.Module):
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Return each branch's keys and values."""
-        return dict(zip(self.branches, parts.kv_sets, strict=False))
+        return dict(zip(self.branches, parts.kv_sets, strict=False))  # there are always 3 sets
 
-    def ranking_loss(
+    def compute_selector_loss(
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         """Return the selector loss and its target; `kv` is what `branch_kv` returned."""
@@ -194,8 +194,8 @@ class Attention(nn.Module):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return attention [B, T, Hq, Dv] over all previous tokens of the document.
 
-    PyTorch has one call per document, for which the host waits for `cu_seqlens`; on a GPU
-    flash-attn, if it is installed, has one for all of them.
+    Call PyTorch once per document, for which the host waits for `cu_seqlens`. On a GPU call
+    flash-attn instead, if it is installed: once for all documents.
     """
     if cu_seqlens is not None and flash_attn_supports(q, v):
         return _flash_attention(q, k, v, cu_seqlens)
@@ -309,12 +309,12 @@ class NSAttention(Attention):
         if self.branches == ("win",):  # nothing to compress
             return
         mean = attention.compressor == "mean"
-        # The compressed branch's keys and values, the first set, are not read by token.
+        # The compressed branch's keys and values, the first set, are read only as blocks.
         first_set = int("cmp" in self.branches)
         self.layout = self.layout._replace(first_set=first_set, mean=mean, pre_rope=not mean)
 
     def start_index(self) -> None:
-        """Let the index start as the attention that it predicts."""
+        """Start the index with the layer's own projections."""
         assert self.index is not None
         start = index_start(self.state_dict(), self.kv_heads)
         self.index.load_state_dict(start, strict=False)  # without φ, which starts as the mean
@@ -341,7 +341,7 @@ class NSAttention(Attention):
             kv["cmp"] = self.compress(*parts.compressed, metadata)
         return kv
 
-    def ranking_loss(
+    def compute_selector_loss(
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         assert metadata.sampled is not None
@@ -365,6 +365,7 @@ class NSAttention(Attention):
         if self.config.qk_norm:
             k = head_norm(k, self.k_norm)
         if self.layout.mean:
+            # One set of keys, no queries and no values.
             layout = PackedLayout(0, self.kv_heads, self.key_dim, 0, 1, first_set=1, mean=True)
             tables = *metadata.rotary, metadata.block_tokens, metadata.token_blocks
             means = rotary_pool(k, layout, *tables, backend=self.backend).compressed

@@ -28,7 +28,7 @@ YARN_OPTIONS = (
 )  # fmt: skip
 # Attention with an index: a query's first block, its last 8 and the best 13 of the others.
 INDEXED = NSASpec(block_len=64, block_stride=64, select_len=64, select_top=22, local_blocks=8)
-# Of a dense model that becomes sparse: with a key per token its index starts and ends closer.
+# For a dense model that becomes sparse: a key per token raises its loss least.
 IMPORTED = replace(INDEXED, block_len=1, block_stride=1)
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
@@ -64,7 +64,7 @@ class AttentionConfig:
 
     @property
     def can_rank(self) -> bool:
-        """Whether the selector loss has something to train."""
+        """Whether an index or the compressed branch ranks blocks: the selector loss trains it."""
         return self.kind == "nsa" and (self.has_index or self.branch_names == BRANCHES)
 
     def validate(self) -> None:
@@ -132,7 +132,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     rope_type: str = "default"  # "default", "linear", "llama3" or "yarn", as in transformers
     rope_extension: dict[str, float] | None = None  # the numbers of a rope_type: factor, …
-    no_rope_every: int = 0  # layers 4, 8, … without RoPE: 4, as in SmolLM3; 0: none
+    no_rope_every: int = 0  # every n-th layer has no RoPE: 4 in SmolLM3; 0: all have it
     qkv_bias: bool = False  # q, k and v have biases, as in Qwen2
     qk_norm: bool = False  # RMSNorm of each head's q and k before RoPE, as in Qwen3
     norm_eps: float = 1e-5  # RMSNorm's epsilon

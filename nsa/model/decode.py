@@ -173,7 +173,7 @@ def _prefill_attention(
     metadata: AttentionMetadata,
 ) -> Tensor:
     """Attend from all tokens of the prompts; store their keys and values in the cache."""
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
+    parts = layer.rotary_pool(layer.project(x), metadata, all_sets=True)
     if layer.index is None:
         kv = layer.branch_kv(parts, metadata)
         compressed: Sequence[Tensor] = kv.get("cmp", ())
@@ -196,7 +196,7 @@ def _step_attention(
 ) -> Tensor:
     """Store the keys and values of each sequence's newest token, then attend from it."""
     lengths = cache.lengths
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_sets=True)
+    parts = layer.rotary_pool(layer.project(x), metadata, all_sets=True)
     layer_cache.append(_token_entries(layer_cache, layer, parts), lengths - 1)
     if not isinstance(layer, NSAttention):
         return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]

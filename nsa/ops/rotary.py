@@ -29,7 +29,7 @@ class RotaryPooled(NamedTuple):
 
     q: Tensor  # [B, T, Hq, Dk], rotated
     gates: Tensor | None  # [B, T, Hq, gates]
-    compressed: tuple[Tensor, Tensor] | None  # [B, N or T, Hkv, D]: means, or without RoPE
+    compressed: tuple[Tensor, Tensor] | None  # [B, N or T, Hkv, D]: means by block, or pre-RoPE
     kv_sets: list[tuple[Tensor, Tensor]]  # rotated keys and values [B, T, Hkv, D]
     indexed: tuple[Tensor, Tensor] | None  # rotated queries, keys without RoPE [B, T, Hkv, Dk]
 
@@ -102,7 +102,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     layout, dtype = x.read_layout(), x.packed.dtype
-    outputs = [x.packed.new_empty(0) for _ in range(12)]  # stay empty if the layout lacks them
+    # q, gates, k_cmp, v_cmp, k and v of 3 sets, an index's q and k; empty if the layout lacks them.
+    outputs = [x.packed.new_empty(0) for _ in range(12)]
     q, keys, values, index, logits = layout.parts(x.packed.contiguous())
     outputs[0] = rotate(q[:, :, 0], x.cos, x.sin).to(dtype)
     if layout.gates:
@@ -126,20 +127,20 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _pool(x: RotaryPoolInputs, tokens_BTKD: Tensor) -> Tensor:
-    """Means over each block, [B, N, K, D], summed in at least float32."""
+def _pool(x: RotaryPoolInputs, tokens: Tensor) -> Tensor:
+    """Means of `tokens` [B, T, Hkv, D] over blocks [B, N, Hkv, D], summed in at least float32."""
     assert x.block_tokens is not None
-    blocks = tokens_BTKD[:, x.block_tokens]
+    blocks = tokens[:, x.block_tokens]  # [B, N, l, Hkv, D]
     dtype = torch.promote_types(x.packed.dtype, torch.float32)
     return blocks.mean(2, dtype=dtype).to(x.packed.dtype)
 
 
-def _unpool(x: RotaryPoolInputs, gradient_BNKD: Tensor) -> Tensor:
-    """The gradient of `_pool`'s input, [B, T, K, D]: a sum over the blocks that cover a token."""
+def _unpool(x: RotaryPoolInputs, gradient: Tensor) -> Tensor:
+    """The gradient of `tokens` in `_pool`: each token's sum over the blocks that cover it."""
     assert x.block_tokens is not None
     assert x.token_blocks is not None
     dtype = torch.promote_types(x.packed.dtype, torch.float32)
-    each = gradient_BNKD.to(dtype) / x.block_tokens.shape[1]
+    each = gradient.to(dtype) / x.block_tokens.shape[1]
     padded = F.pad(each, (0, 0, 0, 0, 0, 1))  # index -1 reads these zeros
     return padded[:, x.token_blocks].sum(2)
 

@@ -56,8 +56,7 @@ def test_it_is_the_dense_model_where_all_blocks_are_selected(
 def test_its_queries_and_keys_have_norms_of_their_own() -> None:
     model = build(tiny("index", layers=1, **IMPORTED))
     layer, x = layers_of(model)[0], torch.randn(1, LENGTH, 24, dtype=torch.float64)
-    metadata = AttentionMetadata.build(model.config, LENGTH, None, x.device)
-    queries, keys = layer.layout.parts(layer.project(x, metadata))[3].unbind(2)
+    queries, keys = layer.layout.parts(layer.project(x))[3].unbind(2)
     index = layer.index
     torch.testing.assert_close(queries, index.q_norm(index.q(x).unflatten(-1, (2, 6))))
     torch.testing.assert_close(keys, index.k_norm(index.k(x).unflatten(-1, (2, 6))))
@@ -239,7 +238,7 @@ def test_the_selector_loss_ranks_the_keys_of_a_compressor_of_ones_own(name: str)
     layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=1.0, compressor="mlp")
     layer.compress, x = FirstToken(), torch.randn(1, 128, 32)
     metadata = AttentionMetadata.build(layer.config, 128, PACKED[name], x.device)
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata)
+    parts = layer.rotary_pool(layer.project(x), metadata)
     ranked = layer.branch_kv(parts, metadata)["cmp"][0]
     torch.testing.assert_close(layer.ranking_keys(x, metadata), ranked)
 
@@ -289,7 +288,7 @@ def test_the_loss_trains_the_compressor_and_its_keys_projection_alone(
     layer(x, metadata=metadata)
     loss = layer.take_selector_loss()
     assert loss is not None
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata)
+    parts = layer.rotary_pool(layer.project(x), metadata)
     kv = layer.branch_kv(parts, metadata)
     queries = metadata.sampled
     assert queries is not None
