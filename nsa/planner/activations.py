@@ -29,7 +29,7 @@ from nsa.planner.inputs import BatchShape, Model
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a micro-batch's tensors; of the weights' gradients only those not yet reduced."""
+    """Bytes of a micro-batch's tensors, without the weights' gradients that are complete."""
 
     before_loss: int  # held for the backward pass
     loss: int  # on top of before_loss at the peak of the loss: logits and gradients of the head
@@ -61,7 +61,7 @@ def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
     if attention.kind == "dense":
         for name, module in net.named_modules():
             if name.endswith(".attention"):
-                vars(module)["attend"] = _flash_attention
+                vars(module)["attend"] = _flash_attend
     live = _LiveTensors()
     _free_gradients(net, live)
     width = 0 if model.teacher is None else model.teacher.width
@@ -85,10 +85,12 @@ def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
 def _free_gradients(net: LanguageModel, live: _LiveTensors) -> None:
     """Free each gradient when it is complete, and begin the spans of the backward pass."""
 
-    # The weight of a block whose gradient is complete last, and the span that begins then.
-    last_block, first_block = f"blocks.{len(net.blocks) - 1}", "blocks.0"
-    next_span = {net.get_parameter(f"{last_block}.attention_norm.weight"): "first_layer"}
-    next_span[net.get_parameter(f"{first_block}.attention_norm.weight")] = "embedding"
+    # attention_norm's gradient is the last of its block: when it is complete, a span begins.
+    last = len(net.blocks) - 1
+    next_span = {
+        net.get_parameter(f"blocks.{last}.attention_norm.weight"): "first_layer",
+        net.get_parameter("blocks.0.attention_norm.weight"): "embedding",
+    }
 
     def free(weight: Tensor) -> None:
         weight.grad = None
@@ -157,8 +159,8 @@ def loss_bytes(hidden: Tensor, weight: Tensor) -> int:
     return logits + hidden.nbytes + weight_gradient * weight.numel()
 
 
-def _flash_attention(q: Tensor, _: None, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
-    """Dense attention with the op that a GPU would run; on `meta` PyTorch would form all scores."""
+def _flash_attend(q: Tensor, _: None, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
+    """`Attention.attend` by a GPU's op, where PyTorch would form all scores on `meta`."""
     size = max(x.shape[-1] for x in (q, *kv["all"]))
     q, k, v = (
         (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))).transpose(1, 2)

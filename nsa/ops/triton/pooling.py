@@ -131,21 +131,20 @@ def pool_backward_kernel(
                 HALF_P: tl.constexpr = PADDED // 2
                 n = tl.arange(0, PADDED)
                 sign = tl.where(n < HALF_P, 1.0, -1.0)[None, :]
-                partner = (1 - n // HALF_P) * HALF + n % HALF_P
+                partner = (1 - n // HALF_P) * HALF + n % HALF_P  # columns of the other half
                 angle = block * HALF
-                g = g * _load(cos, angle, n % HALF_P, mask) + sign * _load(
-                    dy, at, partner, mask
-                ) * _load(sin, angle, n % HALF_P, mask)
+                g *= _load(cos, angle, n % HALF_P, mask)
+                g += sign * _load(dy, at, partner, mask) * _load(sin, angle, n % HALF_P, mask)
             mean = _load(pooled, at, col, mask)
             d_scale += tl.sum(tl.where((covered & (i == 0))[:, None], g * mean, 0.0), 0)
             g *= factor
             score = s + _load(position, (head * LEN + i) * SIZE, col, mask)
             p = tl.where(mask, tl.exp(score - _load(lse, at, col, mask)), 0.0)
-            part = p * (k.to(tl.float32) - mean) * g
+            d_score = p * (k.to(tl.float32) - mean) * g
             dk += p * g
-            ds += part
+            ds += d_score
             place = (tl.arange(0, LEN_P)[:, None] == i[None, :]) & covered[None, :]
-            d_position = dot(place.to(k.dtype), part.to(k.dtype), d_position)
+            d_position = dot(place.to(k.dtype), d_score.to(k.dtype), d_position)
         d_weight = dot(tl.trans(k), ds.to(k.dtype), d_weight)
         dk = dot(ds.to(k.dtype), tl.trans(w), dk)
         mask = valid[:, None] & inside[None, :]

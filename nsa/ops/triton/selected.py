@@ -5,8 +5,8 @@
                             ->  lists:   per block, queries ascending (compressed sparse rows)
 
 A list holds a query once, even if the query names the block twice. A query that names a block
-which begins after it is not in that block's list. Packed documents number their blocks from
-start // SELECT + document on, as `locate` does.
+which begins after it is not in that block's list. With packed documents, block 0 of a document that
+begins at position `start` has number start // SELECT + document, as in `locate`.
 
 Forward, and for the gradient of queries, a tile of neighbouring queries loops over the union of
 their blocks; a bit per query and block says whether the query selected it. With few queries per
@@ -63,21 +63,21 @@ STEP = 1024  # words or queries that a step of a block's list reads
 @triton.jit
 def _members(
     index, t, row, valid, first, stride,
-    TOP: tl.constexpr, SELECT: tl.constexpr, WORDS: tl.constexpr,
+    TOP: tl.constexpr, SELECT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks from `first` on, [WORDS, 32], and the queries that selected each as bits.
+    """Blocks from `first` on, [BLOCK_WORDS, 32], and the queries that selected each as bits.
 
     Builds one word per query and 32 blocks, then transposes. Comparing each selected block with
     each block would take 32 times as many comparisons.
     """
-    word = first // 32 + tl.arange(0, WORDS)
-    words = tl.zeros([row.shape[0], WORDS], tl.int32)
+    word = first // 32 + tl.arange(0, BLOCK_WORDS)
+    words = tl.zeros([row.shape[0], BLOCK_WORDS], tl.int32)
     for n in range(TOP):
         b = tl.load(index + row * stride + n, mask=valid, other=-1)
         b = tl.where(b * SELECT <= t, b, -1)
         words |= tl.where((b >> 5)[:, None] == word[None, :], (1 << (b & 31))[:, None], 0)
     i = tl.arange(0, 32)
-    member = (words[:, :, None] >> i[None, None, :]) & 1  # [QUERIES, WORDS, 32]
+    member = (words[:, :, None] >> i[None, None, :]) & 1  # [QUERIES, BLOCK_WORDS, 32]
     return word[:, None] * 32 + i[None, :], tl.sum(member << row[:, None, None], 0)
 
 
@@ -85,7 +85,7 @@ def _members(
 def union_kernel(
     index, blocks, members, counts, cu, seq_len, documents, list_len,
     TOP: tl.constexpr, SELECT: tl.constexpr,
-    QUERIES: tl.constexpr, QUERIES_P: tl.constexpr, WORDS: tl.constexpr,
+    QUERIES: tl.constexpr, QUERIES_P: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     """The union of the blocks of a tile's queries, ascending, and each block's queries as bits."""
     grid_tile = tl.program_id(0)
@@ -101,9 +101,9 @@ def union_kernel(
     count = 0
     if tile * QUERIES < length:
         last = (tl.minimum(tile * QUERIES + QUERIES, length) - 1) // SELECT
-        for first in range(0, last + 1, WORDS * 32):
-            j, bits = _members(index, t, row, valid, first, heads * TOP, TOP, SELECT, WORDS)
-            j, bits = tl.reshape(j, [WORDS * 32]), tl.reshape(bits, [WORDS * 32])
+        for first in range(0, last + 1, BLOCK_WORDS * 32):
+            j, bits = _members(index, t, row, valid, first, heads * TOP, TOP, SELECT, BLOCK_WORDS)
+            j, bits = tl.reshape(j, [BLOCK_WORDS * 32]), tl.reshape(bits, [BLOCK_WORDS * 32])
             used = (bits != 0).to(tl.int32)
             at = list_id * list_len + count + tl.cumsum(used, 0) - 1
             tl.store(blocks + at, j, mask=bits != 0)
@@ -115,11 +115,12 @@ def union_kernel(
 @kernel
 def members_kernel(
     index, members, cu, seq_len, documents, total_blocks,
-    TOP: tl.constexpr, SELECT: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr,
+    TOP: tl.constexpr, SELECT: tl.constexpr, WORD: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """members [B, Hkv, blocks, words]: one word of each block that begins before its queries end.
+    """Write one word of WORD queries to the row of each block in members [B, Hkv, blocks, words].
 
-    Words of earlier queries, and of other documents, are neither written nor read.
+    Blocks that begin after these queries, and those of other documents, have no such word: it is
+    neither written nor read.
     """
     grid_tile = tl.program_id(0)
     heads = tl.num_programs(1)
@@ -128,15 +129,15 @@ def members_kernel(
     document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, WORD)
     row = tl.arange(0, WORD)
     t = tile * WORD + row
+    valid = t < length
     index += ((batch * seq_len + start + tile * WORD) * heads + head) * TOP
-    members += ((batch * heads + head) * total_blocks + start // SELECT + document) * (
-        tl.num_programs(0)
-    ) + grid_tile
+    words = tl.num_programs(0)
+    members += ((batch * heads + head) * total_blocks + start // SELECT + document) * words
     if tile * WORD < length:
         last = (tl.minimum(tile * WORD + WORD, length) - 1) // SELECT
-        for first in range(0, last + 1, WORDS * 32):
-            j, bits = _members(index, t, row, t < length, first, heads * TOP, TOP, SELECT, WORDS)
-            tl.store(members + j.to(tl.int64) * tl.num_programs(0), bits, mask=j <= last)
+        for first in range(0, last + 1, BLOCK_WORDS * 32):
+            j, bits = _members(index, t, row, valid, first, heads * TOP, TOP, SELECT, BLOCK_WORDS)
+            tl.store(members + j.to(tl.int64) * words + grid_tile, bits, mask=j <= last)
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def blocks_by_tile(
         index=block_index.contiguous(), blocks=blocks, members=members, counts=counts, cu=cu,
         seq_len=seq_len, documents=documents, list_len=list_len,
         TOP=top, SELECT=spec.select_len, QUERIES=queries, QUERIES_P=queries_p,
-        WORDS=_words(spec.select_blocks_len(seq_len), queries_p),
+        BLOCK_WORDS=_block_words(spec.select_blocks_len(seq_len), queries_p),
     )  # fmt: skip
     return blocks, members, counts
 
@@ -242,7 +243,7 @@ def queries_by_block(
         index=block_index.contiguous(), members=members, cu=cu,
         seq_len=seq_len, documents=documents, total_blocks=total,
         TOP=top, SELECT=spec.select_len, WORD=WORD,
-        WORDS=_words(spec.select_blocks_len(seq_len), WORD),
+        BLOCK_WORDS=_block_words(spec.select_blocks_len(seq_len), WORD),
     )  # fmt: skip
     launch(
         totals_kernel, (total, groups * batch), Config(STEP, 0, 4, 1),
@@ -258,7 +259,7 @@ def queries_by_block(
     return offsets, queries
 
 
-def _words(blocks: int, queries: int) -> int:
+def _block_words(blocks: int, queries: int) -> int:
     """Words of 32 blocks per step: no more than exist, and at most 4,096 bits per tile."""
     return min(next_power_of_2(cdiv(blocks, 32)), max(1, 4096 // (32 * queries)))
 
@@ -267,9 +268,9 @@ def _words(blocks: int, queries: int) -> int:
 def _query_tile(cu, documents, seq_len, C: tl.constexpr):
     """A program's tile of queries, those with the longest lists first.
 
-    Returns its number in the grid, its first position and its document's length; the document's
-    first position over all batches; the tile's first row in memory; and for each row: its query in
-    the tile, its offset from the first row, and whether it exists.
+    Returns the tile's number in the grid; its first position t0 and its document's length; `token`,
+    the document's first position counted over all batches; the tile's first `row` in memory; and
+    for each row: `local`, its query in the tile, its offset `at` from `row`, and whether it exists.
     """
     grid_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -284,19 +285,20 @@ def _query_tile(cu, documents, seq_len, C: tl.constexpr):
 
 @triton.jit
 def _block_list(blocks, counts, grid_tile, t0, list_len, C: tl.constexpr):
-    """Return where a tile's list of blocks begins, the `past` steps, and all steps.
+    """Return where a tile's list of blocks begins, the number of `past` steps, and of all steps.
 
-    A step reads at most KEYS keys. The `past` steps come first: all their keys precede all queries.
+    A step reads one piece of a block: at most KEYS keys. The `past` steps come first: all their
+    keys precede all queries.
     """
-    PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
+    PIECES: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     list_id = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + grid_tile
     list_id = list_id * tl.num_programs(1) + tl.program_id(1)
     count = tl.load(counts + list_id)
-    # Lists ascend, and the at most 32 queries of a tile have no more blocks of their own.
+    # Lists ascend: only the last 32 blocks can hold one of the tile's at most 32 queries.
     i = count - 1 - tl.arange(0, 32)
     block = tl.load(blocks + list_id * list_len + i, mask=i >= 0, other=-1)
     past = count - tl.sum((block >= t0 // C.SELECT).to(tl.int32), 0)
-    return list_id * list_len, past * PARTS, count * PARTS
+    return list_id * list_len, past * PIECES, count * PIECES
 
 
 @triton.jit
@@ -306,16 +308,15 @@ def _scores(
     """Keys and values [KEYS, ..] of one step of a tile's list, their scores [ROWS, KEYS], and rows.
 
     `rows` [ROWS] says which rows selected the block. In a PAST step, scores are not masked. In the
-    others, one comparison per score does: one bound per row masks the positions after it, or all
-    positions if the row did not select the block.
+    others, keys after a row's bound `seen` are: all keys if the row did not select the block.
     """
-    PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
+    PIECES: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # the last step's keys may be the next block's
-    first = tl.load(blocks + step // PARTS) * C.SELECT + step % PARTS * C.KEYS
-    bits = tl.load(members + step // PARTS)
+    first = tl.load(blocks + step // PIECES) * C.SELECT + step % PIECES * C.KEYS
+    bits = tl.load(members + step // PIECES)
     rows = ((bits >> local) & 1) == 1
     i = tl.arange(0, C.KEYS)
-    left = C.SELECT - step % PARTS * C.KEYS
+    left = C.SELECT - step % PIECES * C.KEYS
     own = i < left
     at = (token + first) * C.HEADS + tl.program_id(1)
     if PAST:
@@ -346,7 +347,7 @@ def selected_forward_kernel(
         list_at, past, steps = _block_list(blocks, counts, grid_tile, t0, list_len, C)
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
         m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
-        for phase in tl.static_range(2):
+        for phase in tl.static_range(2):  # first the past steps, then the others
             for step in range(past * phase, past if phase == 0 else steps):
                 _, v_tile, s, rows = _scores(
                     q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local,
@@ -382,7 +383,7 @@ def selected_queries_kernel(
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
         row_delta = tl.load(delta + row + at, mask=valid, other=0.0)
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
-        for phase in tl.static_range(2):
+        for phase in tl.static_range(2):  # first the past steps, then the others
             for step in range(past * phase, past if phase == 0 else steps):
                 k_tile, v_tile, s, rows = _scores(
                     q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local,
@@ -429,25 +430,26 @@ def selected_keys_kernel(
     seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out,
     C: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of KEYS positions of a block, from one chunk of its list of queries.
+    """dk and dv of one piece of a block, KEYS positions, from one chunk of its list of queries.
 
     HEADS_FIRST: the grid's first axis is heads of all batch rows, else chunks.
     """
     AXIS: tl.constexpr = 0 if HEADS_FIRST else 1
-    PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
+    PIECES: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     batch = (tl.program_id(AXIS) // C.HEADS).to(tl.int64)
     head = tl.program_id(AXIS) % C.HEADS
-    part = tl.program_id(1 - AXIS) % PARTS
+    piece = tl.program_id(1 - AXIS) % PIECES
     offsets += (batch * C.HEADS + head) * (total_blocks + 1)
     queries += (batch * C.HEADS + head) * list_len
     block, begin, end, chunk = locate(
-        offsets, total_blocks, tl.program_id(1 - AXIS) // PARTS, 1, C.CHUNK
+        offsets, total_blocks, tl.program_id(1 - AXIS) // PIECES, 1, C.CHUNK
     )
     low = begin + chunk * C.CHUNK
     high = tl.minimum(end, low + C.CHUNK)
     _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, C.SELECT)
+    # Chunk 0 of an empty list writes zeros.
     if (j * C.SELECT < length) & ((low < high) | (chunk == 0)):
-        i = part * C.KEYS + tl.arange(0, C.KEYS)
+        i = piece * C.KEYS + tl.arange(0, C.KEYS)
         n = j * C.SELECT + i
         inside = (i < C.SELECT) & (n < length)
         token = batch * seq_len + start
@@ -472,7 +474,7 @@ def selected_keys_kernel(
             for row in range(own * phase, tl.where(phase == 0, own, rows), C.ROWS):
                 valid = row + i_row < rows
                 h = (row + i_row) % C.GROUP
-                t = next_t - start  # positions in the batch's row; the document's begin at `start`
+                t = next_t - start  # lists hold positions in the batch's row
                 after = row + C.ROWS + i_row
                 next_t = tl.load(queries + after // C.GROUP, mask=after < rows, other=0)
                 dk_acc, dv_acc = _keys_step(
@@ -515,8 +517,8 @@ def add_parts_kernel(
         store_pair(dk, dv, first, n.to(tl.int64), dk_sum, dv_sum, C, inside)
 
 
-# A program adds up at most CHUNK queries of a block's list; in small batches fewer, down to
-# MIN_CHUNK, so that no long program ends last. But parts are written to memory and read again.
+# A program adds up at most CHUNK queries of a block's list; in small batches fewer, so that no long
+# program ends last, but at least MIN_CHUNK, as parts are written to memory and read again.
 CHUNK, MIN_CHUNK = 2048, 512
 # Most queries select the first blocks, so in sequences of at most SHORT tokens the first blocks of
 # all heads start first. In longer ones heads follow each other instead: the queries of all heads
@@ -606,9 +608,8 @@ def _key_gradients(
     total_blocks = offsets.shape[-1] - 1
     short = seq_len <= SHORT
     chunk = min(CHUNK, max(MIN_CHUNK, next_power_of_2(batch * seq_len) // (8 if short else 32)))
-    # No list is longer than the sequence, so short ones leave no parts.
-    parts = seq_len > chunk
-    part_rows = (2 * seq_len * spec.select_top // chunk + 1) * spec.select_len if parts else 1
+    has_parts = seq_len > chunk  # no list is longer than the sequence
+    part_rows = (2 * seq_len * spec.select_top // chunk + 1) * spec.select_len if has_parts else 1
     dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
     dk_part, dv_part = (
         y.new_empty(batch, part_rows, groups, y.shape[-1], dtype=torch.float32) for y in (x.k, x.v)
@@ -617,8 +618,8 @@ def _key_gradients(
     C = constants_of(
         x.q, x.k, x.v, ROWS=config.rows, KEYS=keys, CHUNK=chunk, SELECT=spec.select_len
     )
-    steps, heads = cdiv(spec.select_len, keys), groups * batch
-    programs = (seq_len * spec.select_top // chunk + total_blocks) * steps
+    pieces, heads = cdiv(spec.select_len, keys), groups * batch
+    programs = (seq_len * spec.select_top // chunk + total_blocks) * pieces
     launch(
         selected_keys_kernel, (heads, programs) if short else (programs, heads), config,
         q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(),
@@ -628,9 +629,9 @@ def _key_gradients(
         list_len=queries.shape[-1], part_rows=part_rows,
         scale=x.scale * LOG2E, scale_out=x.scale, C=C, HEADS_FIRST=short,
     )  # fmt: skip
-    if parts:
+    if has_parts:
         launch(
-            add_parts_kernel, (total_blocks, steps, heads), config,
+            add_parts_kernel, (total_blocks, pieces, heads), config,
             dk=dk, dv=dv, dk_part=dk_part, dv_part=dv_part, cu=cu, offsets=offsets,
             seq_len=seq_len, documents=documents, total_blocks=total_blocks,
             part_rows=part_rows, C=C,
