@@ -119,8 +119,7 @@ def members_kernel(
 ):  # fmt: skip
     """Write one word of WORD queries to the row of each block in members [B, Hkv, blocks, words].
 
-    Blocks that begin after these queries, and those of other documents, have no such word: it is
-    neither written nor read.
+    No word is written or read for blocks of other documents, or that begin after the queries.
     """
     grid_tile = tl.program_id(0)
     heads = tl.num_programs(1)
