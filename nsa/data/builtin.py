@@ -35,7 +35,7 @@ class ListSource(Source):
 def embedded(package: str = "deepspeed") -> ListSource:
     """Return the Python files of an installed package.
 
-    DeepSpeed is always installed, and as it has no wheels per platform, with the same files.
+    DeepSpeed is always installed, with the same files: it has no wheels per platform.
     """
     spec = find_spec(package) if package.isidentifier() else None  # imports nothing
     if spec is None or not spec.submodule_search_locations:
@@ -79,10 +79,10 @@ def synthetic(size: int = SYNTHETIC_BYTES) -> Source:
 
 
 def _synthetic_texts(size: int) -> Iterator[bytes]:
-    letters = stable_random(SYNTHETIC_SEED)
+    random = stable_random(SYNTHETIC_SEED)
     lexicon = [
-        letters.randint(ord("a"), ord("z") + 1, length).astype(np.uint8).tobytes()
-        for length in letters.randint(2, 10, 1024)
+        random.randint(ord("a"), ord("z") + 1, length).astype(np.uint8).tobytes()
+        for length in random.randint(2, 10, 1024)
     ]
     random = stable_random(SYNTHETIC_SEED, 1)
     left = size

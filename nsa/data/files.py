@@ -50,8 +50,8 @@ ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit int
 BUFFER_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 32  # of a file that is one document, decompressed
 MAX_LINE_BYTES = 1 << 28  # also of a CSV field, and of a JSON array, which is parsed as a whole
-LARGEST_TEXT = 8 << 20  # of a folder's files without such a suffix; larger ones are left out
-HEAD_BYTES = 1 << 16  # the start of a file without such a suffix: shows whether it is text
+LARGEST_TEXT = 8 << 20  # of a folder's files outside SUFFIXES; larger ones are left out
+HEAD_BYTES = 1 << 16  # the start of a file outside SUFFIXES: shows whether it is text
 
 Records = Iterator[tuple[Document | DataError, int]]
 
@@ -95,19 +95,19 @@ class TextFile:
         return io.BufferedReader(stream, BUFFER_BYTES)
 
 
-def _lines(file: TextFile, first: int, field: str) -> Records:
+def _lines(file: TextFile, consumed: int, field: str) -> Records:
     """Read a document per line; earlier lines are not parsed."""
     with file.open() as stream:
         lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
         for number, line in enumerate(lines, 1):
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(f"line {number} has more than {MAX_LINE_BYTES:,} bytes")
-            wanted = number > first and not line.isspace()
+            wanted = number > consumed and not line.isspace()
             if wanted and (document := _document(file, number, line, field)):
                 yield document, number
 
 
-def _table(file: TextFile, first: int, field: str) -> Records:
+def _table(file: TextFile, consumed: int, field: str) -> Records:
     """Read a document per row of a table, or per object of a JSON array."""
     csv.field_size_limit(MAX_LINE_BYTES)
     with io.TextIOWrapper(file.open(), "utf-8-sig", "replace", newline="") as text:
@@ -123,7 +123,7 @@ def _table(file: TextFile, first: int, field: str) -> Records:
         else:
             records = csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",")
         for number, record in enumerate(records, 1):
-            if number > first and (document := _document(file, number, record, field)):
+            if number > consumed and (document := _document(file, number, record, field)):
                 yield document, number
 
 
@@ -153,7 +153,7 @@ def _document(file: TextFile, number: int, record: Any, field: str) -> Document 
     return Document(encoded, f"{file.name}:{number}")
 
 
-def _rows(file: TextFile, first: int, field: str) -> Records:
+def _rows(file: TextFile, consumed: int, field: str) -> Records:
     """Read a document per row; skip earlier row groups.
 
     No batch spans two groups, so every pass, resumed or not, reads the rows before a broken group.
@@ -166,19 +166,19 @@ def _rows(file: TextFile, first: int, field: str) -> Records:
         row = 0
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows
-            if row + rows <= first:
+            if row + rows <= consumed:
                 row += rows
                 continue
             for batch in table.iter_batches(ROWS_PER_BATCH, [group], [field]):
                 for record in batch.to_pylist():
                     row += 1
-                    if row > first and (text := text_of(record, field, str(file.path))):
+                    if row > consumed and (text := text_of(record, field, str(file.path))):
                         yield Document(text.encode(), f"{file.name}:{row}"), row
 
 
-def _whole_file(file: TextFile, first: int, field: str) -> Records:
+def _whole_file(file: TextFile, consumed: int, field: str) -> Records:
     """Read a file as one document, byte for byte."""
-    if not first:
+    if not consumed:
         with file.open() as stream:
             text = stream.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
@@ -334,15 +334,15 @@ class Files(Source):
             if not file.path.is_file():
                 return None
             documents = replace(self, files=[file]).read_all()
-            plain = file.reader is _whole_file and not file.compression
-            for length in [file.bytes] if plain else (len(d.text) for d in documents):
+            size_known = file.reader is _whole_file and not file.compression
+            for length in [file.bytes] if size_known else (len(d.text) for d in documents):
                 count, size = count + 1, size + length
                 if count >= limit:
                     return None
         return size
 
     def read(self, cursor: Cursor | None = None) -> Documents:
-        start, first = (cursor["file"], cursor["record"]) if cursor else (0, 0)
+        start, consumed = (cursor["file"], cursor["record"]) if cursor else (0, 0)
         for number, file in enumerate(self.files[start:], start):
             with file_errors(file.path):
                 size = file.path.stat().st_size
@@ -353,7 +353,7 @@ class Files(Source):
                 )
             try:
                 with file_errors(file.path):
-                    for document, record in file.reader(file, first, self.text_field):
+                    for document, record in file.reader(file, consumed, self.text_field):
                         if isinstance(document, DataError) and self.on_error == "stop":
                             raise document
                         yield document, {"file": number, "record": record}
@@ -361,4 +361,4 @@ class Files(Source):
                 if self.on_error == "stop":
                     raise DataError(f"{error}, or set data.on_error=skip") from error
                 yield error, {"file": number + 1, "record": 0}
-            first = 0
+            consumed = 0
