@@ -80,9 +80,9 @@ def build_engine(
 
 
 def _start_master_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copy weights into the optimizer, whose master weights start as rounded ones.
+    """Set the optimizer's master weights, which start as copies of rounded weights.
 
-    Weights that do not learn in the selector's steps then keep each bit of a start in fp32.
+    Weights that selector steps do not train thus stay exactly those of an fp32 checkpoint.
     """
     for name, parameter in model.named_parameters():
         if weights[name].dtype != parameter.dtype:
@@ -106,7 +106,7 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
             )
     except Exception as error:
         missing = error.name if isinstance(error, ImportError) else None
-        tracker = missing or type(error).__module__.partition(".")[0]  # raises without an API key
+        tracker = missing or type(error).__module__.partition(".")[0]  # wandb raises without a key
         if tracker != "wandb":
             raise
         fix = "; install it, or remove its block from the DeepSpeed config" if missing else ""

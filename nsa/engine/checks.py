@@ -85,7 +85,7 @@ def check_kernels_on_all_ranks(
     results = check_kernels(config.model, dtype, device, packed, config.data.seq_len)
     check = fall_back(collectives.gather(results, list[KernelResult]), backend)
     rows = [asdict(result) for result in results]
-    # JSON has neither NaN, of a wrong kernel, nor infinity, where a kernel raised.
+    # JSON has no NaN (of a wrong kernel) and no infinity (of a kernel that raised).
     finite = ({name: finite_number(row[name]) for name in ("error", "allowed")} for row in rows)
     return check, [row | figures for row, figures in zip(rows, finite, strict=True)]
 

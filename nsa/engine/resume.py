@@ -22,7 +22,7 @@ from nsa.untrusted import read_object, short_repr
 
 
 def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | None, list[str]]:
-    """Return the state of the checkpoint to resume from and notes; raise if it cannot be loaded."""
+    """Return the checkpoint to resume from, and notes; raise if it cannot be loaded."""
     path, notes = request.checkpoint, list[str]()
     if path is None:
         request.config.check_phases()  # also of a resumed run that has saved no checkpoint
