@@ -1,7 +1,7 @@
 """Chat templates, rendered with limits of time and memory.
 
-A template is a program by the author of the model's folder. So each chat is rendered in a process
-of its own, which any thread can end; a fork server, which imports once, starts it fast.
+A template is a program by the author of the model's folder, and a thread cannot be ended. So each
+chat is rendered in a process of its own; a fork server, which imports once, starts it fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from nsa.text import first_line
 from nsa.untrusted import text_or_empty
 
-TEMPLATE_SECONDS = 10.0  # of a CPU
+TEMPLATE_SECONDS = 10.0  # CPU time
 TEMPLATE_BYTES = 2**30  # beyond what the process has
 TEMPLATE_CHARS = 2**24  # of the text
 
@@ -52,7 +52,7 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **values: Any) -
     return str(text)
 
 
-def _render(answer: Connection, seconds: float, arguments: dict[str, Any]) -> None:
+def _render(sender: Connection, seconds: float, arguments: dict[str, Any]) -> None:
     """Send the text and None, or "" and the error; the timer's signal ends this process."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -69,4 +69,4 @@ def _render(answer: Connection, seconds: float, arguments: dict[str, Any]) -> No
             error = f"more than {TEMPLATE_CHARS:,} characters"
     except Exception as failure:  # a template may raise any
         error = f"{type(failure).__name__}: {first_line(failure)}"
-    answer.send((text, error))
+    sender.send((text, error))

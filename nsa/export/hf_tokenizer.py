@@ -1,7 +1,7 @@
 """Hugging Face tokenizer files: AutoTokenizer encodes any text to the same ids as the run's.
 
-The tokenizer files of an imported model are copied. Another tokenizer with special tokens keeps
-them, its chat template and its start of text; it then encodes "<|im_start|>" in a text as that
+The tokenizer files of an imported model are copied. Any other Hub tokenizer with special tokens
+keeps them, its chat template and its start of text; it encodes a text's "<|im_start|>" as that
 token, although training encoded it as plain text.
 """
 
@@ -43,7 +43,7 @@ BYTE_SPECIALS = {
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:
-    """Copy the files that exist of a model's tokenizer and generation; check JSON settings."""
+    """Copy those of `files` that exist; parse each *_config.json, and leave out DROPPED."""
     for file in filter(Path.is_file, files):
         if not file.name.endswith("_config.json"):
             shutil.copyfile(file, folder / file.name)
