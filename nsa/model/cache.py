@@ -136,8 +136,8 @@ class KVCache:
         plan, self.layers = plan_buffers(config), list[LayerCache]()
         for _ in range(config.layers):
             buffers = {
-                name: torch.zeros(batch, *key.shape(config, capacity), dtype=dtype, device=device)
-                for name, key in plan.items()
+                name: torch.zeros(batch, *item.shape(config, capacity), dtype=dtype, device=device)
+                for name, item in plan.items()
             }
             self.layers.append(LayerCache(plan, buffers))
 

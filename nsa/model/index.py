@@ -4,9 +4,9 @@
                 -> k -> φ over each compressed block -> RoPE at its end  keys [B, N, Hkv, Dk]
     q · k       -> the best blocks of each token and KV head, by select_blocks
 
-The attention layer projects and rotates with its own queries and keys, in one product and one op.
-One index head per KV head. It starts as the attention that it predicts: queries as the mean of
-their group's, keys as the attended ones.
+The attention layer projects and rotates these with its own queries and keys, in one product and
+one op. There is one index head per KV head. Its weights start as the layer's: the mean of the
+group's query projections, and the key projection.
 """
 
 from __future__ import annotations

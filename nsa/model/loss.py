@@ -37,8 +37,8 @@ Head = tuple[Tensor, Tensor]  # a head's input [N, width] and weight [V, width]
 # last chunk, 0.2 GB for M7C).
 CHUNK_LOGITS = 2**29
 CHUNK_LOGITS_CPU = 2**27
-LOG_PROBABILITIES = 4  # distillation has 1/4 of the tokens: two models in float32, and temporaries
-FIRST_BUCKET = 64  # positions; each next bucket of losses by position has as many as all before
+DISTILLATION_PARTS = 4  # of a chunk: two models in float32, and temporaries, need more memory
+FIRST_BUCKET = 64  # positions; each next bucket has as many as all before it together
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
 
 
 def mean_over_labels(total: Tensor, labels: Tensor) -> Tensor:
-    """Return a sum over labels that are not −100 as their mean; 0 without any."""
+    """Divide a sum by the number of labels that are not −100; 0 without any."""
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
@@ -75,7 +75,7 @@ def bucket_edges(seq_len: int) -> list[int]:
 
 
 def bucket_of(position: Tensor, edges: list[int]) -> Tensor:
-    """Return the number of each position's bucket, from what `bucket_edges` returned."""
+    """Return the number of each position's bucket; `edges` is from `bucket_edges`."""
     return torch.bucketize(position, torch.tensor(edges[1:-1], device=position.device), right=True)
 
 
@@ -175,7 +175,7 @@ def token_divergence(model: Head, teacher: Head, labels: Tensor) -> Tensor:
 
 def _log_probabilities(model: Head, teacher: Head) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield each chunk of tokens with both models' log-probabilities, [rows, V]."""
-    rows = max(1, chunk_rows(*model) // LOG_PROBABILITIES)
+    rows = max(1, chunk_rows(*model) // DISTILLATION_PARTS)
     dtype = torch.promote_types(model[0].dtype, torch.float32)
     for start in range(0, len(model[0]), rows):
         part = slice(start, start + rows)
