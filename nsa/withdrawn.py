@@ -28,7 +28,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "monitor.ladder.min_gate": (0.0, REMOVE),
     "monitor.ladder.min_gpu_busy": (0.8, REMOVE),
     "monitor.ladder.max_step_spread": (2.0, REMOVE),
-    "model.attention.compressor_hidden": (None, REMOVE),  # head_dim
+    "model.attention.compressor_hidden": (None, REMOVE),  # None: head_dim
     "model.attention.shared_kv": (False, REMOVE),
     "model.init_std": (0.02, REMOVE),
     "monitor.watch.collapse": (0.2, REMOVE),
@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "monitor.watch.evaluation": (1_800.0, "set monitor.watch.save, which includes evaluation"),
     "monitor.watch.grace": (30.0, REMOVE),
     "monitor.watch.on_dead_gate": ("warn", "read the gates in selection.csv"),
-    "data.files": (None, "set data.pattern, which serves hub datasets too"),
+    "data.files": (None, "set data.pattern, which applies to hub datasets too"),
     "data.prefetch": (8, REMOVE),
     "data.shuffle_documents": (1_000, REMOVE),
     "data.synthetic_bytes": (4_000_000, REMOVE),

@@ -114,7 +114,7 @@ class HealthRecorder:
 def _recall(
     queries: Tensor, target: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
 ) -> Tensor:
-    """Return the fraction of the target in selected blocks, and in as many random ones: [2].
+    """Return the fraction of target attention in selected blocks, and in as many random ones: [2].
 
     Only queries with more candidates than they select count; NaN if there are none.
     """
@@ -127,7 +127,7 @@ def _recall(
     selected = torch.zeros(*target.shape[:-1], count + 1, dtype=torch.bool, device=target.device)
     selected = selected.scatter_(-1, index.where(index >= 0, count), True)[..., :count]
     target = target * (own >= spec.select_top)[:, None]
-    # A random selection holds that fraction of the target that it selects of the ranked blocks.
+    # A random selection of k of r ranked blocks holds k / r of their target attention.
     chance = (selected & ranked).sum(-1) / ranked.sum(-1).clamp(min=1)
     held, held_by_random = (target * selected).sum(), (target.sum(-1) * chance).sum()
     return torch.stack((held, held_by_random)) / target.sum()
@@ -144,8 +144,8 @@ def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def _statistics(samples: list[_Sample], spec: NSASpec) -> list[LayerStatistics]:
     """Compute the statistics of all layers on the device; copy them to the host together.
 
-    None stands for the statistics of gates in a layer without gates, and for the statistics of
-    free blocks, those selected by importance, if there are none (0/0 = NaN on the device).
+    None stands for gate statistics in a layer without gates, and for statistics of free blocks
+    (those selected by importance) if there are no such blocks (0/0 = NaN on the device).
     """
     names = [name for name in LAYER_STATISTICS if not name.startswith("gate_")]
     columns = _block_statistics(samples, spec)

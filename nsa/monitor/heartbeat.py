@@ -79,7 +79,7 @@ class Heartbeat:
         """Record the start of `step`, counted from 1."""
         self._step = step - 1
         if self._device is None and (cuda := initialized_cuda()) is not None:
-            self._device = int(cuda.current_device())  # a property of this thread
+            self._device = int(cuda.current_device())  # differs by thread
         self._record("step_start")
 
     def step_end(self, step: int, tokens: int, skipped: int) -> None:
@@ -93,7 +93,7 @@ class Heartbeat:
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Write all lines; return False if the disk refuses them or takes longer than `timeout`."""
-        self._writer.submit(partial(self._write, ""))  # what the disk has refused
+        self._writer.submit(partial(self._write, ""))  # retries refused lines
         return self._writer.flush(timeout) and not self._unwritten
 
     def close(self, status: str) -> None:
@@ -155,7 +155,7 @@ def _gpu_busy(device: int | None) -> float | None:
         return None
     try:
         return cuda.utilization(device) / 100
-    except Exception:  # NVML has many, and its package may be missing
+    except Exception:  # NVML raises many kinds, or is missing
         return None
 
 

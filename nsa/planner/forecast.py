@@ -154,7 +154,7 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     # Stage 3 gathers sharded weights per micro-batch, and persistent ones after the update.
     gathered_once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
     sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
-    layers = model.parameters - model.outside_layers  # a bucket this large fills as the pass ends
+    layers = model.parameters - model.outside_layers  # if a bucket holds all, it fills at the end
     last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
     return Traffic(
         reduce=reduce * model.parameters,
@@ -205,7 +205,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One step of one setting, after the dense ones."""
+    """One step of one setting, after the dense steps."""
 
     memory: Memory
     traffic: Traffic
@@ -287,7 +287,7 @@ def communication_seconds(
     total = blocking + sent.reductions * (reduce + fetch)
     if not zero.overlap:
         return total, total
-    backward = 3 / 4 if _recomputes(batch) else BACKWARD_FRACTION  # with recomputation
+    backward = 3 / 4 if _recomputes(batch) else BACKWARD_FRACTION  # 3/4: recomputes
     late = max(sent.tail / rate, reduce - micro * backward)
     if zero.stage == 3:  # weights are prefetched, except the first layer's
         late = max(sent.tail / rate, reduce + fetch - micro)
