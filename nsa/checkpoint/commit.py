@@ -91,7 +91,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} was changed after it was written: its hash differs")
     if not 0 < content["ranks"] <= MAX_RANKS:
         raise ValueError(f"{MANIFEST} has ranks = {content['ranks']}: must be 1 to {MAX_RANKS}")
-    match = NAME.match(checkpoint.name)  # also of step….universal
+    match = NAME.match(checkpoint.name)  # step….universal too
     if match and int(match[1]) != content["step"]:
         raise ValueError(f"{MANIFEST} has step = {content['step']}: not the folder's")
     names = set(content["files"])
@@ -169,9 +169,9 @@ def _content_hash(content: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the block into a ValueError that names the file, the cause and the fix.
+    """Turn an error in the `with` block into a ValueError that names file, cause and fix.
 
-    An error without a file's name is about `path`.
+    An error that names no file gets `path`.
     """
     try:
         yield
@@ -236,7 +236,7 @@ def commit(folder: Path, step: int, ranks: int, fields: dict[str, Any]) -> Path:
 
 
 def trial_commit(run_dir: Path) -> None:
-    """Commit a checkpoint of a few bytes and remove it; raise a ValueError if the disk cannot.
+    """Commit a checkpoint of a few bytes and remove it; raise a ValueError if that fails.
 
     Without this trial a run could train to its end and then fail to save.
     """
@@ -279,7 +279,7 @@ def prune(folder: Path, keep: int) -> None:
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint and its universal form.
 
-    Rename each folder first, so that a crash leaves no half of a checkpoint.
+    Rename each folder first, so that a crash leaves no partial checkpoint.
     """
     for path in (checkpoint.with_name(f"{checkpoint.name}.universal"), checkpoint):
         if path.exists():

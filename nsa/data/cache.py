@@ -73,9 +73,9 @@ class TokenCache:
         """Start the writers, which write the tokens of this many samples of each split."""
         for name, source in self._cached.items():
             for split, count in samples.items():
-                of_source = math.ceil(count * self.config.sources()[name])
-                # All of the last sample's block, which is shuffled as a whole; and its last label.
-                source.need(split, block_of(of_source).stop * self.config.seq_len + 1)
+                source_samples = math.ceil(count * self.config.sources()[name])
+                # Up to the end of the last sample's shuffle block, and one more token: a label.
+                source.need(split, block_of(source_samples).stop * self.config.seq_len + 1)
             source.start()
 
     def stores(self, split: str) -> list[TokenStore]:
@@ -137,7 +137,7 @@ class CachedSource:
         wait = partial(self._wait_for, split)
         index = wait(1)
         store = TokenStore(folder, source.name, index, split, wait)
-        revision = (index.cursor or {}).get("revision")  # of a dataset of the hub
+        revision = (index.cursor or {}).get("revision")  # of a hub dataset
         store.fingerprint = f"{hash64('growing', self._key, str(revision)):016x}"
         store.size = source.size
         return store
@@ -145,7 +145,7 @@ class CachedSource:
     def _wait_for(self, split: str, tokens: float) -> Index:
         """Return the index once a split has `tokens` tokens or is complete.
 
-        Raise the writer's error, or one if no document is read for data.timeout seconds.
+        Raise the writer's error, or a DataError after data.timeout seconds without a document.
         """
         source, config = self._job.source, self._job.source.config
         if math.isfinite(tokens):
@@ -211,10 +211,10 @@ class ValidationData:
         return [] if self._exhausted is None else [text]
 
     def batches(self, rank: int) -> list[Batch]:
-        """Return a rank's batches, equally many on all ranks; ignored rows fill the last."""
+        """Return a rank's batches, equally many on all ranks; unlabelled rows pad the last."""
         total, ranks = self.sequences, self._world_size
         positions = range(rank * total // ranks, (rank + 1) * total // ranks)
-        longest = -(-total // ranks)  # of the ranks' ranges
+        longest = -(-total // ranks)  # range of a rank
         batches = []
         for start in range(0, longest, self._micro_batch):
             rows = [*positions[start : start + self._micro_batch]]

@@ -1,4 +1,4 @@
-"""Ranks of a run: join the process group, agree over CPUs, leave, end the process with a code.
+"""Ranks of a run: join the process group, exchange values over CPUs, leave, exit with a code.
 
 Ranks that DeepSpeed's launcher starts on one machine meet at a file in a folder that only this user
 can enter, and exchange the loopback addresses at which they connect. PyTorch's own rendezvous is a
@@ -44,7 +44,7 @@ _created: list[Path] = []  # rendezvous files to remove at the end, on rank 0
 
 
 T = TypeVar("T")
-PEER_TIMEOUT = timedelta(minutes=30)  # in addition to what the slowest healthy rank takes
+PEER_TIMEOUT = timedelta(minutes=30)  # added to CpuCollectives' max_seconds
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def start_ranks(ranks: Ranks) -> torch.device:
 
 
 def _join(ranks: Ranks, backend: str) -> None:
-    launched = ranks.world_size == 1 or "CROSS_RANK" in os.environ  # set by DeepSpeed's launcher
-    elastic = "TORCHELASTIC_RUN_ID" in os.environ  # joins again after a restart
+    launched = ranks.world_size == 1 or "CROSS_RANK" in os.environ  # DeepSpeed's launcher sets it
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's: ranks may rejoin
     private = launched and not elastic and os.environ["MASTER_ADDR"] in LOOPBACK
     try:
         deepspeed.init_distributed(
@@ -130,7 +130,7 @@ def private_folder() -> Path:
 def rendezvous_file() -> Path:
     """Return the file at which the ranks of a run meet, named after their launcher and port.
 
-    The launcher's start time tells it from another process that had the same number.
+    The launcher's start time distinguishes it from an earlier process with its id.
     """
     launcher, port = os.getppid(), os.environ["MASTER_PORT"]
     start = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks
@@ -234,8 +234,8 @@ class CpuCollectives:
 def stop_ranks() -> NoReturn:
     """Wait for all ranks, leave the process group and exit with code 0.
 
-    Skips the interpreter's shutdown, which a thread of the process group can abort on rank 0: a
-    finished run would be reported as failed.
+    Skip the interpreter's shutdown: a thread of the process group can abort it on rank 0, and a
+    finished run would count as failed.
     """
     dist.barrier()
     dist.destroy_process_group()
