@@ -68,7 +68,7 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
 
     Exit codes: 0 finished or preempted, 1 crashed, 2 refused with a one-line error, 3 No-Go.
     """
-    gc.freeze()  # garbage collections skip the imported modules: starts a second sooner
+    gc.freeze()  # garbage collection skips imported modules: a run starts a second sooner
     parser = build_parser(recipe)
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -225,7 +225,7 @@ def _resolve_settings(
     vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
     if vocab_size and config.train.start_from is None:
         base = replace(base, model=replace(base.model, vocab_size=vocab_size))
-        config = resolve_config(base, flags.config, overrides)  # which --config and --set override
+        config = resolve_config(base, flags.config, overrides)  # flags may set another
         if config.model.vocab_size != before:
             notes.append(
                 f"model.vocab_size = {vocab_size} instead of {before}: the ids of "
@@ -246,7 +246,7 @@ def _resolve_data(config: RunConfig, saved: RunConfig | None) -> None:
         config.data.cache = str(user_path(config.data.cache).absolute())
     if config.train.teacher is not None:  # pin its newest checkpoint: a resumed run has the same
         teacher = user_path(config.train.teacher).absolute()
-        with contextlib.suppress(ValueError):  # `find_teacher` raises it, with the setting's name
+        with contextlib.suppress(ValueError):  # `find_teacher` reports it later
             teacher = find_weights(teacher)
         config.train.teacher = str(teacher)
 
@@ -346,7 +346,7 @@ def _check_changes(
         for one in (base, config)
     )
     changeable = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
-    order_stays = ("data.packing", "data.timeout", "data.on_error", "data.cache")
+    keep_order = ("data.packing", "data.timeout", "data.on_error", "data.cache")
     data_changed = False
     for name in sorted(before | after):
         old, new = before.get(name), after.get(name)
@@ -358,7 +358,7 @@ def _check_changes(
                 "a fresh run in another folder"
             )
         notes.append(f"changed since {checkpoint}: {name}: {old} -> {new}")
-        of_data = name.startswith("data.") and name not in order_stays
+        of_data = name.startswith("data.") and name not in keep_order
         data_changed |= of_data or name == "train.seed"
     return data_changed
 

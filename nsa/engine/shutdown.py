@@ -65,7 +65,7 @@ class ShutdownMonitor:
     def start(self, processes: Sequence[tuple[str, int]]) -> None:
         """Handle SIGTERM and SIGINT from here on; call it on the main thread.
 
-        Watch the ranks' `processes`, (host, process id), as far as they run on this host.
+        Watch those of the ranks' `processes`, (host, process id), that run on this host.
         """
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
@@ -101,7 +101,7 @@ class ShutdownMonitor:
             raise Interrupted
 
     def _watch(self) -> None:
-        reported = int(os.environ.get("RANK", 0)) != 0
+        reported = int(os.environ.get("RANK", 0)) != 0  # rank 0 reports for all
         while not self._stopped.wait(1.0):
             if self.reason is not None and not reported:
                 reported = True

@@ -26,14 +26,14 @@ from nsa.evaluate.command import add_run_arguments, parse_device
 from nsa.system import LOOPBACK
 from nsa.text import first_line
 
-RENDERED = "{{ messages[0].content }}"  # the chat template of a chat that `render_chat` rendered
+RENDERED = "{{ messages[0].content }}"  # template of a chat already rendered, by `render_chat`
 
 
 def add_serve_parser(verbs: Any) -> None:
     about = "answer OpenAI's chat completions and completions over HTTP with a model"
     parser = verbs.add_parser("serve", help=about, description=about)
     add_run_arguments(parser)
-    about = "address to listen on; others than localhost let anyone there use it (%(default)s)"
+    about = "address to listen on; any but localhost lets others use the model (%(default)s)"
     parser.add_argument("--host", default="localhost", metavar="NAME", help=about)
     about = "0: a free one (default 8,000)"
     parser.add_argument("--port", type=int, default=8_000, help=about)
@@ -42,7 +42,7 @@ def add_serve_parser(verbs: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     try:
-        import fastapi  # noqa: F401 - transformers imports both where they are
+        import fastapi  # noqa: F401 - optional for transformers, required here
         import openai  # noqa: F401
         import transformers.cli.serving.completion  # noqa: F401 - of transformers 5.20 and newer
         import uvicorn
@@ -83,14 +83,14 @@ class ServedModel:
         from nsa.export.from_hf import CONFIG, read_model
         from nsa.export.to_hf import export
 
-        self.force_model = path.resolve().name  # the only one that requests can name
+        self.force_model = path.resolve().name  # the only model name in requests
         where = parse_device(device)
         if (path / CONFIG).is_file():
             read_model(path)  # refuses what this package does not know
             self._load(path, where)
             return
         with TemporaryDirectory() as folder:
-            with contextlib.redirect_stdout(io.StringIO()):  # what differs from an import's source
+            with contextlib.redirect_stdout(io.StringIO()):  # hides what `export` prints
                 exported = export(path, Path(folder) / self.force_model)
             self._load(exported, where)
 
@@ -105,7 +105,7 @@ class ServedModel:
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # else a line for each request
         self.tokenizer = load_pretrained(f"hf:{folder}")
-        # What the handlers use: no program of the folder runs in this process.
+        # For the handlers; no template of the folder runs in this process.
         self.processor = copy(self.tokenizer)
         self.processor.chat_template = RENDERED
         self.processor.response_template = None

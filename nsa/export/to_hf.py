@@ -1,7 +1,7 @@
 """Hugging Face export: a run as a folder that transformers loads, with or without this package.
 
-Or as a plain dense model, a Llama, Qwen2, Qwen3 or SmolLM3: the inverse of what from_hf.py reads,
-without an index. `output_folder` and `write_weights` write the folder of an import too.
+Or, without its index, as a plain dense model that from_hf.py reads: Llama, Mistral, Qwen2, Qwen3 or
+SmolLM3. `output_folder` and `write_weights` write the folder of an import too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
     weights, rename = (without_index(weights), dense_name) if dense else (weights, _name)
     write_weights({rename(name): weight for name, weight in weights.items()}, folder)
     origin = find_origin(run.folder, run.config.train.start_from)
-    source = None if origin is None else origin.config
+    source = None if origin is None else origin.config  # of the imported folder
     original = None if source is None else parse_config(source, run.folder / ORIGIN)
     fields = _fields(run, original)
     texts = {"README.md": model_card(run, origin, dense)}
@@ -93,7 +93,7 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
 def _fields(run: StoredRun, original: PretrainedConfig | None) -> dict[str, Any]:
     """Return dtype, positions and the ids for generate(); an imported model keeps its own.
 
-    Of other models a text starts with the token that ended the previous one.
+    bos of other models is the tokenizer's start token, or else its eos.
     """
     positions, ids = run.config.data.seq_len, dict.fromkeys(TOKEN_IDS)
     if original is not None:
