@@ -7,7 +7,7 @@
 Padded and packed batches become one row of documents: padding is never computed, and a token sees
 its own document only.
 
-Importing this module registers both. `nsa export` packs it with the weights as remote code
+Importing this module registers both models. `nsa export` packs it with the weights as remote code
 (`nsa/export/remote_code.py`).
 """
 
@@ -46,8 +46,8 @@ from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.language_model import LanguageModel
 from nsa.ops.inputs import check_documents
 
-# Servers that replace attention, by the implementation that they register; a model that keeps its
-# own would answer from the newest tokens alone.
+# Servers that replace attention, by the name of theirs. They pass only the newest tokens, so with
+# its own attention a model would answer from those alone.
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -198,7 +198,7 @@ class NSAModel(NSAPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> NSAModelOutput:
-        """Return the head's input of input_ids [B, T] or inputs_embeds [B, T, width].
+        """Return the head's input for input_ids [B, T] or inputs_embeds [B, T, width].
 
         attention_mask [B, T] is 0 for padding, whose states are 0. A document starts where
         position_ids restart at 0; if they never do, or without them, at cu_seq_lens_q (batch 1).
@@ -238,7 +238,7 @@ class NSAModel(NSAPreTrainedModel):
             )
 
             def collect(x: Tensor) -> Tensor:
-                """Return what was collected, so that its gradient can be read."""
+                """Pass on the collected tensor, so that it gets a gradient."""
                 hidden.append(unpack(x, real))
                 return x if real is None else hidden[-1][real][None]
 
@@ -248,7 +248,7 @@ class NSAModel(NSAPreTrainedModel):
         outputs: dict[str, Any] = {"last_hidden_state": states, "past_key_values": cache}
         if output_hidden_states:
             outputs["hidden_states"] = (*hidden, states)
-        return NSAModelOutput(**outputs, selector_loss=loss)  # transformers 5.20: FloatTensor
+        return NSAModelOutput(**outputs, selector_loss=loss)  # ** hides Tensor from mypy
 
     @torch.compiler.disable
     def _states_with_cache(
@@ -317,8 +317,8 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, V], and the loss if labels [B, T] are given; inputs: `NSAModel`.
 
-        labels are not shifted: labels[b, t] is input_ids[b, t], or -100; if shift_labels are given
-        instead or too, shift_labels[b, t] is the token after it. The logits of padding are
+        labels are not shifted: labels[b, t] is input_ids[b, t], or -100. shift_labels, if given,
+        replace them: shift_labels[b, t] is the token after it. The logits of padding are
         meaningless; `logits_to_keep=1` returns the logits of each sequence's last token.
         """
         output = self.model(
@@ -349,7 +349,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             selector_loss, items = output.selector_loss, kwargs.get("num_items_in_batch")
             if selector_loss is not None and selector_loss.requires_grad:
                 weight = self.config.attention["selector_loss"]
-                if items is not None:  # Trainer sums micro-batches: each counts by its labels
+                if items is not None:  # Trainer sums micro-batches: weight by labels
                     total = torch.as_tensor(items, device=shifted.device)
                     weight = weight * (shifted != IGNORE_INDEX).sum() / total
                 loss = loss + weight * selector_loss
@@ -427,7 +427,7 @@ def real_tokens(mask: Tensor | None, tokens: Tensor, cached: int | None = None) 
         return None
     if cached:
         raise ValueError("attention_mask: with a filled cache every sequence needs new tokens")
-    if cached is not None or not real.any():
+    if cached is not None or not real.any():  # else a row may be empty
         check_rows(real)
     return real
 

@@ -118,7 +118,7 @@ def _check_names(kind: type, settings: dict[str, Any], path: str) -> dict[str, A
 
 
 def register_peft_targets() -> None:
-    """Add PEFT's default `target_modules` (a Llama's; q_proj is q here) and embedding's name."""
+    """Add to PEFT's defaults a Llama's `target_modules`, without _proj, and the embedding."""
     try:
         from peft.utils import constants
     except ImportError:
@@ -128,6 +128,6 @@ def register_peft_targets() -> None:
         if isinstance(llama, list) and all(name.endswith("_proj") for name in llama):
             names = [name.removesuffix("_proj") for name in llama]
             table.setdefault(NSAConfig.model_type, names)
-    # PEFT saves an adapted embedding, and warns where it is tied to the head, by these names.
+    # The names by which PEFT finds an embedding, to save it or to warn that the head is tied.
     if "embed" not in constants.EMBEDDING_LAYER_NAMES:
         constants.EMBEDDING_LAYER_NAMES.append("embed")

@@ -1,6 +1,6 @@
 """Readers of a run's files, which tolerate torn lines, corrupt bytes and missing files.
 
-CSV tables, JSON files, heartbeats, and the history of a rank that its heartbeats give.
+CSV tables, JSON files, heartbeats, and a rank's history from its heartbeats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "token
 _MAY_BE_NULL = ("loss", "memory_gb", "gpu_busy")
 _MAX_PID = 2**31 - 1
 _TAIL = 64 * 1024  # bytes at a heartbeat file's end that hold its last complete line
-MAX_HEARTBEAT_BYTES = 2**30  # a million steps have less
+MAX_HEARTBEAT_BYTES = 2**30  # a million steps take less
 
 Row = dict[str, float]  # by column; cells that are empty or hold no number are left out
 
@@ -45,7 +45,7 @@ PARTS = "layer", "first"  # columns that tell the rows of a step apart
 def read_table(path: Path) -> Table:
     """Read a CSV file whose first column is `step`.
 
-    A later row replaces an earlier one of the same step (and of PARTS, if there is such a column).
+    A later row replaces an earlier one of the same step (and part, if there is a column of PARTS).
     """
     table = Table()
     try:
@@ -151,7 +151,7 @@ class RankHistory:
     rank: int
     problem: str = ""  # why its file could not be read
     step: int = 0  # the highest completed step
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (from, to] of each process
+    spans: list[tuple[int, int]] = field(default_factory=list)  # steps (from, to] by process
     processes: int = 0
     pause: float = 0.0  # seconds: the last process's longest time in one phase of a step
     pause_at: str = ""  # rank, phase and step of that pause
@@ -171,7 +171,7 @@ class RankHistory:
         """Add a process's next heartbeat; `first_step`: it has not completed a step yet."""
         step, event, phase = int(beat["step"]), beat["event"], beat["phase"]
         if event == "step_end":
-            if first_step:  # its earlier lines may have a step from before a checkpoint was loaded
+            if first_step:  # lines before it may have a step from before the checkpoint
                 self.spans.append((step - 1, step))
             else:
                 self.spans[-1] = (self.spans[-1][0], step)

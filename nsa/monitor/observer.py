@@ -29,7 +29,7 @@ LAYER_STATISTICS = (  # of selection.csv
 # Further columns of selection.csv with the selector loss, from the queries that it samples.
 SELECTOR_STATISTICS = ("selector_loss", "recall", "recall_random")
 
-LayerStatistics = dict[str, float | None]  # None: not measured, or no block is free
+LayerStatistics = dict[str, float | None]  # None: not measured, or all blocks are forced
 
 
 def _metric(tag: str | None, column: bool = True, line: str = "", **options: Any) -> Any:
@@ -102,7 +102,7 @@ class BackgroundWriter:
 
     def __init__(self, name: str, capacity: int = 1024) -> None:
         self.name = name
-        self.dropped = 0  # jobs that found the queue full, or were left at the end
+        self.dropped = 0  # jobs that found the queue full, or were unfinished at close()
         self.failed = 0  # jobs that raised
         self._closed = False
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
@@ -134,7 +134,7 @@ class BackgroundWriter:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             with self._jobs.mutex:
-                self.dropped += sum(job is not None for job in self._jobs.queue) + 1
+                self.dropped += sum(job is not None for job in self._jobs.queue) + 1  # running
         if self.dropped or self.failed:
             warn(f"{self.name}: {self.dropped} writes dropped and {self.failed} failed in this run")
 
