@@ -320,6 +320,11 @@ def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
         )
     if note := config.selects_all_note():
         yield note
+    if not config.monitor.csv:
+        yield (
+            "monitor.csv = false: without metrics.csv no gate judges the loss or the speed, and "
+            "the watchdog notices no collapse of the speed"
+        )
     if train.switch_step:
         yield (
             f"attention is dense in the first {train.switch_step:,} of {train.steps:,} steps "

@@ -52,7 +52,7 @@ class MonitorConfig:
 
     log_every: int = 10  # steps between rows of metrics.csv and TensorBoard points
     tensorboard: bool = True  # event files under <run>/tensorboard
-    csv: bool = True  # <run>/metrics.csv
+    csv: bool = True  # <run>/metrics.csv, which gates, the watchdog and reports read
     health: bool = True  # attention gates and block selection of each layer, at logged steps
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
     ladder: LadderConfig = field(default_factory=LadderConfig)

@@ -342,8 +342,13 @@ DENSE_FIRST = "attention is dense in the first 4 of 50,000 steps"
             [*INDEXED, "train.selector_steps=4"],
             f"{DENSE_FIRST}, in which only the index learns (train.selector_steps)",
         ),
+        (
+            ["monitor.csv=false"],
+            "monitor.csv = false: without metrics.csv no gate judges the loss or the speed, and "
+            "the watchdog notices no collapse of the speed",
+        ),
     ],
 )
-def test_what_may_surprise_in_a_schedule_is_noted(settings: list[str], note: str | None) -> None:
+def test_what_may_surprise_in_a_run_is_noted(settings: list[str], note: str | None) -> None:
     request = small_request(*(f"--set={setting}" for setting in settings))
     assert request.notes == ([] if note is None else [note])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from nsa.engine.shutdown import CTRL_C_AGAIN_SECONDS
-from tests.engine.runs import losses, read_metrics
+from tests.engine.runs import LIMIT, losses, read_metrics
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import EVERY, STEPS, Run, fault_time, resume, start, start_faulty, weights
 from tests.faults.table import Outcomes
@@ -263,7 +263,8 @@ def test_ctrl_c_in_the_gradient_check_ends_the_run_without_a_traceback(tmp_path:
     run = start_faulty(tmp_path, "hang", "forward", step=0, ranks=BOTH)
     run.wait_for(lambda: len(list(tmp_path.glob("happened.*"))) == 2, "no gradient check")
     interrupt(run)
-    assert run.end().codes == [130, 130], run.output[-3_000:]
+    codes = [rank.wait(LIMIT) for rank in run.ranks.started]  # `end` would terminate the slower one
+    assert run.end().codes == codes == [130, 130], run.output[-3_000:]
     line = "nsa: gradient check: one backward pass of 96 tokens"
     assert run.ranks.text("err").splitlines()[-1] == line
     assert not (run.dir / "config.yaml").exists(), "the run has not begun"
