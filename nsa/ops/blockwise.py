@@ -33,10 +33,10 @@ HEADS = 4
 # Rows of one tile, queries x heads: enough to keep matrix products busy, few enough that a tile's
 # scores stay in the CPU's cache.
 TILE_ROWS = 768
-GATHERED_ROWS = 3072
-# Selected branch: rows among the first EARLY_BLOCKS · n blocks, or the first EARLY_PAIRS / l'
-# positions, attend densely with a mask. There computing unselected blocks costs less than gathering
-# the rows of each block, which also has a fixed cost per block.
+GATHERED_ROWS = 3072  # the same of a tile of gathered rows
+# Selected branch: rows at the first EARLY_BLOCKS · n · l' positions, or EARLY_PAIRS / l' if that is
+# more, attend densely with a mask. There computing unselected blocks costs less than gathering the
+# rows of each block, which also has a fixed cost per block.
 EARLY_BLOCKS = 2
 EARLY_PAIRS = 8_192
 # Added to a masked score; finite, so that a fully masked row gives no NaN. On a CPU, `add_` is 5 to
@@ -50,7 +50,7 @@ class Tile:
 
     rows: slice | Tensor
     keys: slice
-    hidden: list[tuple[slice, slice, Tensor]]  # (rows, keys, HIDDEN at masked entries, else 0)
+    biases: list[tuple[slice, slice, Tensor]]  # (rows, keys, HIDDEN at masked entries, else 0)
     heads: slice = field(default_factory=lambda: slice(None))
     complete: bool = True  # its rows see no keys outside this tile
 
@@ -60,7 +60,7 @@ class Tile:
         group, q = q.shape[2], q.flatten(1, 2)
         score = q @ k_KND[self.heads, self.keys].mT
         by_row = score.unflatten(1, (-1, group))
-        for rows, keys, bias in self.hidden:
+        for rows, keys, bias in self.biases:
             by_row[:, rows, :, keys].add_(bias.unsqueeze(-2))
         return q, score
 
@@ -89,14 +89,14 @@ def band_tiles(
         low = max(0, start - window + 1)
         first, last = ((t + 1 - length) // stride + 1 for t in (start, stop - 1))
         row = torch.arange(start, stop, device=device)[:, None]
-        hidden = []
+        biases = []
         for keys in (range(low, stop - window), range(first, last)):
             if keys:
                 key = torch.arange(keys.start, keys.stop, device=device)
                 outside = (key * stride + length - 1 > row) | (key <= row - window)
                 columns = slice(keys.start - low, keys.stop - low)
-                hidden.append((slice(None), columns, _bias(outside)))
-        tiles.append(Tile(slice(start, stop), slice(low, last), hidden))
+                biases.append((slice(None), columns, _bias(outside)))
+        tiles.append(Tile(slice(start, stop), slice(low, last), biases))
     return tiles
 
 
@@ -120,11 +120,11 @@ def _early_tiles(block_index: Tensor, switch: int, spec: NSASpec, step: int) -> 
         selected = _one_hot(block_index[:, start:stop], spec.select_blocks_len(stop))
         own = slice(start, stop)
         key = torch.arange(start, stop, device=block_index.device)
-        hidden = [(slice(None), own, _bias(key > row))]
+        biases = [(slice(None), own, _bias(key > row))]
         if not bool(selected.all()):
             bias = _bias(~selected).repeat_interleave(spec.select_len, -1)[..., :stop]
-            hidden.append((slice(None), slice(0, stop), bias))
-        yield Tile(own, slice(0, stop), hidden)
+            biases.append((slice(None), slice(0, stop), bias))
+        yield Tile(own, slice(0, stop), biases)
 
 
 def _bias(mask: Tensor) -> Tensor:
@@ -226,12 +226,12 @@ def _tiles(
     (batch, seq_len, heads, _), spec, device = x.q.shape, x.spec, x.q.device
     count, group = batch * x.k.shape[2], heads // x.k.shape[2]
     step = queries_per_tile(min(count, HEADS), group)
-    keys = documents = document_slices(seq_len, x.cu_seqlens)
+    key_slices = documents = document_slices(seq_len, x.cu_seqlens)
     if x.branch == "compressed":
-        keys = compressed_slices(seq_len, x.cu_seqlens, spec)
+        key_slices = compressed_slices(seq_len, x.cu_seqlens, spec)
     elif x.block_index is not None:
         index = x.block_index.transpose(1, 2).flatten(0, 1)  # [B*K, T, n]
-    for rows, run in zip(documents, keys, strict=True):
+    for rows, keys in zip(documents, key_slices, strict=True):
         length = rows.stop - rows.start
         tiles: Iterable[Tile] = []
         if x.branch == "compressed":
@@ -241,7 +241,7 @@ def _tiles(
         for kv_heads in head_slices(count):
             if x.branch == "selected":
                 tiles = selected_tiles(index[kv_heads, rows], spec, group)
-            yield (kv_heads, rows), (kv_heads, run), tiles
+            yield (kv_heads, rows), (kv_heads, keys), tiles
 
 
 def head_slices(count: int) -> list[slice]:
@@ -267,8 +267,8 @@ def _forward(x: AttentionInputs) -> tuple[Tensor, Tensor]:
         q, k, v = _by_head(x)
         o = q.new_zeros(*q.shape[:3], v.shape[-1])
         lse = q.new_full(q.shape[:3], -torch.inf)
-        for rows, run, tiles in _tiles(x):
-            attend(q[rows], k[run], v[run], tiles, o[rows], lse[rows])
+        for rows, keys, tiles in _tiles(x):
+            attend(q[rows], k[keys], v[keys], tiles, o[rows], lse[rows])
         batch = len(x.q)
         return by_token(o, batch, x.q.dtype), by_token(lse[..., None], batch, lse.dtype)[..., 0]
 
@@ -285,12 +285,12 @@ def _backward(
         delta = (do * by_group(o, groups)).sum(-1, keepdim=True) - by_group(dlse[..., None], groups)
         delta = delta.masked_fill(blind, 0)
         dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
-        for rows, run, tiles in _tiles(x):
+        for rows, keys, tiles in _tiles(x):
             attend_backward(
                 (do[rows], delta[rows][..., 0], lse[rows][..., 0]),
-                (q[rows], k[run], v[run]),
+                (q[rows], k[keys], v[keys]),
                 tiles,
-                (dq[rows], dk[run], dv[run]),
+                (dq[rows], dk[keys], dv[keys]),
             )
         return (
             by_token(dq.mul_(x.scale), batch, x.q.dtype),
@@ -318,11 +318,11 @@ def _select(x: SelectionInputs) -> Tensor:
         index = torch.full((batch * groups, queries, x.spec.select_top), -1, device=q.device)
         documents = document_slices(queries, x.cu_seqlens)
         blocks = compressed_slices(x.seq_len, x.cu_seqlens, x.spec)
-        for rows, run in zip(documents, blocks, strict=True):
+        for rows, keys in zip(documents, blocks, strict=True):
             length = x.seq_len if x.cu_seqlens is None else rows.stop - rows.start
             for heads in head_slices(batch * groups):
-                of_rows = None if lse is None else lse[heads, rows]
-                inputs = q[heads, rows], k[heads, run], of_rows
+                lse_rows = None if lse is None else lse[heads, rows]
+                inputs = q[heads, rows], k[heads, keys], lse_rows
                 _fill_index(*inputs, x.spec, length, index[heads, rows])
         index = index.unflatten(0, (batch, groups)).transpose(1, 2)
         return index.to(torch.int32).contiguous()
@@ -370,8 +370,8 @@ def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
 def log_sum_overlaps(score: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
     """The logarithm of `sum_overlaps` of exp(score), which cannot overflow."""
     padded = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)
-    of_block = padded[..., blocks.T.clamp(max=score.shape[-1])]  # [.., M, c]
-    return (of_block + weights.T.log()).logsumexp(-1)
+    scores = padded[..., blocks.T.clamp(max=score.shape[-1])]  # [.., M, c]
+    return (scores + weights.T.log()).logsumexp(-1)
 
 
 def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
@@ -385,8 +385,8 @@ def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
     score = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
     least = score.topk(spec.select_top, -1).values[..., -1:]
     above, equal = score > least, score == least
-    left = spec.select_top - above.sum(-1, keepdim=True)
-    selected = (above | (equal & (equal.cumsum(-1) <= left))) & (block <= own)
+    places = spec.select_top - above.sum(-1, keepdim=True)
+    selected = (above | (equal & (equal.cumsum(-1) <= places))) & (block <= own)
     index = torch.where(selected, block, importance.shape[-1])
     index = index.topk(spec.select_top, -1, largest=False).values.sort(-1).values
     return torch.where(index < importance.shape[-1], index, -1)

@@ -1,6 +1,6 @@
 """Operations on each token alone: SwiGLU, RMSNorm with the residual add, in-place cross-entropy.
 
-One kernel each way on a GPU, PyTorch elsewhere.
+On a GPU a forward and a backward kernel, PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (x + delta, rms_norm(x + delta) · weight), both [.., width]; delta None adds nothing.
 
-    The norm of the rounded sum is computed in float32. On a GPU x and delta have the same gradient
-    tensor, without a second derivative. The backends "blockwise" and "reference" both run PyTorch.
+    The norm of the rounded sum is computed in float32. On a GPU x and delta share one gradient
+    tensor, with no second derivative. The backends "blockwise" and "reference" both run PyTorch.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(
