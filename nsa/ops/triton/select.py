@@ -40,7 +40,7 @@ TAKEN = tl.constexpr(-3e30)  # the score of a block that is no candidate, or is 
 @triton.jit
 def first_overlap(j, C: tl.constexpr):
     """The first compressed block to overlap selection block j: the least i with i·d + l > j·l'."""
-    BACK: tl.constexpr = (C.LEN + C.STRIDE - 1) // C.STRIDE
+    BACK: tl.constexpr = (C.LEN + C.STRIDE - 1) // C.STRIDE  # no negative dividend
     return (j * C.SELECT - C.LEN + BACK * C.STRIDE) // C.STRIDE - BACK + 1
 
 
@@ -90,7 +90,7 @@ def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.const
 def _log_importance(q, k, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
     """log2 Σ over overlapping visible blocks i of 2^score[i] · overlap(i, j): [QUERIES, BLOCKS].
 
-    For one query head per KV head, which needs no lse. Summed in the order of i.
+    For one query head per KV head: its lse changes no rank. Summed in the order of i.
     """
     QUERIES: tl.constexpr = C.QUERIES
     BLOCKS: tl.constexpr = C.BLOCKS
@@ -176,8 +176,8 @@ def select_kernel(
         if last >= C.TOP:
             best = tl.where(entry < C.TOP, EMPTY, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
             index = tl.where(entry < C.TOP, NONE + entry, NONE) + tl.zeros([QUERIES, 1], tl.int32)
-            # Blocks from `low` to `high` need no mask: the compressed blocks read for them (at most
-            # one more than overlap) begin inside the document, and all queries see them.
+            # Blocks from `low` to `high` need no mask: all COUNT compressed blocks read for them,
+            # overlapping or not, begin in the document, and all queries see them.
             low = tl.cdiv(tl.cdiv(C.LEN - C.STRIDE, C.SELECT), C.BLOCKS) * C.BLOCKS
             high = tl.maximum(tl.min(visible(t, C), 0) - 1, 0) * C.STRIDE // C.SELECT
             high = tl.maximum(high // C.BLOCKS * C.BLOCKS, low)

@@ -1,13 +1,13 @@
-"""Selector loss: a kernel computes a number per head and block, then one per query.
+"""Selector loss: one kernel computes a mass per head and block, the next a loss per query.
 
     mass_kernel         logarithm of each block's softmax mass, from selected or compressed keys
     divergence_kernel   both softmaxes over blocks, the loss, and dp = ∂loss/∂p by block
-    keys_kernel         the gradient of compressed keys: a program sums over all queries of its keys
+    keys_kernel         the gradient of compressed keys; a program sums it over all queries
     queries_kernel      the gradient of an index's queries, if there is an index
 
-Rows are the sampled queries times the heads of a group, of q or of q_cmp. The positions of a
-compressed block are divided among the selection blocks, so the sum of a row's masses is l times its
-softmax's sum.
+Rows are the sampled queries times the heads of a group, of q or of q_cmp. A compressed block counts
+in each selection block by the positions that both cover, l in all, so a row's compressed masses add
+up to l times its softmax's denominator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.ops.triton.select import first_overlap, overlap
 
 FAR = tl.constexpr(1 << 30)  # a position that no token has
-STEP = 512  # masses of a row's heads that divergence_kernel reads at a time
+STEP = 512  # masses, heads x blocks, that divergence_kernel reads at a time
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _query_rows(t, row, seq_len, batch, head, C: tl.constexpr):
 
 @triton.jit
 def _sampled_rows(queries, q, cu, first, rows, seq_len, documents, batch, head, C: tl.constexpr):
-    """Rows `first` to `first + ROWS`: valid, position, document's token and key, q [ROWS, KEY_P].
+    """Rows from `first`: valid, position, their documents' first token and key, q [ROWS, KEY_P].
 
     A row that does not exist has position -1, so it sees no key.
     """
@@ -192,7 +192,7 @@ def divergence_kernel(
 ):  # fmt: skip
     """The loss of one query and KV head, its target, and what the gradient needs.
 
-    Of RANKING heads per KV head `cmp_mass` has rows, of C.GROUP heads `sel_mass`.
+    Names with a: of `sel_mass`, C.GROUP rows; with b: of `cmp_mass`, RANKING rows.
     """
     TINY: tl.constexpr = 1.1754943508222875e-38
     s, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -244,10 +244,10 @@ def divergence_kernel(
         tl.store(target + j, wanted, mask=j < total_blocks)
         tl.store(dp + j, d, mask=j < total_blocks)
     tl.store(losses + query, loss * 0.6931471805599453)
-    # The lse over compressed keys, not over positions of their blocks.
+    # The lse over compressed keys, not over the positions of blocks.
     lse = tl.sum(lse_b, 1) - tl.log2(tl.zeros([RANKING_P], tl.float32) + C.LEN)
     tl.store(by_head + row_b, lse, mask=g < RANKING)
-    size = tl.num_programs(2).to(tl.int64) * C.HEADS * count * RANKING
+    size = tl.num_programs(2).to(tl.int64) * C.HEADS * count * RANKING  # of lse; delta follows
     tl.store(by_head + size + row_b, delta, mask=g < RANKING)
 
 
@@ -256,7 +256,7 @@ def _score_gradient(
     k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, size, total_blocks,
     scale, C: tl.constexpr,
 ):  # fmt: skip
-    """∂loss/∂score of compressed keys i [KEYS] and rows, not divided by the mean: [KEYS, ROWS]."""
+    """∂loss/∂score of compressed keys i [KEYS] and rows, not divided by `size`: [KEYS, ROWS]."""
     KEYS: tl.constexpr = C.KEYS
     ROWS: tl.constexpr = C.ROWS
     OVERLAPS: tl.constexpr = (C.LEN + C.SELECT - 2) // C.SELECT + 1
@@ -300,7 +300,7 @@ def keys_kernel(
             total_blocks, scale, C,
         )  # fmt: skip
         total = dot(ds.to(q_tile.dtype), q_tile, total)
-    # Scaled at last: in half precision a mean over all queries would underflow.
+    # Scale last: in half precision a mean over all queries would underflow.
     total *= scale * 0.6931471805599453 * tl.load(dloss) / size.to(tl.float32)
     store_rows(dk, at, C.KEY, total, C.KEY, C.KEY_P, inside)
 
@@ -377,9 +377,9 @@ def selector_loss_forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
 def selector_loss_backward(
     dloss: Tensor, x: SelectorLossInputs, dp: Tensor, by_head: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of k_cmp and q_cmp, empty without q_cmp; the same from run to run."""
+    """The gradients of k_cmp and q_cmp (empty if None); bitwise reproducible."""
     dk = torch.empty_like(x.k_cmp, memory_format=torch.contiguous_format)
-    dq = dk.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)  # of other tokens 0
+    dq = dk.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)  # 0: not sampled
     constants, config = _tile(x, x.ranking)
     constants = constants._replace(KEYS=config.rows, ROWS=config.keys, BLOCKS=0, COUNT=0)
     batch, key_len, groups, _ = x.k_cmp.shape
@@ -395,7 +395,7 @@ def selector_loss_backward(
     grid = cdiv(key_len, constants.KEYS), groups, batch
     launch(keys_kernel, grid, config, dk=dk, **common)
     if x.q_cmp is not None:
-        # Few rows: with 64 sm_90's compiler serialises the product of the transposed gradient.
+        # Few rows: with 64 sm_90's compiler would serialise the product of the transposed gradient.
         small = constants._replace(ROWS=constants.KEYS)
         grid = cdiv(rows, small.ROWS), groups, batch
         launch(queries_kernel, grid, config, dq=dq, **common | {"C": small})
@@ -407,7 +407,7 @@ def _tile(x: SelectorLossInputs, q: Tensor) -> tuple[Constants, Config]:
     constants = constants_of(q, x.k_cmp, spec=x.spec, TOP=0)
     config = choose_config("selector", constants.padded, q)
     steps = min(config.keys, max(16, next_power_of_2(x.spec.select_len)))
-    # Few blocks, so that programs are many; in float32 products with 16 columns spill registers.
+    # Few blocks give many programs; products with 16 columns spill registers in float32.
     blocks = 16 if q.dtype.itemsize <= 2 else 32
     return constants._replace(ROWS=config.rows, KEYS=steps, BLOCKS=blocks), config
 
