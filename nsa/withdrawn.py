@@ -1,6 +1,6 @@
 """Withdrawn settings, values, flags and verbs: refused by name, with what to do instead.
 
-A checkpoint of an earlier version still resumes: `drop_withdrawn` takes the entries out of its
+A checkpoint of an earlier version still resumes: `drop_withdrawn` ignores these entries of its
 config.yaml, and reports those whose value this version does not have.
 """
 

@@ -1,7 +1,6 @@
 """Universal checkpoints: conversion for another number of ranks, by DeepSpeed's converter.
 
-`step00000010.universal/` is a sibling of the original, with a manifest, and is reused while both
-are valid.
+`step00000010.universal/`, next to the original, is reused while both are valid.
 """
 
 from __future__ import annotations

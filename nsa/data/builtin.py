@@ -88,7 +88,8 @@ def _synthetic_texts(size: int) -> Iterator[bytes]:
     left = size
     while left > 0:
         topic = random.randint(0, len(lexicon), 32)
-        words = topic[np.minimum(random.geometric(0.1, random.geometric(1 / 128)), 32) - 1]
+        count = random.geometric(1 / 128)
+        words = topic[np.minimum(random.geometric(0.1, count), len(topic)) - 1]
         document = b" ".join([lexicon[word] for word in words])[:left]
         left -= len(document)
         yield document

@@ -25,7 +25,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     """Return the checkpoint to resume from, and notes; raise if it cannot be loaded."""
     path, notes = request.checkpoint, list[str]()
     if path is None:
-        request.config.check_phases()  # also of a resumed run that has saved no checkpoint
+        request.config.check_phases()  # also if resumed before the first checkpoint
         return None, notes
     saved = read_state_file(path)
     ranks = saved.topology.ranks

@@ -16,7 +16,7 @@ from nsa.text import first_line
 from nsa.untrusted import text_or_empty
 
 TEMPLATE_SECONDS = 10.0  # CPU time
-TEMPLATE_BYTES = 2**30  # beyond what the process has
+TEMPLATE_BYTES = 2**30  # added to those in use
 TEMPLATE_CHARS = 2**24  # of the text
 
 

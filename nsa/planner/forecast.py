@@ -72,7 +72,7 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     if zero.stage >= 2:
         gradients = zero.accumulate_bytes * count // ranks
     accumulated = gradients if batch.accumulation > 1 else 0  # in earlier micro-batches
-    # A micro-batch's sharded gradients are added to the earlier sum only when all are complete.
+    # A micro-batch's sharded gradients join the earlier sum only when all of them are complete.
     earlier_sum = accumulated if zero.stage >= 2 else 0
     layers = model.config.layers
     of_all_layers_but_one = gradients * (layers - 1) * model.layer // model.parameters

@@ -15,7 +15,7 @@ from nsa.system import user_path
 from nsa.text import align
 
 _OTHER_TEXT = "training and validation text differ, so only speed is comparable"
-_MUST_BE_EQUAL = {  # for figures to be comparable; and what a difference means
+_MUST_BE_EQUAL = {  # setting -> what it means if runs differ in it
     "data.source": _OTHER_TEXT,
     "data.subset": _OTHER_TEXT,
     "data.split": _OTHER_TEXT,
