@@ -121,6 +121,19 @@ def test_a_ring_keeps_the_newest_entries_and_writes_each_index_once() -> None:
 
 
 @torch.no_grad()
+def test_a_prompt_read_with_dense_attention_fills_the_cache_of_the_index() -> None:
+    """In one layer, whose keys do not depend on the attention of an earlier one."""
+    model, ids = model_of(tiny("index", layers=1)), tokens(LENGTH)
+    logits = []
+    for dense in (False, True):
+        model.set_dense(dense)
+        _, cache = prefill(model, ids[:, :-1])
+        model.set_dense(False)
+        logits.append(step(model, ids[:, -1], cache))
+    assert torch.equal(*logits)
+
+
+@torch.no_grad()
 def test_selected_rows_of_a_cache_are_independent() -> None:
     """As beam search needs."""
     model, ids = model_of(tiny("mlp")), tokens(30, batch=3)
@@ -263,9 +276,11 @@ def test_invalid_inputs_are_refused_by_name() -> None:
                 ({"top_p": 1.5}, r"^top_p = 1.5: must be above 0 and at most 1"),
                 ({"temperature": -1.0}, r"^temperature = -1.0: must be 0 \(greedy\) or more"),
                 ({"temperature": math.inf}, r"^temperature = inf: must be 0 \(greedy\) or more"),
+                ({"temperature": math.nan}, r"^temperature = nan: must be 0 \(greedy\) or more"),
                 ({"stop": 61}, r"^stop = 61: this model's"),
             )
         ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    assert cache.lengths.tolist() == [9, 9]  # a refused token is not counted

@@ -201,6 +201,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (SEL, {"block_index": INDEX[..., :1]}, r"^block_index .*\(1, 20, 2, 1\).*2, 2\).*select_top"),
     (WIN, {"k": three_heads(X.k_win)}, r"^k has 3 heads"),
     (WIN, {"v": X.v_win[0]}, r"^v has shape"),
+    (WIN, {"v": X.v_win[:, :, :1]}, r"^k is \(1, 20, 2, .* and v is \(1, 20, 1, .* head size only"),
     (WIN, {"scale": 0.0}, r"^scale = 0.0: must be from 1e-30 to 1e30"),
     (WIN, {"scale": 1e-31}, r"^scale = 1e-31: must be from 1e-30 to 1e30"),
     (WIN, {"scale": 1e31}, r"^scale = 1e\+31: must be from 1e-30 to 1e30"),
