@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import DividedSource, open_dataset
 from nsa.data.files import open_files
-from nsa.data.shards import INDEX, find_index, read_index, verify_shards
+from nsa.data.shards import INDEX, find_index, read_index, verify_shards, write_index
 from nsa.data.source import DataError
 from nsa.data.writer import FIRST_SHARD, LOCK, prepare
 from tests.data.processes import ends_soon, workers_of
@@ -226,6 +227,11 @@ def test_shards_of_different_tokenizers_are_not_mixed(
         open_cache(config)
     both = rf"{tmp_path}/bytes and {large} have different tokenizers \(byte \w+, hf:{tmp_path}/bpe"
     assert re.search(both, str(refused.value))
+    index = read_index(tmp_path / "bytes")
+    changed = replace(index, stamp=replace(index.stamp, tokenizer_fingerprint="0" * 64))
+    write_index(tmp_path / "bytes", changed)  # by a tokenizer of the same name
+    with pytest.raises(DataError, match=r"different tokenizers \(byte 00000000, byte \w+\)"):
+        open_cache(configure({str(tmp_path / "bytes"): 1, large: 1}))
 
 
 def test_a_truncated_shard_is_refused_by_name(

@@ -154,6 +154,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("data.source={a: 1", ["--set data.source={a: 1", "not YAML"]),
         ("data.source={a:0.7, b:0.3}", ["data.source", "a space after each colon"]),
         ("data.source={a: 0}", ["data.source", "'a' weighs 0"]),
+        ("data.source={a: 2, b: -1}", ["data.source", "'b' weighs -1"]),
         ("data.source=", ["data.source", "text or names with weights"]),
         ("data.tokenizer=gpt2", ["data.tokenizer", "'gpt2'", "hf:gpt2"]),
         ("data.held_out=1", ["data.held_out", "1", "between 0 and 1"]),

@@ -189,8 +189,10 @@ def _with_bfloat16(interpreter: Any) -> list[Patch]:
             return x
         return handle((x.data.astype("uint32") << 16).view("float32"), tl.float32)
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, widened(a), widened(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, total: Any, precision: Any, *rest: Any) -> Any:
+        # The product is exact here; on a GPU one pass of TF32 loses half of float32's digits.
+        assert a.dtype.scalar != tl.float32 or precision.name != "TF32", "one pass of TF32"
+        return dot(self, widened(a), widened(b), total, precision, *rest)
 
     def cast_impl(self: Any, x: Any, target: Any) -> Any:
         x = widened(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
+from nsa.ops.custom_op import Gradient, register
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
@@ -91,3 +92,23 @@ def test_a_second_derivative_raises() -> None:
     (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="blockwise_attention_backward has no gradient"):
         torch.autograd.grad(dq.sum(), k)
+
+
+class Numbers(NamedTuple):
+    """Inputs of an op."""
+
+    x: Tensor
+
+
+def test_an_op_that_is_registered_without_grad_has_a_gradient() -> None:
+    """The first call registers the ops of a kernel's module: perhaps an evaluation."""
+    with torch.no_grad():
+        twice = register(
+            "nsa_test::twice",
+            Numbers,
+            lambda given: 2 * given.x,
+            lambda given: given.x.new_empty(given.x.shape),
+            gradient=Gradient(lambda dy, given: 2 * dy, inputs=1, outputs=1, saved=slice(0)),
+        )
+    x = torch.ones(3, requires_grad=True)
+    assert torch.autograd.grad(twice(Numbers(x)).sum(), x)[0].tolist() == [2, 2, 2]
