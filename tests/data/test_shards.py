@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from nsa.data.shards import (
     INDEX,
     Index,
     Stamp,
+    TokenStore,
     is_prepared,
     open_shards,
     read_index,
@@ -91,6 +93,11 @@ def test_a_shard_larger_than_a_read_is_intact_and_verified_to_its_last_token(
     shard = write_shard(tmp_path, "train-000-00000.bin", "train", stamp, [tokens], 1)
     index = Index(stamp, {}, [shard])
     verify_shards(tmp_path, index)
+    tracemalloc.start()
+    TokenStore(tmp_path, "large", index, "train").read(0, 5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < shard.tokens, "a shard is mapped, not read"
     path = tmp_path / shard.name
     intact = path.read_bytes()
     for at in (0, BUFFER_BYTES, len(intact) - 1):
@@ -117,8 +124,12 @@ def test_the_fingerprint_is_of_a_splits_tokens(folder: Path, tmp_path: Path) -> 
     assert open_shards(str(same), "train").fingerprint not in fingerprints
 
 
-def test_prepared_folders_are_recognised_by_their_content(folder: Path, tmp_path: Path) -> None:
+def test_prepared_folders_are_recognised_by_their_content(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert is_prepared(str(folder))
+    assert is_prepared("~/prepared")  # otherwise its index would be read as text
     (folder / INDEX).write_bytes((folder / INDEX).read_bytes()[:-40])
     assert is_prepared(str(folder))  # open_shards reports the damage
     (tmp_path / "text").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -23,9 +24,9 @@ def small(checkpointing: str = "reentrant") -> RunConfig:
     return config
 
 
-def small_request(*flags: str) -> RunRequest:
-    """Resolve the flags of a recipe whose profile `demo` is `small`."""
-    recipe = Recipe("small", "", {"demo": small})
+def small_request(*flags: str, profile: Callable[[], RunConfig] = small) -> RunRequest:
+    """Resolve the flags of a recipe whose only profile is `small`, or another one."""
+    recipe = Recipe("small", "", {"demo": profile})
     return resolve_request(recipe, build_parser(recipe).parse_args(["--profile=demo", *flags]))
 
 

@@ -17,7 +17,7 @@ import torch
 import yaml
 from deepspeed.accelerator import get_accelerator
 
-from nsa.engine.config import learning_rate, read_saved_config, resolve_config
+from nsa.engine.config import AUTO, RunConfig, learning_rate, read_saved_config, resolve_config
 from nsa.engine.loop import executed_flops
 from nsa.monitor.observer import SELECTOR_STATISTICS
 from tests.engine import known_peak
@@ -32,7 +32,7 @@ from tests.engine.runs import (
     refused,
     succeed,
 )
-from tests.engine.small import small_request
+from tests.engine.small import small, small_request
 from tests.monitor.test_environment import dtypes_of
 from tests.monitor.test_outputs import read_scalars, read_texts
 from tests.ranks import free_port
@@ -352,3 +352,16 @@ DENSE_FIRST = "attention is dense in the first 4 of 50,000 steps"
 def test_what_may_surprise_in_a_run_is_noted(settings: list[str], note: str | None) -> None:
     request = small_request(*(f"--set={setting}" for setting in settings))
     assert request.notes == ([] if note is None else [note])
+
+
+def test_a_run_that_cannot_begin_dense_as_its_recipe_does_is_noted() -> None:
+    def dense_first() -> RunConfig:
+        config = small()
+        config.train.dense_steps = AUTO
+        return config
+
+    flags = "--set=train.steps=99", "--set=train.warmup_steps=9"
+    assert small_request(*flags, profile=dense_first).notes == [
+        "attention is sparse from the first step: train.dense_steps=auto needs an index, new "
+        "weights and 100 steps; this run has 99"
+    ]

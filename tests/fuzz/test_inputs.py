@@ -338,7 +338,7 @@ def test_a_pipe_in_a_run_folder_does_not_block(name: str, tmp_path: Path) -> Non
 
 
 def test_json_text_of_a_report_is_escaped(tmp_path: Path) -> None:
-    html = "<img src=x onerror=alert(1)> [click](http://evil) ![x](http://evil/a.png) www.a WWW.a"
+    html = r"<img src=x onerror=alert(1)> [click](http://evil) \[x] ![x](http://b.png) www.a WWW.a"
     env: dict[str, Any] = {**ENV, "recipe": html, "notes": [html, "a\n# b"]}
     (tmp_path / "env.json").write_text(json.dumps(env))
     gate = json.loads(json.dumps(GATE).replace('"b"', json.dumps(html)))
@@ -347,4 +347,5 @@ def test_json_text_of_a_report_is_escaped(tmp_path: Path) -> None:
     text = (tmp_path / "report.md").read_text()
     for part in ("<img", " [click]", "http://", "www.", "\n# b"):
         assert part not in text.lower(), part
-    assert text.count(r"&lt;img src=x onerror=alert(1)> \[click\](http:&#47;/evil)") == 3
+    escaped = r"&lt;img src=x onerror=alert(1)> \[click\](http:&#47;/evil) \\\[x\] !\[x\]"
+    assert text.count(escaped) == 3

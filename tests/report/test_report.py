@@ -157,10 +157,10 @@ def test_a_heartbeat_file_too_large_to_be_read_is_named(tmp_path: Path) -> None:
 @undrawn
 @pytest.mark.parametrize("steps", [20, 300])
 def test_a_short_run_is_not_called_ready_for_production(steps: int, tmp_path: Path) -> None:
-    result = judge_files(
-        write_run(tmp_path, steps=steps), Gate("production", steps), LadderConfig()
-    )
-    record_result(tmp_path, result)
+    write_run(tmp_path, steps=steps)
+    for gate in (Gate("sanity", 1), Gate("production", steps)):
+        result = judge_files(tmp_path, gate, LadderConfig())
+        record_result(tmp_path, result)
     assert result.go, result.summary
     title = write_report(tmp_path).read_text().splitlines()[0]
     count = re.search(r"\d+ criteria met, \d+ not measured", result.summary)
