@@ -23,6 +23,7 @@ from nsa.gates.criteria import GateInputs
 from nsa.gates.results import Gate, GateResult, gate_result
 from nsa.monitor.artifacts import RankHistory, last_beat
 from nsa.monitor.config import LadderConfig
+from nsa.monitor.throughput import Throughput
 from tests.engine.runs import (
     TINY,
     losses,
@@ -150,6 +151,28 @@ def test_a_gate_is_judged_for_the_runs_phase_weights_and_device(
         run.config.train = TrainConfig(start_from=start, dense_steps=dense_steps)
         assert loop._judge(run, Gate("smoke", 300), [RankHistory(0)]) is None
     assert judged == [(300, True, 5, True), (300, False, 0, True)]
+
+
+def test_judging_a_gate_takes_no_time_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def judge(*_: object) -> None:
+        now[0] += 100
+
+    monkeypatch.setattr(loop, "_judge", judge)
+    run: Any = SimpleNamespace(
+        gates=[Gate("smoke", 3)],
+        state=TrainState(step=3),
+        throughput=Throughput(flops_per_token=1, peak=None, clock=lambda: now[0]),
+        collectives=SimpleNamespace(gather=lambda value, kind: [value]),
+        telemetry=SimpleNamespace(history=lambda: RankHistory(0)),
+        ranks=Ranks(0, 0, 1),
+    )
+    run.throughput.step(64)
+    loop._judge_if_due(run)
+    now[0] += 1
+    run.throughput.step(64)
+    assert (now[0], run.throughput.read()["seconds"]) == (101, 1)
 
 
 def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged_and_says_why(

@@ -210,12 +210,18 @@ def test_a_launcher_numbers_the_ranks_and_a_process_without_one_is_the_only_rank
     assert Ranks.from_environment() == Ranks(rank=0, local_rank=0, world_size=1)
 
 
-def test_a_rank_0_removes_its_file_as_it_ends(
+def test_a_rank_0_removes_its_file_and_writes_its_last_lines_as_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "_exit", sys.exit)
     (path := tmp_path / "file").touch()
     monkeypatch.setattr(process_group, "_created", [path])
-    with pytest.raises(SystemExit, match="5"):
-        end_process(5)
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        print("finished")
+        print("a warning", file=err)
+        with pytest.raises(SystemExit, match="5"):
+            end_process(5)
+        assert [Path(file.name).read_text() for file in (out, err)] == ["finished\n", "a warning\n"]
     assert not path.exists()
