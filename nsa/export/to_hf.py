@@ -93,7 +93,7 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
 def _fields(run: StoredRun, original: PretrainedConfig | None) -> dict[str, Any]:
     """Return dtype, positions and the ids for generate(); an imported model keeps its own.
 
-    bos of other models is the tokenizer's start token, or else its eos.
+    Of other models bos is the tokenizer's start token, or else its eos.
     """
     positions, ids = run.config.data.seq_len, dict.fromkeys(TOKEN_IDS)
     if original is not None:
@@ -148,9 +148,9 @@ def dense_config(model: ModelConfig, **more: Any) -> PretrainedConfig:
     rope |= model.rope_extension or {}
     if "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
-    same = {name: name for name in ("vocab_size", "head_dim")}
-    names = {name: theirs for name, theirs in NSAConfig.attribute_map.items() if name in SHAPE}
-    sizes = {theirs: getattr(model, ours) for ours, theirs in (names | same).items()}
+    names = {ours: theirs for ours, theirs in NSAConfig.attribute_map.items() if ours in SHAPE}
+    names |= {"vocab_size": "vocab_size", "head_dim": "head_dim"}
+    sizes = {theirs: getattr(model, ours) for ours, theirs in names.items()}
     if every := model.no_rope_every:
         sizes["no_rope_layers"] = [int(n % every != 0) for n in range(1, model.layers + 1)]
     if family == "mistral":
