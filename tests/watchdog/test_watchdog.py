@@ -373,6 +373,21 @@ def test_the_exit_code_is_that_of_the_ranks_or_else_of_the_launcher_or_the_signa
     assert run._exit_code() == code
 
 
+def test_the_exit_code_waits_for_the_last_heartbeats_on_a_disk_that_hangs() -> None:
+    state: Any = SimpleNamespace(signal=None, urgent=False)
+    ended: Any = SimpleNamespace(returncode=0, poll=lambda: 0)
+    run: Any = supervisor.Supervisor(state, ended)
+    responses = iter([False, False, True])
+
+    def read() -> tuple[bool, None]:
+        if is_read := next(responses):
+            run.beats[0] = make_beat(0, event="end", status="no-go")
+        return is_read, None
+
+    run._check, run._processes, run._read_folder = lambda: None, list, read
+    assert run.run() == 3
+
+
 def test_only_heartbeats_of_processes_that_the_command_has_started_are_of_the_run(
     tmp_path: Path,
 ) -> None:
