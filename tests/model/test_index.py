@@ -398,6 +398,15 @@ def test_a_layer_whose_loss_is_never_taken_warns() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_layer_whose_index_nothing_trains_warns_in_training() -> None:
+    spec = replace(SPEC, window=NSASpec.window)
+    layer = NSAttention(32, 4, kv_heads=2, spec=spec, branches="sel")
+    with pytest.warns(UserWarning, match="selector_loss = 0: nothing else trains the index"):
+        layer(torch.randn(2, 128, 32))
+    layer.eval()(torch.randn(2, 128, 32))
+
+
+@pytest.mark.filterwarnings("error")
 def test_a_model_takes_the_loss_of_each_layer() -> None:
     model = build_of(1.0)
     for _ in range(2):
