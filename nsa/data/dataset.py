@@ -84,6 +84,11 @@ def _open(config: DataConfig, name: str) -> DividedSource:
             # The end of each document is held out: a hash may hold out none.
             fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
             source.division, source.size = HeldOut(fraction, by_position=True), size
+            if fraction > config.held_out:
+                source.notes.append(
+                    f"{name}: is small, so the last {fraction:.0%} of each document is held out "
+                    f"for validation, instead of data.held_out = {config.held_out:g}"
+                )
     return source
 
 

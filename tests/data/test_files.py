@@ -310,8 +310,12 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
     found = {document.location: document.text for document in source.read_all()}
     assert found == kept
     assert source.left_out == len(skipped)
-    (note,) = open_dataset(DataConfig(source=str(tmp_path))).notes
-    assert note == f"{tmp_path}: 8 files are read; 4 that are empty, binary or huge are not"
+    assert open_dataset(DataConfig(source=str(tmp_path))).notes == [
+        f"{tmp_path}: 8 files are read; 4 that are empty, binary or huge are not",
+        f"{tmp_path}: is small, so the last 12% of each document is held out for validation, "
+        "instead of data.held_out = 0.05",
+    ]
+    assert open_dataset(DataConfig(source=str(tmp_path), held_out=0.5)).notes[1:] == []
     names = [file.name for file in open_files(tmp_path, "text", "*.py").files]
     assert names == ["a/main.py"]
     assert [file.name for file in open_files(tmp_path, "text", "b/*").files] == sorted(
