@@ -109,7 +109,7 @@ def test_a_path_may_begin_in_the_home_folder_or_an_unknown_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("HOME", str(tmp_path))
-    for path, shown in (("~/run", f"{tmp_path}/run"), ("~nobody-here/run", "~nobody-here/run")):
+    for path, shown in (("~/run", f"{tmp_path}/run"), ("~unknown-user/run", "~unknown-user/run")):
         assert shown in refusal(*verb.split(), path, *flags.split())
     if "--to" in flags:
         (tmp_path / "out").write_text("")

@@ -16,7 +16,7 @@ import yaml
 from nsa.checkpoint.saver import CheckpointConfig
 from nsa.constants import BRANCHES, SHORT_RUN
 from nsa.data.config import DataConfig
-from nsa.model.config import ModelConfig
+from nsa.model.config import UNTRAINED_INDEX, ModelConfig
 from nsa.monitor.config import MonitorConfig
 from nsa.spec import NSASpec
 from nsa.untrusted import parse_yaml, read_text, short_repr
@@ -127,10 +127,7 @@ class RunConfig:
             section.validate()
         attention = self.model.attention
         if attention.has_index and not attention.selector_loss:
-            raise ValueError(
-                "model.attention.selector_loss = 0: nothing else trains the index of branches=sel; "
-                "set it to 1"
-            )
+            raise ValueError(f"model.attention.{UNTRAINED_INDEX}")
         if 0 < self.train.steps <= self.train.selector_steps:
             raise ValueError(
                 f"train.selector_steps = {self.train.selector_steps}: not below train.steps = "

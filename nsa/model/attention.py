@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import Compressor, MLPCompressor, PoolCompressor
-from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.model.config import UNTRAINED_INDEX, AttentionConfig, ModelConfig
 from nsa.model.fused import head_norm, is_plain, norm_columns, parallel_linear
 from nsa.model.index import Index, index_start
 from nsa.ops import (
@@ -40,7 +40,6 @@ MODEL_SETTINGS = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_ep
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None  # a search of the disk: once, not per call
 FLASH_HEAD_DIM = 256  # the largest head of flash-attn's kernels
 AUTOCAST_DTYPES = {torch.float32, torch.float16, torch.bfloat16}  # autocast converts these
-_UNTRAINED_INDEX = "selector_loss = 0: nothing else trains the index of branches=sel; set it to 1"
 _UNUSED_LOSS = (
     "the selector loss of the last forward pass was not used, so it trains nothing: add "
     "selector_loss * layer.take_selector_loss() to the training loss"
@@ -110,7 +109,7 @@ class Attention(nn.Module):
             if self.training and self.config.attention.selector_loss:
                 offset = torch.randint(2**31, (), device=x.device)
             elif self.training and self.index is not None:
-                warnings.warn(_UNTRAINED_INDEX, stacklevel=2)
+                warnings.warn(UNTRAINED_INDEX, stacklevel=2)
             metadata = AttentionMetadata.build(
                 self.config, x.shape[1], cu_seqlens, x.device, loss_offset=offset
             )

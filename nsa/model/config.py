@@ -13,6 +13,7 @@ from nsa.validation import at_least, at_most, one_of, whole_numbers
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "pool", "mlp")
 SUBSETS = tuple("+".join(names) for count in (3, 2, 1) for names in combinations(BRANCHES, count))
+UNTRAINED_INDEX = "selector_loss = 0: nothing else trains the index of branches=sel; set it to 1"
 INIT_STD = 0.02  # standard deviation of the initial weights
 # The numbers that each kind of RoPE needs; transformers has defaults for YARN_OPTIONS.
 ROPE_TYPES = {

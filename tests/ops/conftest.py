@@ -117,7 +117,7 @@ def _with_known_types(interpreter: Any) -> list[Patch]:
     numpy_types: dict[str, Any] = {}
     init_block, np_dtype = core.block_type.__init__, interpreter._get_np_dtype
     check_types, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    operands: dict[Any, Any] = {}  # of operations whose tensors stay as they are
+    operands: dict[Any, Any] = {}  # by kinds of two operands: both with the result's type
 
     @cache
     def shape_of(*sizes: int) -> Any:
