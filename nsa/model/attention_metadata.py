@@ -14,9 +14,10 @@ from nsa.ops.inputs import block_starts, repeat_per_document
 from nsa.ops.rotary import rotate
 from nsa.spec import NSASpec
 
-# Queries of the selector loss in each sequence, at least; all queries of a shorter one. While only
-# the index learns, its loss is the only gradient, and more queries teach it in fewer steps.
-QUERIES, QUERIES_ALONE = 32, 256
+# The selector loss reads at least this many queries of a sequence, or all of a shorter sequence.
+QUERIES = 32
+# While only the index learns, the selector loss is the only loss: more queries save steps.
+QUERIES_ALONE = 256
 
 
 class Rotary(NamedTuple):
@@ -28,31 +29,30 @@ class Rotary(NamedTuple):
     @classmethod
     def at(cls, position: Tensor, config: ModelConfig) -> Rotary:
         frequency, factor = _frequencies(config, position.device)
-        angle = position[:, None].float() * frequency
+        angle = position[:, None].float() * frequency  # [positions, head_dim / 2]
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         return cls(cos, sin) if factor == 1.0 else cls(cos * factor, sin * factor)
 
-    def none(self) -> Rotary:
-        """Return tables of the same shape that rotate by nothing."""
+    def identity(self) -> Rotary:
+        """Return tables of the same shape that rotate by 0."""
         return Rotary(torch.ones_like(self.cos), torch.zeros_like(self.sin))
 
 
 def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Return each pair's angle per position [head_dim / 2], and a factor of cosines and sines."""
+    """Return each pair's angle per position [head_dim / 2], and YaRN's factor for cos and sin."""
     if config.rope_type == "default":
         exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
         return config.rope_theta ** (-exponent / config.head_dim), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # a second to import
 
-    scaling = {"rope_theta": config.rope_theta, **(config.rope_extension or {})}
-    like = SimpleNamespace(  # of a transformers config, what these functions read
+    hf_config = SimpleNamespace(  # the fields of a transformers config that these functions read
         hidden_size=config.width,
         num_attention_heads=config.heads,
         head_dim=config.head_dim,
-        rope_parameters=scaling,
+        rope_parameters={"rope_theta": config.rope_theta, **(config.rope_extension or {})},
         standardize_rope_params=lambda: None,
     )
-    return ROPE_INIT_FUNCTIONS[config.rope_type](like, device)
+    return ROPE_INIT_FUNCTIONS[config.rope_type](hf_config, device)
 
 
 def apply_rotary(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
@@ -67,9 +67,9 @@ class AttentionMetadata:
     cu_seqlens: Tensor | None
     rotary: Rotary  # RoPE at each token's position, which restarts with each document
     block_tokens: Tensor | None = None  # [N, l] token indices of each compressed block; dense: None
-    token_blocks: Tensor | None = None  # [T, ⌈l/d⌉] the blocks that cover each token, else -1
+    token_blocks: Tensor | None = None  # [T, ⌈l/d⌉] the blocks that cover each token, padded by -1
     block_rotary: Rotary | None = None  # RoPE at each block's last position; dense: None
-    sampled: Tensor | None = None  # [S] tokens, queries of the selector loss; None: none
+    sampled: Tensor | None = None  # [S] tokens whose queries the selector loss reads; None: no loss
 
     @classmethod
     def build(
@@ -83,12 +83,12 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Build the metadata of a step; positions and blocks restart with each document.
 
-        The selector loss has at least `loss_queries` queries, which `loss_offset` shifts; None: do
-        not compute it.
+        The selector loss reads at least `loss_queries` queries, which `loss_offset` shifts. Without
+        `loss_offset` it is not computed.
         """
         spec = config.attention.spec
         dense = config.attention.kind == "dense"
-        if not dense:  # before offsets that do not ascend reach a kernel
+        if not dense:  # first of all: it raises if cu_seqlens does not ascend
             first = block_starts(seq_len, cu_seqlens, spec, device)  # [N]
         position = torch.arange(seq_len, device=device)
         if cu_seqlens is not None:
@@ -96,39 +96,39 @@ class AttentionMetadata:
         rotary = Rotary.at(position, config)
         if dense:
             return cls(cu_seqlens, rotary)
-        inside = torch.arange(spec.block_len, device=device)
-        last = first + spec.block_len - 1
+        block_tokens = first[:, None] + torch.arange(spec.block_len, device=device)  # [N, l]
+        token_blocks = _covering_blocks(first, spec, seq_len)
+        last = block_tokens[:, -1]
         block_rotary = Rotary(rotary.cos[last], rotary.sin[last])
-        tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
         sampled = None
         if loss_offset is not None:
             sampled = sample_queries(seq_len, loss_offset, loss_queries)
-        return cls(cu_seqlens, rotary, *tables, block_rotary, sampled)
+        return cls(cu_seqlens, rotary, block_tokens, token_blocks, block_rotary, sampled)
 
     def without_rope(self) -> AttentionMetadata:
         """Return the metadata of a layer that does not rotate."""
-        block_rotary = None if self.block_rotary is None else self.block_rotary.none()
-        return replace(self, rotary=self.rotary.none(), block_rotary=block_rotary)
+        block_rotary = None if self.block_rotary is None else self.block_rotary.identity()
+        return replace(self, rotary=self.rotary.identity(), block_rotary=block_rotary)
 
 
 def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:
-    """Return the blocks that cover each token, [T, ⌈l/d⌉], from their first tokens [N].
+    """Return the blocks that cover each token, [T, ⌈l/d⌉], given the blocks' first tokens [N].
 
-    A block that covers t begins after t - l and not after t. A block of another document never
-    does, because it ends before t's document or begins after it.
+    A block covers t if its first token is from t - l + 1 to t. No block of another document is in
+    this range, because it ends before t's document or begins after it.
     """
     token = torch.arange(seq_len, device=first.device)
-    after = torch.searchsorted(first, token, right=True)
-    block = torch.searchsorted(first, token - spec.block_len, right=True)[:, None]
-    block = block + torch.arange(-(-spec.block_len // spec.block_stride), device=first.device)
-    return block.masked_fill_(block >= after[:, None], -1)
+    low = torch.searchsorted(first, token - spec.block_len, right=True)[:, None]  # [T, 1]
+    end = torch.searchsorted(first, token, right=True)[:, None]
+    block = low + torch.arange(-(-spec.block_len // spec.block_stride), device=first.device)
+    return block.masked_fill_(block >= end, -1)
 
 
 def sample_queries(seq_len: int, offset: Tensor, count: int = QUERIES) -> Tensor:
     """Return evenly spaced tokens [S], at least `count`; `offset`, a 0-dim integer, shifts them.
 
-    A few queries are enough for the selector loss, other ones in each step: their noise averages
-    out over steps.
+    A few tokens per step are enough for the selector loss: each step has others, so that their
+    noise averages out.
     """
     stride = max(1, seq_len // count)
     return torch.arange(0, seq_len - stride + 1, stride, device=offset.device) + offset % stride

@@ -33,7 +33,7 @@ def prefill(model: LanguageModel, prompts: Prompts, *, reserve: int = 0) -> tupl
     as documents, without padding. The cache has capacity for `reserve` more tokens.
     """
     states, cache = prefill_states(model, prompts, reserve=reserve)
-    return _head(model, states[cache.lengths.cumsum(0) - 1]), cache
+    return _logits(model, states[cache.lengths.cumsum(0) - 1]), cache
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def prefill_states(
 
 def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
     """Append one token [B] to each sequence; return the logits [B, V] after it."""
-    return _head(model, step_states(model, tokens, cache))
+    return _logits(model, step_states(model, tokens, cache))
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def generate(
     stops = [stop] if isinstance(stop, int) else list(stop or [])
     if not all(0 <= id < model.config.vocab_size for id in stops):
         raise ValueError(f"stop = {stop}: this model's ids are 0 to {model.config.vocab_size - 1}")
-    # The prompt is part of the seed, so that different prompts draw different numbers.
+    # The prompt is part of its sequence's seed, so that different prompts draw different numbers.
     draws = [random.Random(f"{seed} {row.tolist()}") for row in rows]
 
     def next_token(logits: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def generate(
         return sample(logits, uniform.to(logits.device), temperature, top_p)
 
     def decode() -> Iterator[Tensor]:
-        # At most what the text needs, and at most what the cache's first doubling would add.
+        # No more than the text needs, and no more than the cache's first doubling would add.
         reserve = min(max_new_tokens, max(len(row) for row in rows))
         logits, cache = prefill(model, rows, reserve=reserve)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
@@ -124,12 +124,12 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) ->
     """
     shifted = logits.double() - logits.amax(-1, keepdim=True)  # no overflow at a low temperature
     p, order = (shifted / temperature).softmax(-1).sort(stable=True, dim=-1, descending=True)
-    cdf = p.cumsum(-1)
+    cdf = p.cumsum(-1)  # [B, V]
     # The nucleus includes the token at which the sum reaches top_p.
-    nucleus = (F.pad(cdf[:, :-1], (1, 0)) < top_p).sum(-1, keepdim=True)
-    total = cdf.gather(-1, nucleus - 1)
-    index = torch.searchsorted(cdf, uniform[:, None] * total, right=True)
-    return order.gather(-1, torch.minimum(index, nucleus - 1))[:, 0]
+    last = (F.pad(cdf[:, :-1], (1, 0)) < top_p).sum(-1, keepdim=True) - 1  # [B, 1]
+    nucleus_p = cdf.gather(-1, last)
+    index = torch.searchsorted(cdf, uniform[:, None] * nucleus_p, right=True)
+    return order.gather(-1, torch.minimum(index, last))[:, 0]
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
@@ -143,7 +143,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
 
 
 @torch.no_grad()
-def _head(model: LanguageModel, states: Tensor) -> Tensor:
+def _logits(model: LanguageModel, states: Tensor) -> Tensor:
     return F.linear(states, model.head_weight)
 
 
@@ -177,7 +177,7 @@ def _prefill_attention(
     if layer.index is None:
         kv = layer.branch_kv(parts, metadata)
         compressed: Sequence[Tensor] = kv.get("cmp", ())
-    else:  # not branch_kv, which omits the index's keys while attention is dense
+    else:  # branch_kv omits the index's keys while attention is dense, but the cache stores them
         assert parts.indexed is not None
         queries, token_keys = parts.indexed
         compressed = (layer.index.compress(token_keys, metadata),)
@@ -237,7 +237,7 @@ def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> 
 
 
 def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> Content:
-    """Return compressed keys and values by buffer; without a compressed branch only keys."""
+    """Return compressed keys, and compressed values if the layer has a buffer for them."""
     pairs = zip(("k_cmp", "v_cmp"), compressed, strict=False)
     return {name: x for name, x in pairs if name in cache.plan}
 
@@ -245,29 +245,29 @@ def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> Content:
 def _append_blocks(
     layer: NSAttention, cache: LayerCache, lengths: Tensor, metadata: AttentionMetadata
 ) -> None:
-    """Compress and store each sequence's block that ends with its newest token, if there is one."""
-    length, stride = layer.spec.block_len, layer.spec.block_stride
-    # The newest tokens of all sequences side by side, each sequence's as one block.
-    token = torch.arange(len(lengths) * length, device=lengths.device)
+    """Compress and store the block that ends with a sequence's newest token, if there is one."""
+    block_len, stride = layer.spec.block_len, layer.spec.block_stride
+    # The last `block_len` tokens of each sequence form one block; the sequences lie side by side.
+    token = torch.arange(len(lengths) * block_len, device=lengths.device)
     metadata = replace(
         metadata,
-        block_tokens=token.view(-1, length),
-        token_blocks=token[:, None] // length,
+        block_tokens=token.view(-1, block_len),
+        token_blocks=token[:, None] // block_len,
         block_rotary=metadata.rotary,
     )
-    k = cache.last("k", lengths, length).flatten(0, 1)[None]  # [1, B · l, Hkv, Dk]
+    k = cache.last("k", lengths, block_len).flatten(0, 1)[None]  # [1, B · l, Hkv, Dk]
     if layer.index is not None:
         compressed: Sequence[Tensor] = (layer.index.compress(k, metadata),)
     else:
-        v = cache.last("v", lengths, length).flatten(0, 1)[None]
+        v = cache.last("v", lengths, block_len).flatten(0, 1)[None]
         if layer.compress is not None:
             compressed = layer.compress(k, v, metadata)
         else:  # the mean, of rotated keys
-            compressed = [x.unflatten(1, (-1, length)).mean(2) for x in (k, v)]
-    content = _block_entries(cache, compressed)
-    start = lengths - length
+            compressed = [x.unflatten(1, (-1, block_len)).mean(2) for x in (k, v)]
+    start = lengths - block_len
     block = torch.div(start, stride, rounding_mode="floor")
-    cache.append(content, block, valid=(start >= 0) & (start % stride == 0))
+    is_block = (start >= 0) & (start % stride == 0)
+    cache.append(_block_entries(cache, compressed), block, valid=is_block)
 
 
 def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tensor:
@@ -278,7 +278,7 @@ def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tens
     if min(cache.host_lengths) < cache.longest:
         mask = torch.arange(cache.longest, device=cache.device) < cache.lengths[:, None]
         mask = mask[:, None, None]
-    # The query heads of a group become rows of one query, so keys are not repeated.
+    # The query heads of a KV head become its queries, so that its keys are not repeated.
     q_BKGD = q.unflatten(1, (k.shape[2], -1))
     o = F.scaled_dot_product_attention(q_BKGD, k.transpose(1, 2), v.transpose(1, 2), mask)
     return o.flatten(1, 2)
@@ -302,7 +302,8 @@ def _check_prompts(model: LanguageModel, prompts: Prompts) -> list[Tensor]:
 
 def _check_step(model: LanguageModel, cache: KVCache, tokens: Tensor) -> None:
     embedded = tokens.is_floating_point()
-    if tokens.shape != ((cache.batch, model.config.width) if embedded else (cache.batch,)):
+    expected = (cache.batch, model.config.width) if embedded else (cache.batch,)
+    if tokens.shape != expected:
         raise ValueError(
             f"tokens is {tokens.dtype} {tuple(tokens.shape)}; give one id for each of the "
             f"{cache.batch} cached sequences"

@@ -1,4 +1,4 @@
-"""Fused calls of plain modules: projections of one input as one product, residual add and norm.
+"""Fused calls of plain modules: projections of one input, and residual addition with RMSNorm.
 
 Parameters stay in their own modules under their own names, so checkpoints, ZeRO partitions and
 exports need no mapping. Modules that are not plain are called one by one: a fused call would
@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 from nsa.ops import add_rms_norm
 
 PAD_TO = 8  # cuBLAS is fast if rows are a multiple of 16 bytes
-PLAIN = (nn.Parameter, Tensor, type(None))  # what a plain module's parameters are
+PLAIN = (nn.Parameter, Tensor, type(None))  # types of a plain module's parameters
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -44,7 +44,7 @@ def parallel_linear(
 ) -> Tensor:
     """Return the outputs of linears on x [.., in] side by side: [.., sum of out + pad].
 
-    The outputs of `detached` follow; their gradient does not reach x.
+    The outputs of `detached` follow those of `linears`; their gradient does not reach x.
     The width is padded to a multiple of PAD_TO. The padding's values are finite and arbitrary; its
     gradient must be 0. Weights that are adjacent in memory, as in the flat buffers of ZeRO-1 and 2,
     are not copied. Others are concatenated on each pass: about 0.2 GB per micro-batch of M7C,
@@ -54,15 +54,16 @@ def parallel_linear(
     if all(is_plain(linear, nn.Linear) for linear in every):
         weights: list[Tensor] = [linear.weight for linear in every]
         width = sum(weight.shape[0] for weight in weights)
-        rows = width + -width % PAD_TO
-        weight = None
-        if not torch.compiler.is_compiling() and are_adjacent(weights, rows):
-            weight = _SideBySide.apply(rows, *weights)
-        # With few rows, as in decoding, reading the weights dominates: a copy would triple it.
-        elif x.numel() // x.shape[-1] >= width // 8:
-            weight = _concatenate(weights, rows)
+        padded = width + -width % PAD_TO
+        # With few tokens, as in decoding, reading the weights dominates: a copy would triple it.
+        copy_pays = x.numel() // x.shape[-1] >= width // 8
+        weight = None  # [padded, in]
+        if not torch.compiler.is_compiling() and are_adjacent(weights, padded):
+            weight = _SideBySide.apply(padded, *weights)
+        elif copy_pays:
+            weight = _concatenate(weights, padded)
         if weight is not None:
-            bias = _biases(every, rows)
+            bias = _biases(every, padded)
             if not detached:
                 return F.linear(x, weight, bias)
             attached = sum(linear.weight.shape[0] for linear in linears)
@@ -84,34 +85,36 @@ def _biases(linears: Sequence[nn.Linear], rows: int) -> Tensor | None:
 
 
 def _concatenate(weights: Sequence[Tensor], rows: int) -> Tensor:
-    """Return a copy of the matrices below each other, and zeros up to `rows`."""
+    """Return a copy of the matrices, stacked and padded with zeros to [rows, in]."""
     pad = weights[0].new_zeros(rows - sum(map(len, weights)), weights[0].shape[1])
     return _cat([*weights, pad] if len(pad) else list(weights))
 
 
 def _cat(parameters: list[Tensor]) -> Tensor:
-    """Concatenate parameters; autocast's cat refuses fp16 ones in bf16 and bf16 ones in fp16."""
+    """Concatenate parameters without autocast, whose cat refuses fp16 under bf16 and vice versa."""
     device = parameters[0].device.type
     with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         return torch.cat(parameters)
 
 
 def are_adjacent(weights: Sequence[Tensor], rows: int) -> bool:
-    """Whether matrices follow each other in one storage that holds `rows` rows from the first."""
-    first, start = weights[0], weights[0].storage_offset()
-    at = start
+    """Whether matrices follow each other in one storage, which has room for `rows` rows of them."""
+    first = weights[0]
+    expected_offset = first.storage_offset()
     for weight in weights:
-        aliased = torch._C._is_alias_of(first, weight)  # type: ignore[attr-defined]
-        same = aliased and weight.dtype == first.dtype
-        if not (same and weight.is_contiguous() and weight.storage_offset() == at):
+        if not torch._C._is_alias_of(first, weight):  # type: ignore[attr-defined]
             return False
-        at += weight.numel()
-    end = start + rows * first.shape[1]
+        if weight.dtype != first.dtype or not weight.is_contiguous():
+            return False
+        if weight.storage_offset() != expected_offset:
+            return False
+        expected_offset += weight.numel()
+    end = first.storage_offset() + rows * first.shape[1]
     return end * first.element_size() <= first.untyped_storage().nbytes()
 
 
 class _SideBySide(torch.autograd.Function):
-    """One matrix [rows, in]: a view of adjacent weights and of what follows them."""
+    """View adjacent weights, and the memory after them as padding, as one matrix [rows, in]."""
 
     @staticmethod
     def forward(ctx: Any, rows: int, *weights: Tensor) -> Tensor:
@@ -126,7 +129,7 @@ class _SideBySide(torch.autograd.Function):
 
 
 class _PartlyDetached(torch.autograd.Function):
-    """A linear function, of whose outputs only the first `attached` give x a gradient."""
+    """`F.linear`, of which only the first `attached` outputs give x a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, attached: int) -> Tensor:
@@ -136,16 +139,17 @@ class _PartlyDetached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), rows = ctx.saved_tensors, gradient.flatten(0, -2)  # autocast: another dtype
+        x, weight = ctx.saved_tensors
+        dy = gradient.flatten(0, -2)  # [tokens, rows]; under autocast its dtype is not x's
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         d_x = d_weight = d_bias = None
         if needs_x:
-            d_x = rows[:, : ctx.attached] @ weight[: ctx.attached].to(rows.dtype)
+            d_x = dy[:, : ctx.attached] @ weight[: ctx.attached].to(dy.dtype)
             d_x = d_x.to(x.dtype).view_as(x)
         if needs_weight:
-            d_weight = (rows.T @ x.flatten(0, -2).to(rows.dtype)).to(weight.dtype)
+            d_weight = (dy.T @ x.flatten(0, -2).to(dy.dtype)).to(weight.dtype)
         if needs_bias:
-            d_bias = rows.sum(0).to(weight.dtype)
+            d_bias = dy.sum(0).to(weight.dtype)
         return d_x, d_weight, d_bias, None
 
 
@@ -165,7 +169,10 @@ def head_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 
 def norm_columns(packed: Tensor, parts: Sequence[tuple[int, nn.RMSNorm | None]]) -> Tensor:
-    """Normalize heads in the first columns of packed [.., P]: (columns, norm) of each part."""
+    """Normalize the heads of packed [.., P]. Each part is (columns, its norm or None).
+
+    Columns after the last part stay as they are.
+    """
     columns, norms = zip(*parts, strict=True)
     *first, rest = packed.split([*columns, packed.shape[-1] - sum(columns)], -1)
     pairs = zip(first, norms, strict=True)
