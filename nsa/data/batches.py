@@ -1,9 +1,9 @@
 """Batches, and the shuffled order of samples: computed, not stored, so resuming costs nothing.
 
 tokens  | s0 | s1 | s2 | ...    sample i: tokens[i·T : i·T + T + 1]
-order   position -> (source, sample) -> (epoch, index) -> shuffled index
-                                a permutation of each epoch, or of blocks of a store that grows
-                                a mixture interleaves its sources
+order   position -> source, number    a mixture interleaves its sources
+                 -> epoch, index      of the source
+                 -> sample            each epoch is shuffled, or each block of a store that grows
 step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 """
 
@@ -24,8 +24,8 @@ from nsa.data.tokenizer import TokenArray
 
 MIN_BLOCK, MAX_BLOCK = 16, 512  # samples that are shuffled together in a store that grows
 MANY_EPOCHS = 4  # further epochs lower the loss little (arXiv 2305.16264)
-ROUNDS = 6  # of a permutation
-RESOLUTION = 1_000_000  # of the weights of a mixture
+ROUNDS = 6  # of the Feistel network that shuffles
+RESOLUTION = 1_000_000  # a source's fraction is rounded to a multiple of 1 / RESOLUTION
 _MASK = 2**64 - 1
 
 
@@ -61,8 +61,8 @@ class Batch:
 def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
     """Split rows [B, T + 1] into inputs and next-token labels.
 
-    Packing "documents" concatenates the rows; a document ends with its row at the latest, and no
-    label follows an end of text.
+    Packing "documents" concatenates the rows. A document ends at its eos token or at the end of its
+    row, and the label of an eos token is ignored.
     """
     inputs = rows[:, :-1].astype(np.int64)  # [B, T]
     labels = rows[:, 1:].astype(np.int64)
@@ -70,17 +70,17 @@ def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
         return Batch(torch.from_numpy(inputs), torch.from_numpy(labels))
     seq_len = inputs.shape[1]
     inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)  # [1, B·T]
-    ends = inputs[0] == eos_id
-    labels[0, ends] = IGNORE_INDEX
-    starts = np.zeros(inputs.size + 1, dtype=bool)
-    starts[::seq_len] = True  # each row, and the end of the last
-    starts[1:] |= ends
+    is_eos = inputs[0] == eos_id
+    labels[0, is_eos] = IGNORE_INDEX
+    starts = np.zeros(inputs.size + 1, dtype=bool)  # [B·T + 1]: a document starts here
+    starts[::seq_len] = True  # the first token of each row, and the end of the last row
+    starts[1:] |= is_eos
     cu_seqlens = np.flatnonzero(starts).astype(np.int32)
     return Batch(
         torch.from_numpy(inputs),
         torch.from_numpy(labels),
         torch.from_numpy(cu_seqlens),
-        label_count=inputs.size - int(ends.sum()),
+        label_count=inputs.size - int(is_eos.sum()),
     )
 
 
@@ -125,8 +125,9 @@ class Samples:
         for store, fraction in zip(self.stores, self.fractions, strict=True):
             lines += store.notes
             consumed = round(samples * fraction)
-            if store.grows:  # a token has one byte or more
+            if store.grows:
                 size = "size unknown" if store.size is None else f"{store.size:,} bytes"
+                # A lower bound: tokens of one byte each, which are as many as there can be.
                 epochs = consumed * self.seq_len / (store.size or math.inf)
                 read = "tokenised as they are read, shuffled in blocks"
             else:
@@ -153,7 +154,7 @@ class Samples:
     def step(
         self, consumed: int, *, rank: int, world_size: int, micro_batch: int, accumulation: int = 1
     ) -> list[Batch]:
-        """Return a rank's batches of the step after the first `consumed` samples of all ranks.
+        """Return one rank's batches of a step; earlier steps consumed `consumed` samples.
 
         Wait for their tokens, or raise a DataError.
         """
@@ -164,23 +165,25 @@ class Samples:
     def locate(self, position: int) -> tuple[TokenStore, int]:
         """Return the store of a sample, and the index of its first token.
 
-        In a store that grows, wait for the sample's block. A block is never shuffled before it is
-        complete or the source ends, so the order does not depend on when it is read.
+        In a store that grows, wait for the sample's block. A block is shuffled only when it is
+        complete or its source has ended, so the order does not depend on when it is read.
         """
         source, number = self._mixer.locate(position)
-        store, first = self.stores[source], 0
+        store = self.stores[source]
         count = self._wait_for(block_of(number).stop, store)
         epoch, index = divmod(number, count)
-        stop, shuffle_key = count, hash64(self.seed, epoch, source)
         if store.grows:
             block = block_of(index)
             first, stop = block.start, min(block.stop, count)
             shuffle_key = hash64(self.seed, epoch, source, first)
-        index = first + shuffled_index(index - first, stop - first, shuffle_key)
-        return store, index * self.seq_len
+        else:
+            first, stop = 0, count
+            shuffle_key = hash64(self.seed, epoch, source)
+        sample = first + shuffled_index(index - first, stop - first, shuffle_key)
+        return store, sample * self.seq_len
 
     def available(self, samples: int) -> tuple[int, str | None]:
-        """Return how many of `samples` precede the first repetition, and which store ends there."""
+        """Return how many of `samples` come before the first repeat, and the store that repeats."""
         for position in range(samples):
             source, number = self._mixer.locate(position)
             store = self.stores[source]
@@ -245,7 +248,7 @@ class Mixer:
     """Assigns positions to sources by weight, spread as evenly as integers allow.
 
     The first source gets its fraction of all positions, the second its fraction of the rest, and
-    so on. The number of earlier positions of a source is a division, so there is no state.
+    so on. One division counts a source's earlier positions, so nothing is stored.
     """
 
     def __init__(self, fractions: Sequence[float], names: Sequence[str]) -> None:
@@ -258,14 +261,14 @@ class Mixer:
                 )
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the source of a position, and the number of its earlier positions."""
-        left = RESOLUTION
+        """Return the source of a position, and how many earlier positions the source has."""
+        total = RESOLUTION  # of the counts of this source and of later ones
         for source, count in enumerate(self._counts):
-            before = position * count // left
-            if (position + 1) * count // left > before:
+            before = position * count // total
+            if (position + 1) * count // total > before:
                 return source, before
-            position -= before
-            left -= count
+            position -= before  # now counts positions of later sources
+            total -= count
         raise AssertionError("the last source gets every remaining position")
 
 

@@ -21,18 +21,18 @@ class DataConfig:
     source: str | dict[str, float] = "embedded"
     subset: str | None = None  # configuration of a hub dataset; null: its default
     split: str = "train"  # split of a hub dataset
-    # files to read: of a folder, such as "*.py" (null: all with text); of a hub dataset (null: its
-    # default)
+    # name pattern of the files to read, such as "*.py"; null: all text files of a folder, or a hub
+    # dataset's default files
     pattern: str | None = None
     on_error: str = "stop"  # at a line or file that cannot be read: "stop", or "skip" and count it
-    text_field: str = "text"  # field of a record that holds its text
+    text_field: str = "text"  # field that holds a record's text
     tokenizer: str = "byte"  # "byte": 256 bytes and 3 special tokens; or "hf:<name or folder>"
     packing: str = "concat"  # "concat": across documents; "documents": attention stays inside each
     seq_len: int = 2_048  # T: tokens per sequence
     held_out: float = 0.05  # fraction of documents, by hash, that only validation reads
-    timeout: float = 120.0  # seconds without a document, while a batch waits, that end the run
-    # folder of the tokens of sources that are not prepared, which runs share; null: data-cache
-    # beside the run's folder
+    timeout: float = 120.0  # end the run if a batch waits this many seconds for a document
+    # folder for the tokens of sources that are not prepared; runs share it; null: data-cache beside
+    # the run's folder
     cache: str | None = None
 
     def validate(self) -> None:
@@ -61,7 +61,7 @@ class DataConfig:
         return self.source if isinstance(self.source, dict) else {self.source: 1.0}
 
     def source_names(self) -> str:
-        """Return `source` for messages."""
+        """Return the names of the sources, for messages."""
         return ", ".join(self.sources())
 
     def sources(self) -> dict[str, float]:

@@ -29,8 +29,8 @@ from nsa.untrusted import matches, open_regular, parse_json, read_text, short_re
 
 FORMAT, VERSION = "nsa shards", 2
 INDEX = "index.json"
-BUFFER_BYTES = 1 << 22
-OPEN_SHARDS = 128  # that a store maps at a time: a process may have 1,024 open files
+BUFFER_BYTES = 1 << 22  # read at a time to verify a checksum
+OPEN_SHARDS = 128  # shards that a store maps at a time; a process may have 1,024 open files
 RERUN = "run the same command again"
 RESTORE = "restore the file, or delete its folder to write it again"
 
@@ -98,14 +98,14 @@ def write_shard(
     text_bytes: int,
 ) -> Shard:
     """Write documents, each of which ends with eos, as one shard."""
-    tokens = np.concatenate(documents).astype(_little(stamp), copy=False)
+    tokens = np.concatenate(documents).astype(_file_dtype(stamp), copy=False)
     atomic_write(folder / name, tokens.data)
     digest = hashlib.sha256(tokens.data).hexdigest()
     return Shard(name, split, len(tokens), len(documents), text_bytes, digest)
 
 
-def _little(stamp: Stamp) -> np.dtype[Any]:
-    return np.dtype(stamp.dtype).newbyteorder("<")
+def _file_dtype(stamp: Stamp) -> np.dtype[Any]:
+    return np.dtype(stamp.dtype).newbyteorder("<")  # little-endian
 
 
 def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> FileIO:
@@ -118,7 +118,7 @@ def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> FileIO:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); {RESTORE}") from None
     size = os.fstat(file.fileno()).st_size
-    expected = shard.tokens * _little(stamp).itemsize
+    expected = shard.tokens * _file_dtype(stamp).itemsize
     if size != expected:
         file.close()
         problem = "truncated" if size < expected else "too long"
@@ -200,10 +200,9 @@ class TokenStore:
     A shard that is replaced by a new file stays mapped, unchanged. If the mapped file itself is
     overwritten or truncated, the next read raises; without the check SIGBUS could end the process.
 
-    A store grows while a process still writes the folder. `wait(n)` then waits until the split has
-    n tokens or is complete, and returns the index. A store that grows adds a shard only when
-    `wait_for` needs it, so its length does not depend on the writer's speed, and its samples are
-    shuffled in blocks.
+    A store grows if a process still writes the folder: `wait(n)` then waits until the split has n
+    tokens or is complete, and returns the index. The store adds a shard only when `wait_for` needs
+    it, so its length does not depend on the writer's speed. Its samples are shuffled in blocks.
     """
 
     def __init__(
@@ -215,23 +214,25 @@ class TokenStore:
         wait: Callable[[int], Index] | None = None,
     ) -> None:
         if not index.of(split):
+            change = "lower" if split == "train" else "raise"
+            held_out = short_repr(index.settings.get("held_out"))
             text = (
-                f"data.source = {name!r} has no document for split {split!r}; "
-                f"{'lower' if split == 'train' else 'raise'} data.held_out = "
-                f"{short_repr(index.settings.get('held_out'))} (of a prepared folder: prepare it "
-                "again), or take a larger source"
+                f"data.source = {name!r} has no document for split {split!r}; {change} "
+                f"data.held_out = {held_out} (of a prepared folder: prepare it again), or take a "
+                "larger source"
             )
             raise DataError("; ".join([text, *index.skipped.note(name)]))
         self.name, self.stamp = name, index.stamp
         self.grows = wait is not None
-        self.size: int | None = None  # bytes of the source of a store that grows, if known
+        self.size: int | None = None  # bytes of the source, if known and the store grows
         self._folder, self._split, self._wait = folder, split, wait
         self._shards: list[Shard] = []
-        self._ends = np.zeros(0, dtype=np.int64)  # of the shards
+        self._ends = np.zeros(0, dtype=np.int64)  # [shards]: token at which each shard ends
         self._mapped = lru_cache(OPEN_SHARDS)(self._map)
         self._extend(index, 1 if self.grows else math.inf)
+        # Identifies the tokens, of which a store that grows has only the first shard yet.
         digests = "/".join(shard.sha256 for shard in self._shards)
-        self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()  # of the tokens
+        self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -269,24 +270,26 @@ class TokenStore:
                     f"{file.name}: overwritten or truncated while in use; restore it, and replace "
                     "shards only by moving complete files into their place"
                 )
-            end = int(self._ends[number])
-            offset = end - len(tokens)
-            part = tokens[start - offset : min(stop, end) - offset]
-            if (highest := int(part.max())) >= self.stamp.vocab_size:  # has no embedding
+            shard_stop = int(self._ends[number])
+            shard_start = shard_stop - len(tokens)
+            part_stop = min(stop, shard_stop)
+            part = tokens[start - shard_start : part_stop - shard_start]
+            highest = int(part.max())
+            if highest >= self.stamp.vocab_size:  # the model has no embedding for it
                 raise DataError(
                     f"{self._folder / self._shards[number].name}: holds the id {highest} at or "
                     f"after token {start:,}, and {INDEX} says vocab_size = "
                     f"{self.stamp.vocab_size}; {RESTORE}"
                 )
             parts.append(part)
-            start, number = min(stop, end), number + 1
+            start, number = part_stop, number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _map(self, number: int) -> tuple[FileIO, TokenArray, tuple[int, int]]:
         """Return the file of a shard, its tokens, and the version of the file."""
         shard = self._shards[number]
         file = open_shard(self._folder, shard, self.stamp)
-        tokens = np.memmap(file, _little(self.stamp), "r", shape=(shard.tokens,))
+        tokens = np.memmap(file, _file_dtype(self.stamp), "r", shape=(shard.tokens,))
         return file, tokens.view(np.ndarray), _size_and_time(file)
 
 
