@@ -21,13 +21,13 @@ from nsa.text import first_line
 
 OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 MIB, GB = 2**20, 10**9
-# DeepSpeed before has wrong ZeRO-2 gradients, or scales the loss of mixed backward calls wrongly.
+# Older DeepSpeed has wrong ZeRO-2 gradients, or a wrong loss scale.
 _MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
 _BYTES_PER_PARAMETER = 16  # of a checkpoint at most: fp32 weights, master weights, two moments
 _LOG_BYTES = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
 _SHM_NEEDED = 64 * MIB  # Docker's default; NCCL takes about 4 MiB per channel and peer
 _SHM_ADVISED = 1_024 * MIB
-_DISPLAY_MIB = 2_000  # what a display takes at most
+_DISPLAY_MIB = 2_000  # GPU memory that a display uses at most
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def node_checks(
 
 
 def kept_checkpoints(steps: int, every: int, keep: int, done: int = 0) -> int:
-    """Return how many checkpoints a run that resumes after `done` steps adds to its folder at most.
+    """Return the most checkpoints that a run adds to its folder if it resumes after `done` steps.
 
-    `keep` + 1 of them exist while the newest is written.
+    While it writes the newest, `keep` older ones still exist.
     """
     written = math.ceil((steps - done) / every) if every else 1
     if keep:
@@ -116,17 +116,23 @@ def version_check(package: str, version: str | None) -> Check:
 
 def compiler_check(compiler: str | None, python_h: Path, gpus: int) -> Check:
     """Require a C compiler and Python.h: Triton compiles a launcher for each kernel at run time."""
-    missing = [] if compiler else ["a C compiler"]
-    missing += [] if python_h.is_file() else [str(python_h)]
+    missing = []
+    if not compiler:
+        missing.append("a C compiler")
+    if not python_h.is_file():
+        missing.append(str(python_h))
     if not missing:
         return Check("compiler", OK, f"{compiler}, and Python.h")
-    status, user = (FAIL, "kernels") if gpus else (WARN, "DeepSpeed's ops and torch.compile")
-    detail = f"missing: {' and '.join(missing)}; {user} need it"
+    status, users = (FAIL, "kernels") if gpus else (WARN, "DeepSpeed's ops and torch.compile")
+    detail = f"missing: {' and '.join(missing)}; {users} need it"
     return Check("compiler", status, detail, "Debian, Ubuntu: apt install g++ python3-dev")
 
 
 def shm_check(free: int | None, gpus: int, peer_access: bool) -> Check:
-    """Check /dev/shm, which carries the data of GPUs without peer access; `free` None: missing."""
+    """Check /dev/shm, which carries the data of GPUs without peer access.
+
+    `free` is its free bytes; None: it does not exist.
+    """
     fix = "docker run --shm-size=8g (or --ipc=host); else mount -o remount,size=8G /dev/shm"
     needed = gpus > 1 and not peer_access
     if free is None:
@@ -159,18 +165,21 @@ def disk_check(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Check:
         f"{free / GB:,.1f} GB free in {folder}; {checkpoints} checkpoint{plural} of "
         f"{checkpoint_bytes / GB:,.2f} GB and logs take {needed / GB:,.1f} GB"
     )
-    status = FAIL if free < needed else WARN if free < 1.2 * needed else OK
     fix = "free space, choose another folder with --run-dir, or --set checkpoint.keep=3"
-    return Check("disk", status, detail, "" if status == OK else fix)
+    if free < needed:
+        return Check("disk", FAIL, detail, fix)
+    if free < 1.2 * needed:
+        return Check("disk", WARN, detail, fix)
+    return Check("disk", OK, detail)
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that torch can use, or why it uses none."""
+    """The GPUs that torch can use."""
 
-    used_mib: list[int] = field(default_factory=list)  # of each
-    peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # peer access of each pair
-    problem: str = "it is a CPU build"  # why torch uses no GPU
+    used_mib: list[int] = field(default_factory=list)  # memory in use on each GPU
+    peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # (a, b): a can read b
+    problem: str = "it is a CPU build"  # why torch can use none, if it can use none
 
 
 def torch_gpus() -> Gpus:
@@ -199,7 +208,7 @@ def _used_mib(index: int) -> int:
 
 
 def gpu_checks(listed: int, gpus: Gpus, ranks: int) -> list[Check]:
-    """Compare the GPUs that torch sees with the number of ranks; nvidia-smi lists `listed`."""
+    """Compare the GPUs that torch sees with the number of ranks; nvidia-smi sees `listed`."""
     visible = len(gpus.used_mib)
     if not listed and not visible:
         return [Check("gpus", SKIP, "no GPU here")]
@@ -220,7 +229,7 @@ def gpu_checks(listed: int, gpus: Gpus, ranks: int) -> list[Check]:
 
 
 def peer_check(peers: Mapping[tuple[int, int], bool]) -> Check:
-    """Warn about missing peer access; `peers`: whether a pair's first can read the second."""
+    """Warn about each pair (a, b) of GPUs of which a cannot read b."""
     missing = [f"{first}->{second}" for (first, second), access in peers.items() if not access]
     if not missing:
         return Check("peer access", OK, "between all GPUs")
@@ -231,6 +240,6 @@ def peer_check(peers: Mapping[tuple[int, int], bool]) -> Check:
 
 
 def p2p_disabled(variables: Mapping[str, str]) -> bool:
-    """Return whether NCCL's variables disable peer access between GPUs."""
+    """Return whether NCCL's environment variables disable peer access between GPUs."""
     level = variables.get("NCCL_P2P_LEVEL", "").upper()
     return variables.get("NCCL_P2P_DISABLE") == "1" or level in ("LOC", "0")

@@ -1,4 +1,4 @@
-"""Config tree of a run: its dataclasses; recipe < `--config` file < `--set path.to.key=value`."""
+"""Config tree of a run; precedence: recipe < `--config` file < `--set path.to.key=value`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nsa.withdrawn import check_setting, drop_withdrawn
 PRECISIONS = ("bf16", "fp16", "fp32")
 AUTO = "auto"
 ON_BAD_STEP = ("abort", "skip")
-MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
+MAPPINGS = "data.source", "model.rope_extension"  # their value is a mapping, not a section
 MIXTURE = dict[str, float]
 KINDS = {
     int: "a whole number",
@@ -36,7 +36,7 @@ KINDS = {
     type(None): "null",
     MIXTURE: "names with weights",
 }
-LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
+LARGEST = 2**62  # largest whole number; torch and numpy hold 64 bits
 
 
 @dataclass
@@ -45,17 +45,17 @@ class TrainConfig:
 
     steps: int = 50_000  # optimizer steps of the run, and length of the learning-rate schedule
     micro_batch: int | str = 8  # sequences per rank in one forward pass; auto: as many as fit
-    accumulation: int = 4  # micro-batches per optimizer step; with auto: sequences per rank
+    accumulation: int = 4  # micro-batches per step; with micro_batch=auto: sequences per rank
     start_from: str | None = None  # run or checkpoint with the initial weights; null: random
     teacher: str | None = None  # run or checkpoint whose predictions to learn too; null: none
-    selector_steps: int = 0  # first steps: dense attention, only the index learns; then all
-    selector_rate: float = 3e-3  # constant learning rate of those steps
-    # first steps: dense attention, then sparse; auto: half of steps, but 0 without an index and in
-    # runs of fewer than 100 steps, which only try whether all works
+    selector_steps: int = 0  # first steps, in which attention is dense and only the index learns
+    selector_rate: float = 3e-3  # constant learning rate in selector_steps
+    # first steps, in which attention is dense and all weights learn; auto: half of steps, but 0
+    # without an index and in trial runs of fewer than 100 steps
     dense_steps: int | str = 0
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
-    value_rate: float = 1.0  # learning rate of the value projections, times AdamW's
+    value_rate: float = 1.0  # factor on the learning rate of the value projections
     warmup_steps: int = 2_000  # steps of linear warmup; scaled if only train.steps is set
     weight_decay: float = 0.01  # AdamW weight decay, on matrices only
     clip: float = 1.0  # max gradient norm; 0: no clipping
@@ -73,8 +73,9 @@ class TrainConfig:
                 at_least(low, "train", self, name)
             elif value != AUTO:
                 raise ValueError(f"train.{name} = {value!r}: must be a whole number or {AUTO}")
-        limited = ["accumulation"] if self.micro_batch == AUTO else ["micro_batch", "accumulation"]
-        at_most(65_536, "train", self, *limited)
+        if self.micro_batch != AUTO:
+            at_most(65_536, "train", self, "micro_batch")
+        at_most(65_536, "train", self, "accumulation")
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip")
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
         at_least(0, "train", self, "selector_steps")
@@ -100,7 +101,7 @@ class TrainConfig:
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the rate of step `step`, counted from 0: linear warmup, then cosine, never 0.
 
-    The steps of `selector_steps` come before and have a rate of their own.
+    The schedule begins after `selector_steps`.
     """
     if step < train.selector_steps:
         return train.selector_rate
@@ -128,31 +129,35 @@ class RunConfig:
         attention = self.model.attention
         if attention.has_index and not attention.selector_loss:
             raise ValueError(f"model.attention.{UNTRAINED_INDEX}")
-        if 0 < self.train.steps <= self.train.selector_steps:
+        train = self.train
+        if train.selector_steps >= train.steps:
             raise ValueError(
-                f"train.selector_steps = {self.train.selector_steps}: not below train.steps = "
-                f"{self.train.steps}, so no weight but the selector's is trained; lower it"
+                f"train.selector_steps = {train.selector_steps}: not below train.steps = "
+                f"{train.steps}, so only the selector is trained; lower it"
             )
-        if self.train.switch_step:
-            if self.train.start_from is not None:
-                raise ValueError(
-                    f"train.dense_steps = {self.train.dense_steps}: begins with new weights; set "
-                    "train.start_from=null, or dense_steps to 0"
-                )
-            if self.train.selector_steps:
-                raise ValueError(
-                    f"train.selector_steps = {self.train.selector_steps}: not with "
-                    "train.dense_steps, in which the selector loss already trains the index; set "
-                    "one of them to 0"
-                )
-            if self.train.switch_step >= self.train.steps:
-                raise ValueError(
-                    f"train.dense_steps = {self.train.dense_steps}: not below train.steps = "
-                    f"{self.train.steps}, so attention never becomes sparse; lower it, or set auto"
-                )
+        if not train.switch_step:
+            return
+        if train.start_from is not None:
+            raise ValueError(
+                f"train.dense_steps = {train.dense_steps}: needs new weights; set "
+                "train.start_from=null, or dense_steps to 0"
+            )
+        if train.selector_steps:
+            raise ValueError(
+                f"train.selector_steps = {train.selector_steps}: not with train.dense_steps, in "
+                "which the selector loss already trains the index; set one of them to 0"
+            )
+        if train.switch_step >= train.steps:
+            raise ValueError(
+                f"train.dense_steps = {train.dense_steps}: not below train.steps = {train.steps}, "
+                "so attention never becomes sparse; lower it, or set auto"
+            )
 
     def check_phases(self) -> None:
-        """Raise a ValueError for dense first steps without an index, which earlier versions had."""
+        """Raise a ValueError for dense or selector steps without an index.
+
+        Not in `validate`: configs that earlier versions saved have them, and must load.
+        """
         for name in ("dense_steps", "selector_steps"):
             value = getattr(self.train, name)
             if value and not self.model.attention.has_index:
@@ -170,21 +175,22 @@ class RunConfig:
         return self.samples_per_step(ranks) * self.data.seq_len
 
     def resolved(self) -> RunConfig:
-        """Return the config with train.dense_steps=auto as a number: 0 where it cannot be used."""
+        """Return the config with train.dense_steps=auto as a number: 0 if dense steps cannot be."""
         train = self.train
         if train.dense_steps != AUTO:
             return self
-        attention = self.model.attention
-        fresh = train.start_from is None and not train.selector_steps
-        usable = attention.has_index and fresh and train.steps >= SHORT_RUN
-        steps = train.steps // 2 if usable else 0
-        return replace(self, train=replace(train, dense_steps=steps))
+        new_weights = train.start_from is None and not train.selector_steps
+        possible = self.model.attention.has_index and new_weights and train.steps >= SHORT_RUN
+        dense_steps = train.steps // 2 if possible else 0
+        return replace(self, train=replace(train, dense_steps=dense_steps))
 
     def selects_all_note(self) -> str | None:
         """Return a warning if sequences are so short that no block is left out."""
         attention, seq_len = self.model.attention, self.data.seq_len
+        if attention.kind != "nsa" or "sel" not in attention.branch_names:
+            return None
         blocks, top = attention.spec.select_blocks_len(seq_len), attention.spec.select_top
-        if attention.kind != "nsa" or "sel" not in attention.branch_names or blocks > top:
+        if blocks > top:
             return None
         return (
             f"data.seq_len = {seq_len}: has {blocks} selection blocks and "
@@ -206,7 +212,7 @@ def resolve_config(
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write it as path.to.key=value")
-        # A pattern such as *.py is no alias: aliases are refused everywhere.
+        # YAML would read a pattern such as *.py as an alias; no value may have aliases.
         value: Any = text if text[:1] == "*" else _parse(text, f"--set {assignment}")
         for key in reversed(path.strip().split(".")):
             value = {key: value}
@@ -223,19 +229,18 @@ def resolve_config(
 
 
 def read_saved_config(file: Path) -> tuple[RunConfig, list[str]]:
-    """Read the config.yaml of a run, a checkpoint or an export, of earlier versions too.
+    """Read the config.yaml that this or an earlier version wrote; also return dropped settings.
 
-    Returns it with a line per value that is withdrawn. What an older version did not save has its
-    default. Raises ValueError if the model itself has something that is withdrawn; how its weights
-    began no longer matters.
+    A withdrawn setting of the model is an error, except for the initial weights, which no longer
+    matter. Other withdrawn settings are dropped, with a line each. Missing ones get their default.
     """
-    tree, lost = drop_withdrawn(_read_yaml(file))
-    for line in lost:
+    tree, dropped = drop_withdrawn(_read_yaml(file))
+    for line in dropped:
         if line.startswith("model.") and not line.startswith("model.init_std"):
             raise ValueError(f"{file}: {line}; use the version that trained it")
     config = asdict(RunConfig())
     _override(config, [(tree, str(file))])
-    return _validated(config), lost
+    return _validated(config), dropped
 
 
 def _validated(tree: dict[str, Any]) -> RunConfig:
@@ -245,38 +250,44 @@ def _validated(tree: dict[str, Any]) -> RunConfig:
 
 
 def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -> set[str]:
-    """Override settings of `tree` in place, and adapt the settings that depend on them.
+    """Override settings of `tree` in place, adapt others to them, and return the overridden names.
 
-    Returns the names of all overridden settings, which are not adapted. A step keeps its tokens
-    when micro_batch changes to or from `auto`, and the warmup its fraction of the steps. If
-    attention changes to a kind or to branches without φ, selector loss or window, the tree's values
-    for these are dropped.
+    An overridden setting is not adapted. A step keeps its tokens when micro_batch changes to or
+    from `auto`, and the warmup its fraction of the steps.
     """
-    train, attention, given = tree["train"], tree["model"]["attention"], set[str]()
-    before, schedule = train["micro_batch"], (train["warmup_steps"], train["steps"])
+    train, given = tree["train"], set[str]()
+    old = dict(train)
     for change, source in changes:
         _merge(tree, change, source, given)
     if "train.accumulation" not in given:
-        train["accumulation"] = _accumulation(before, train["micro_batch"], train["accumulation"])
+        train["accumulation"] = _accumulation(
+            old["micro_batch"], train["micro_batch"], train["accumulation"]
+        )
     if "train.warmup_steps" not in given:
-        train["warmup_steps"] = scaled_warmup(*schedule, train["steps"])
-    if not given & {"model.attention.kind", "model.attention.branches"}:
-        return given
+        train["warmup_steps"] = scaled_warmup(old["warmup_steps"], old["steps"], train["steps"])
+    if given & {"model.attention.kind", "model.attention.branches"}:
+        _adapt_to_attention(tree, given)
+    return given
+
+
+def _adapt_to_attention(tree: dict[str, Any], given: set[str]) -> None:
+    """Reset the settings that the overridden kind or branches of attention do not have."""
+    attention = tree["model"]["attention"]
     sparse = attention["kind"] == "nsa"
-    has_index, three = (attention["branches"] == x for x in ("sel", "+".join(BRANCHES)))
+    has_index = attention["branches"] == "sel"
+    has_three_branches = attention["branches"] == "+".join(BRANCHES)
     if "train.value_rate" not in given and sparse and not has_index:
-        train["value_rate"] = 1.0
-    pools = has_index or "cmp" in str(attention["branches"])
-    if "model.attention.compressor" not in given and not pools:
+        tree["train"]["value_rate"] = 1.0  # another rate helps one set of values only
+    compresses = has_index or "cmp" in str(attention["branches"])
+    if "model.attention.compressor" not in given and not compresses:
         attention["compressor"] = "mean"
     if "model.attention.selector_loss" not in given:
-        if not (sparse and (has_index or three)):
+        if not sparse or not (has_index or has_three_branches):
             attention["selector_loss"] = 0.0
         elif has_index:  # nothing else trains the index
             attention["selector_loss"] = attention["selector_loss"] or 1.0
     if "model.attention.spec.window" not in given and sparse and has_index:
         attention["spec"]["window"] = NSASpec.window
-    return given
 
 
 def scaled_warmup(warmup: int, before: int, steps: Any) -> int:
@@ -287,7 +298,10 @@ def scaled_warmup(warmup: int, before: int, steps: Any) -> int:
 
 
 def _accumulation(before: Any, after: Any, accumulation: Any) -> Any:
-    """Return the accumulation that keeps a step's tokens; of values of other types, unchanged."""
+    """Return the accumulation that keeps a step's tokens as micro_batch becomes or was `auto`.
+
+    Types are checked later: return `accumulation` unchanged if a value has a wrong one.
+    """
     if type(accumulation) is not int:
         return accumulation
     if after == AUTO and isinstance(before, int):
@@ -338,7 +352,7 @@ def _parse(text: str, source: str) -> Any:
 def _merge(
     tree: dict[str, Any], changes: Any, source: str, given: set[str], path: str = ""
 ) -> None:
-    """Override values of `tree`, add their names to `given`; refuse unknown keys."""
+    """Override values of `tree`, add their names to `given`, and refuse unknown keys."""
     if not isinstance(changes, dict):
         raise ValueError(f"{source}: {path} is a section; set one of {', '.join(tree)} in it")
     for key, value in changes.items():
@@ -349,7 +363,7 @@ def _merge(
         check_setting(name, value, source)
         if key not in tree:
             raise ValueError(f"{source}: there is no setting {name!r}; {_hint(tree, key, path)}")
-        elif isinstance(tree[key], dict) and name not in MAPPINGS:
+        if isinstance(tree[key], dict) and name not in MAPPINGS:
             _merge(tree[key], value, source, given, name)
         else:
             tree[key] = value
@@ -363,24 +377,26 @@ def _hint(tree: dict[str, Any], key: Any, path: str) -> str:
         return name.rpartition(".")[2].replace("_", "").lower()
 
     settings = [name for name, _ in walk(asdict(RunConfig()))]
-    close = get_close_matches(plain(str(key)), {plain(name): None for name in settings}, n=1)
+    close = get_close_matches(plain(str(key)), map(plain, settings), n=1)
     near = [name for name in settings if plain(name) in close]
     if near:
         return f"did you mean {' or '.join(near)}?"
-    names = [*tree, "attention"] if not path else tree
-    return f"choose one of {', '.join(f'{path}.{known}'.strip('.') for known in names)}"
+    known = [f"{path}.{name}" for name in tree] if path else [*tree, "attention"]
+    return f"choose one of {', '.join(known)}"
 
 
 def _build(cls: type, tree: dict[str, Any], path: str) -> Any:
-    types_of = typing.get_type_hints(cls)
+    """Return the dataclass `cls` of section `path`, with the values of `tree`."""
+    kinds = typing.get_type_hints(cls)
     values = {}
-    for one in fields(cls):
-        name = f"{path}.{one.name}".strip(".")
-        build = _build if is_dataclass(types_of[one.name]) else _cast
-        values[one.name] = build(types_of[one.name], tree[one.name], name)
+    for setting in fields(cls):
+        name = f"{path}.{setting.name}".strip(".")
+        kind = kinds[setting.name]
+        build = _build if is_dataclass(kind) else _cast
+        values[setting.name] = build(kind, tree[setting.name], name)
     try:
         return cls(**values)
-    except ValueError as error:  # of NSASpec, which checks itself
+    except ValueError as error:  # NSASpec checks its values when it is built
         raise ValueError(str(error).replace(f"{cls.__name__}.", f"{path}.")) from None
 
 
@@ -388,27 +404,27 @@ def _cast(kind: Any, value: Any, name: str) -> Any:
     """Return `value` as the field's type; the only conversion is to float."""
     allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if MIXTURE in allowed and isinstance(value, dict):
-        if None in value.values():
+        if None in value.values():  # YAML reads {a:1} as the key "a:1" with no value
             raise ValueError(f"{name} = {short_repr(value)}: write a space after each colon")
         return {str(key): _cast(float, weight, f"{name}: {key}") for key, weight in value.items()}
-    if float in allowed and not isinstance(value, bool):
-        number = _number(value)
-        if number is not None and not math.isfinite(number):
+    number = None if isinstance(value, bool) else _number(value)
+    if float in allowed and number is not None:
+        if not math.isfinite(number):
             raise ValueError(f"{name} = {number}: must be a finite number")
-        if number is not None:
-            return number
+        return number
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError(f"{name} = {short_repr(value)}: is too large; make it at most {LARGEST}")
     if type(value) in allowed:
         return value
-    number = _number(value) if int in allowed and not isinstance(value, bool) else None
-    fix = f"; write {number:.0f}" if number is not None and number.is_integer() else ""
+    fix = ""
+    if int in allowed and number is not None and number.is_integer():
+        fix = f"; write {number:.0f}"
     kinds = " or ".join(KINDS[kind] for kind in allowed)
     raise ValueError(f"{name} = {short_repr(value)}: must be {kinds}{fix}")
 
 
 def _number(value: Any) -> float | None:
-    """Return `value` as a float, infinite if none is that large; None if it is no number."""
+    """Return `value` as a float, inf if it is too large for one; None if it is no number."""
     try:
         return float(value)  # YAML reads 2e-4, without a point, as text
     except OverflowError:

@@ -134,7 +134,7 @@ def test_weights_decay_in_the_steps_in_which_they_learn(
             {"dense_steps": 3, "selector_steps": 2},
             "selector_steps = 2: not with train.dense",
         ),
-        ({"dense_steps": 3, "start_from": "x"}, r"dense_steps = 3: begins with new weights"),
+        ({"dense_steps": 3, "start_from": "x"}, r"dense_steps = 3: needs new weights"),
         ({"min_learning_rate": 1.0}, r"min_learning_rate = 1.0: is above train.learning_rate"),
         ({"micro_batch": "many"}, r"micro_batch = 'many': must be a whole number or auto"),
         ({"micro_batch": 65_537}, r"micro_batch = 65537: must be 65,536 or less"),
