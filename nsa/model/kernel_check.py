@@ -1,15 +1,15 @@
 """Kernel check: a run's operations on this device, forward and backward, against PyTorch's.
 
-    inputs    small, but longer than the window, with more blocks than a query selects, and with
-              documents of one token and of uneven length if the run packs documents
-    actual    the kernels in the run's dtype, twice: both must give the same bits
-    usual     PyTorch in that dtype
-    exact     PyTorch in float32 on the same inputs, or in float64 if the run is in float32
+    inputs    small, but longer than the window and than what a query selects; if the run packs
+              documents, one has a single token and the others have uneven lengths
+    actual    the kernels in the run's dtype, twice: both results must have the same bits
+    usual     PyTorch in the run's dtype
+    exact     PyTorch on the same inputs, in float32; in float64 if the run's dtype is float32
 
-The error of `actual` may be TIMES that of `usual`, plus a rounding. Selected blocks are judged
-by their importance, not by their index. Operations that `auto` runs in PyTorch by design, such as
-those of very large heads, are left out. Not checked: decoding, attention without one of its
-branches, and the teacher of train.teacher.
+The error of `actual` may be at most TIMES the error of `usual`, plus a rounding (float32: four).
+Selected blocks are compared by their importance, not by their index. An operation that its kernels
+do not support, such as one with very large heads, is left out. Not checked: decoding, attention
+without one of its branches, and the teacher of train.teacher.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.constants import BRANCHES
+from nsa.constants import BRANCHES, IGNORE_INDEX
 from nsa.model.attention import Attention
 from nsa.model.attention_metadata import AttentionMetadata, sample_queries
 from nsa.model.config import ModelConfig
@@ -47,8 +47,8 @@ from nsa.ops.reference import importance
 from nsa.spec import NSASpec
 
 TIMES = 4
-ROWS = 70  # of the operations without a sequence
-VOCABULARY = 1_000  # of the loss and the embedding, at most
+ROWS = 70  # in each of two sequences, for operations on single tokens
+VOCABULARY = 1_000  # logits of a token, at most
 
 Outputs = Tensor | tuple[Tensor | None, ...]
 
@@ -68,7 +68,8 @@ class KernelResult:
 
     operation: str
     problem: str  # empty: none
-    error: float  # the largest of outputs and gradients, relative to their norm
+    # Of the output or gradient whose error is the largest fraction of what is allowed.
+    error: float  # norm of the error, relative to the norm of the exact result
     allowed: float
     seconds: float
 
@@ -84,27 +85,36 @@ def check_kernels(
 def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
     """Return None if the kernels do not support the operation."""
     start, error, allowed = time.perf_counter(), 0.0, math.inf
+    largest = -1.0  # error / allowed
     try:
         actual, again = (_outputs(operation, dtype, "triton") for _ in range(2))
         exact_dtype = torch.float64 if dtype == torch.float32 else torch.float32
         usual, exact = (_outputs(operation, x, "blockwise") for x in (dtype, exact_dtype))
+        # Kernels multiply float32 in three TF32 passes, which round more often than PyTorch.
+        roundings = 4 if dtype == torch.float32 else 1
         problem = ""
-        for a, b, u, e in zip(actual, again, usual, exact, strict=True):
-            norm = e.norm().clamp(min=torch.finfo(torch.float32).tiny)
-            wrong, limit = (float((x.to(e.dtype) - e).norm() / norm) for x in (a, u))
-            roundings = 4 if dtype == torch.float32 else 1  # kernels split float32 in three
-            limit = TIMES * limit + roundings * torch.finfo(dtype).eps
-            if not wrong <= limit:
+        for result, repeated, in_pytorch, reference in zip(
+            actual, again, usual, exact, strict=True
+        ):
+            wrong = _relative_error(result, reference)
+            limit = TIMES * _relative_error(in_pytorch, reference)
+            limit += roundings * torch.finfo(dtype).eps
+            if not wrong <= limit:  # a NaN is a problem too
                 problem = problem or f"its error is {wrong:.2g}, and {limit:.2g} is allowed"
-            if not torch.equal(a, b):
+            if not torch.equal(result, repeated):
                 problem = problem or "two runs give different bits"
-            if not wrong * allowed <= limit * error:  # the worst, relative to what is allowed
-                error, allowed = wrong, limit
+            if not wrong / limit <= largest:
+                error, allowed, largest = wrong, limit, wrong / limit
     except UnsupportedCall:
         return None
     except Exception as raised:  # whatever a compiler or a driver raises
         problem = f"{type(raised).__name__}: {raised}".partition("\n")[0]
     return KernelResult(operation.name, problem, error, allowed, time.perf_counter() - start)
+
+
+def _relative_error(x: Tensor, exact: Tensor) -> float:
+    norm = exact.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return float((x.to(exact.dtype) - exact).norm() / norm)
 
 
 def _outputs(operation: Operation, dtype: torch.dtype, backend: str) -> list[Tensor]:
@@ -118,20 +128,19 @@ def _outputs(operation: Operation, dtype: torch.dtype, backend: str) -> list[Ten
     results = operation.run(*inputs, backend=backend)
     results = results if isinstance(results, tuple) else (results,)
     outputs = [x for x in results if x is not None and x.numel()]
-    draw = torch.Generator(device=outputs[0].device).manual_seed(1)
-    trained = [x for x in outputs if x.requires_grad]
-    seeds = [
-        torch.randn(x.shape, generator=draw, device=x.device).bfloat16().to(x.dtype)
-        for x in trained
-    ]
+    differentiable = [x for x in outputs if x.requires_grad]
+    random = random_tensors(outputs[0].device, seed=1)
+    output_gradients = [random(*x.shape).to(x.dtype) for x in differentiable]
     leaves = [x for x in inputs if x is not None and x.requires_grad]
-    gradients = torch.autograd.grad(trained, leaves, seeds, allow_unused=True) if trained else ()
+    gradients: Sequence[Tensor | None] = ()
+    if differentiable:
+        gradients = torch.autograd.grad(differentiable, leaves, output_gradients, allow_unused=True)
     return [x.detach() for x in (*outputs, *gradients) if x is not None and x.numel()]
 
 
-def random_tensors(device: torch.device) -> Callable[..., Tensor]:
-    """Return a function that draws a tensor of a shape, exact in bf16."""
-    draw = torch.Generator(device=device).manual_seed(0)
+def random_tensors(device: torch.device, seed: int = 0) -> Callable[..., Tensor]:
+    """Return a function that draws a float32 tensor of a shape, with values exact in bf16."""
+    draw = torch.Generator(device=device).manual_seed(seed)
     return lambda *shape: torch.randn(shape, generator=draw, device=device).bfloat16().float()
 
 
@@ -141,25 +150,25 @@ def operations(
     """Yield the operations of the model's forward and backward pass."""
     random = random_tensors(device)
     width, size = config.width, min(config.vocab_size, VOCABULARY)
-    tokens = (random(2, ROWS) * 100).long() % size  # some more than once
+    labels = (random(2 * ROWS) * 100).long() % size
+    labels[torch.arange(2 * ROWS, device=device) % 7 == 0] = IGNORE_INDEX
     x, delta, weight = random(2, ROWS, width), random(2, ROWS, width), random(width)
     norm = partial(add_rms_norm, eps=config.norm_eps)
     yield Operation("add_rms_norm", (x, delta, weight), norm)
     yield Operation("add_rms_norm", (x, None, weight), norm)
     yield Operation("swiglu", (random(2, ROWS, 2 * config.mlp_width),), swiglu)
-    labels = tokens.flatten().masked_fill(torch.arange(2 * ROWS, device=device) % 7 == 0, -100)
     yield Operation("cross_entropy", (random(2 * ROWS, size), labels), _loss)
     yield from _attention(config, device, lengths(config, packed, seq_len), random)
 
 
 def _loss(logits: Tensor, labels: Tensor, backend: str) -> tuple[Tensor, ...]:
-    """The losses, and the gradient that overwrites the logits."""
+    """Return the losses, and the gradient with which `cross_entropy_` overwrites the logits."""
     overwritten = logits.detach().clone()
     return cross_entropy_(overwritten, labels, True, backend=backend), overwritten
 
 
 def lengths(config: ModelConfig, packed: bool, seq_len: int) -> list[int]:
-    """Documents of the check, in tokens; long ones have kernels of their own."""
+    """Return the lengths of the check's documents; long ones have kernels of their own."""
     from nsa.ops.triton.selected import DENSE_BLOCKS  # late: imports triton
 
     spec = config.attention.spec
@@ -221,29 +230,32 @@ def _branches(
     q_cmp = None if layer.index is None else random(1, total, heads, key)
     how: dict[str, Any] = {"spec": spec, "cu_seqlens": cu_seqlens}
     usual: dict[str, Any] = {**how, "backend": "blockwise"}
-    fused: list[Tensor] = []  # the blocks that Triton selected
+    triton_blocks: list[Tensor] = []  # what Triton selected last
 
     def select(queries: Tensor, keys: Tensor, backend: str) -> Tensor:
         index = select_blocks(queries, keys, None, **how, backend=backend)
-        return _scores(index, queries, keys, None, spec, cu_seqlens)
+        return _selected_importance(index, queries, keys, None, spec, cu_seqlens)
 
     def attend(q: Tensor, *x: Any, backend: str) -> tuple[Tensor, Tensor]:
-        """Triton's fused operation, or PyTorch's branches on its blocks."""
+        """Run Triton's fused operation, or PyTorch's branches on the blocks that Triton selected.
+
+        Return o and the importance of the blocks that `backend` selected.
+        """
         k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
         compressed, lse = compressed_attention(q, k_cmp, v_cmp, **usual)
         if backend == "triton":
             pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
             inputs = GatedInputs(q, *pairs, gates, cu_seqlens, spec, q.shape[-1] ** -0.5)
             o, index = nsa_attention_and_blocks(inputs, backend)
-            fused[:] = [index]
+            triton_blocks[:] = [index]
         else:
             index = select_blocks(q, k_cmp, lse, **usual)
-            selected = selected_attention(q, k_sel, v_sel, fused[0], **usual)
+            selected = selected_attention(q, k_sel, v_sel, triton_blocks[0], **usual)
             window = window_attention(
                 q, k_win, v_win, spec.window, cu_seqlens=cu_seqlens, backend="blockwise"
             )
             o = (torch.stack((compressed, selected, window), -1) * gates[..., None, :]).sum(-1)
-        return o, _scores(index, q, k_cmp, lse, spec, cu_seqlens)
+        return o, _selected_importance(index, q, k_cmp, lse, spec, cu_seqlens)
 
     if q_cmp is not None:
         yield Operation("select_blocks", (q_cmp, k_cmp), select)
@@ -265,7 +277,7 @@ def _branches(
 
 
 @torch.no_grad()
-def _scores(
+def _selected_importance(
     index: Tensor,
     q: Tensor,
     k_cmp: Tensor,
@@ -273,29 +285,30 @@ def _scores(
     spec: NSASpec,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Return the importance of selected blocks, ascending [B, T, Hkv, n]; −1 where there is none.
+    """Return the importance of the selected blocks, ascending [B, T, Hkv, n], padded with -1.
 
-    Of two nearly equal ones either may be selected.
+    Not their indices: of two blocks with nearly equal importance, either may be selected.
     """
     total, scale, parts = q.shape[1], q.shape[-1] ** -0.5, []
     slices = document_slices(total, cu_seqlens), compressed_slices(total, cu_seqlens, spec)
     for doc, cmp in zip(*slices, strict=True):
         if doc.stop == doc.start:
             continue
-        of_doc = None if lse is None else lse[:, doc]
+        doc_lse = None if lse is None else lse[:, doc]
         length = doc.stop - doc.start
-        score = importance(q[:, doc], k_cmp[:, cmp], of_doc, spec, seq_len=length, scale=scale)
+        score = importance(q[:, doc], k_cmp[:, cmp], doc_lse, spec, seq_len=length, scale=scale)
         padded = torch.nn.functional.pad(score, (0, 1), value=-1.0)  # read by index -1
-        held = padded.gather(-1, index[:, doc].long() % padded.shape[-1])
-        parts.append(held.masked_fill(held == -torch.inf, 0))
+        selected = padded.gather(-1, index[:, doc].long() % padded.shape[-1])
+        parts.append(selected.masked_fill(selected == -torch.inf, 0))
     return torch.cat(parts, 1).sort(-1).values
 
 
 def problems_of(results: Sequence[Sequence[KernelResult]]) -> dict[str, str]:
-    """Return each operation with a problem on any rank, and the first such rank's."""
+    """Return the problem of each operation, from the lowest rank that has one."""
     problems: dict[str, str] = {}
-    for rank, of_rank in enumerate(results):
-        for x in of_rank:
-            if x.problem:
-                problems.setdefault(x.operation, f"kernel check on rank {rank}: {x.problem}")
+    for rank, rank_results in enumerate(results):
+        for result in rank_results:
+            if result.problem:
+                problem = f"kernel check on rank {rank}: {result.problem}"
+                problems.setdefault(result.operation, problem)
     return problems

@@ -32,9 +32,9 @@ from nsa.ops.inputs import check_documents
 # Outputs of a block: x, delta and, if configured, the selector loss.
 Stream = tuple[Tensor, ...]
 
-# "selective" saves the outputs of these ops: matrix products, attention outputs, lse and block
-# indices, which hold nearly all FLOPs of a forward pass. Norms, RoPE, pooling and SwiGLU are cheap
-# to recompute. Listed by name: a backend that is not imported registers no ops.
+# Activation checkpointing "selective" saves the outputs of these ops: matrix products, attention
+# and block selection have nearly all FLOPs of a forward pass. Norms, RoPE, pooling and SwiGLU are
+# cheap to recompute. Listed by name, because a backend that is not imported registers no ops.
 SAVED_OPS = {
     "aten::mm",
     "aten::addmm",
@@ -58,8 +58,8 @@ class LanguageModel(nn.Module):
     """Maps tokens to logits, or to a loss if labels are given.
 
     ZeRO-2 with a reentrant backward requires that every parameter is in at most one checkpoint
-    segment; embedding, final norm and head are in none. The forward pass keeps no state, so
-    recomputing a segment gives the same result.
+    segment; the parameters of embedding, final norm and head are in none. The forward pass keeps no
+    state, so recomputing a segment gives the same result.
     """
 
     def __init__(self, config: ModelConfig, block: type[Block] = Block) -> None:
@@ -90,14 +90,14 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Return logits [B, T, V], or with `labels` [B, T] the mean loss times `loss_weight`.
 
-        labels are already shifted: labels[b, t] is the token after input_ids[b, t]. The mean is
-        over labels that are not -100, and 0 if there are none. `loss_weight` does not apply to the
+        `labels` are already shifted: labels[b, t] is the token after input_ids[b, t]. Labels of
+        -100 are skipped; without any others the mean is 0. `loss_weight` does not apply to the
         selector loss, which is a mean over queries. With `selector_only` only the weights that rank
         blocks learn, from each layer's selector loss; the other weights get a gradient of 0.
 
-        `teacher` is the input [B · T, width] of another model's head, and the head's weight. The
-        gradient of KL(teacher ‖ this model) is added to the loss's. With `divergence`, return
-        the `token_divergence` of each label instead of the loss, [B · T, 4].
+        `teacher` is the input [B · T, width] of another model's head, and the head's weight. It
+        adds the gradient of KL(teacher ‖ this model). With `divergence`, return the
+        `token_divergence` of each label instead of the loss, [B · T, 4].
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
@@ -106,8 +106,9 @@ class LanguageModel(nn.Module):
             )
         if labels is not None:
             check_tokens(labels, self.config.vocab_size, "labels")
-        # Gradients of 0 need the weights. ZeRO-3, whose weights have a `ds_id`, gathers a layer's
-        # weights only if the backward pass reaches the layer, so there the pass visits all layers.
+        # `detached`: the backward pass visits no layer, and `_WithZeroGradients` reads all weights.
+        # ZeRO-3, whose weights have a `ds_id`, gathers a layer's weights only while the backward
+        # pass visits the layer, so there it visits all layers.
         detached = selector_only and not hasattr(self.embed.weight, "ds_id")
         queries = QUERIES_ALONE if selector_only else QUERIES
         x, selector_loss = self._hidden(input_ids, cu_seqlens, queries, detached)
@@ -127,17 +128,17 @@ class LanguageModel(nn.Module):
             loss = _WithZeroGradients.apply(loss, *self.parameters())
         elif selector_only:
             loss = loss.detach() + 0.0 * loss  # a gradient of 0 that visits all layers
-        further_losses = []
+        auxiliary_losses = []
         if selector_loss is not None:
-            further_losses.append(self.config.attention.selector_loss * selector_loss)
+            auxiliary_losses.append(self.config.attention.selector_loss * selector_loss)
         if teacher is not None and not selector_only:
-            further_losses.append(loss_weight * distillation_loss(head, teacher, labels))
-        for further in further_losses:  # add the gradient alone: the loss's value stays comparable
-            loss = loss + (further - further.detach())
+            auxiliary_losses.append(loss_weight * distillation_loss(head, teacher, labels))
+        for auxiliary in auxiliary_losses:  # add only the gradient: the loss stays comparable
+            loss = loss + (auxiliary - auxiliary.detach())
         return loss
 
     def hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Return the head's input [B, T, width], for callers that cannot hold all logits."""
+        """Return the head's input [B, T, width]; all logits at once might not fit into memory."""
         return self._hidden(input_ids, cu_seqlens)[0]
 
     def _hidden(
@@ -147,7 +148,7 @@ class LanguageModel(nn.Module):
         loss_queries: int = QUERIES,
         detached: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the head's input, and in training the sum of selector losses."""
+        """Return the head's input, and the sum of selector losses: in training, if configured."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         check_tokens(input_ids, self.config.vocab_size)
@@ -163,13 +164,13 @@ class LanguageModel(nn.Module):
         return self.run_blocks(self.embed(input_ids), metadata, detached=detached)
 
     def loss_offset(self, tokens: Tensor) -> Tensor | None:
-        """Return an integer that shifts the selector loss's queries; None without that loss.
+        """Return an integer that shifts the selector loss's queries; None if there is no such loss.
 
-        `tokens` are ids or embeddings. Their sum differs from step to step, so the queries do too,
-        without a random generator.
+        It is the sum of `tokens`, which are ids or embeddings: it differs from step to step, and
+        needs no random generator.
         """
-        # Not self.training: the Hugging Face model shares the blocks, and its train() sets only
-        # their flag.
+        # Not self.training: the Hugging Face model registers the blocks and not this module, so its
+        # train() sets only the blocks' flag.
         training = self.blocks.training and torch.is_grad_enabled()
         if not (training and self.config.attention.selector_loss):
             return None
@@ -188,9 +189,9 @@ class LanguageModel(nn.Module):
         """Run all blocks on embeddings x [B, T, width].
 
         Return the head's input and the sum of the layers' selector losses, which is None without
-        `metadata.sampled`. `intercept` receives each block's input and returns the one to use.
-        With `detached` only the selector losses have a gradient. A block then frees what the
-        gradient of its output would need, so recomputation would save no memory.
+        `metadata.sampled`. `intercept` receives each block's input and returns the input to use.
+        With `detached` only the selector losses have a gradient. A block then keeps nothing for a
+        gradient of its output, so blocks are not recomputed: it would save no memory.
         """
         has_gradient = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
@@ -223,12 +224,12 @@ class LanguageModel(nn.Module):
     def initialize(self, std: float = INIT_STD) -> None:
         """Draw weights, and the position embeddings of φ `mlp`, with this standard deviation.
 
-        Projections into the residual stream are scaled by 1/√(2·layers), because the stream is the
-        sum of 2·layers of them.
+        The weights of projections into the residual stream are scaled by 1/√(2·layers), because the
+        stream sums the outputs of 2·layers projections.
         """
         residual_scale = (2 * self.config.layers) ** -0.5
         for name, module in self.named_modules():
-            if ".index." in name:  # `start_index` sets it
+            if ".index." in name:  # `start_index` below sets an index's weights
                 continue
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
@@ -253,7 +254,7 @@ class LanguageModel(nn.Module):
             layer.dense = dense
 
     def sparse_layers(self) -> dict[str, NSAttention]:
-        """Return the attention layers that select blocks and call an observer, by name."""
+        """Return by name the attention layers that select blocks, which an observer can watch."""
         return {
             name: module
             for name, module in self.named_modules()
@@ -262,7 +263,7 @@ class LanguageModel(nn.Module):
 
 
 class _WithZeroGradients(torch.autograd.Function):
-    """Returns the loss; each parameter's gradient is 0 times the loss's, so NaN stays NaN."""
+    """Return the loss; give each parameter 0 times the loss's gradient, so that NaN stays NaN."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -275,7 +276,7 @@ class _WithZeroGradients(torch.autograd.Function):
 
 
 def checkpoint_function(mode: str) -> Callable[..., Stream]:
-    """Return the function that runs a segment on its inputs under this mode.
+    """Return a function that runs a segment on its inputs, checkpointed in this mode.
 
     The forward pass draws no random numbers, so no generator state is saved for recomputation.
     """
@@ -305,7 +306,7 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "input_ids") -> No
     """Raise a ValueError for tokens that are no ids; on a GPU check only their dtype."""
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} has dtype {tokens.dtype}; it must be int64 or int32")
-    if tokens.device.type != "cpu" or torch.compiler.is_compiling() or not tokens.numel():
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     ids = tokens[tokens != IGNORE_INDEX] if name == "labels" else tokens
     if not ids.numel():
@@ -320,7 +321,7 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "input_ids") -> No
 
 
 class _WithoutInit(TorchFunctionMode):
-    """Skips torch.nn.init: its first call on meta would import torch._dynamo, over a second."""
+    """Skip torch.nn.init, whose first call on meta imports torch._dynamo for over a second."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
