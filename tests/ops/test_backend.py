@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nsa.ops import (
     NSASpec,
@@ -118,24 +120,38 @@ def test_triton_by_name_raises_with_the_reason_where_it_is_unsupported(
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "dtype", "reason"),
+    ("batch", "heads", "size", "dtype", "reason"),
     [
-        (1, 4, torch.float64, "it has no float64"),
-        (1, 257, torch.float32, "a head is larger than 256"),
-        (65_536, 1, torch.float32, "batch times heads is more than 65535"),
+        (1, 1, 4, torch.float64, "it has no float64"),
+        (1, 1, 257, torch.float32, "a head is larger than 256"),
+        (2, 32_768, 1, torch.float32, "batch times heads is more than 65535"),
     ],
     ids=["float64", "head size", "heads"],
 )
 def test_inputs_that_kernels_do_not_support_raise(
-    heads: int, size: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+    batch: int,
+    heads: int,
+    size: int,
+    dtype: torch.dtype,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    q = torch.zeros(1, 1, heads, size, dtype=dtype)
-    k = torch.zeros(1, 1, 1, size, dtype=dtype)
+    q = torch.zeros(batch, 1, heads, size, dtype=dtype)
+    k = torch.zeros(batch, 1, 1, size, dtype=dtype)
     with pytest.raises(
         ValueError, match=f"does not support window_attention: {reason}; use 'auto'"
     ):
         window_attention(q, k, k[..., :1], 5, backend="triton")
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS[::2], "window_attention", "nsa_attention"])
+def test_values_wider_than_a_kernels_head_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    values = {key: x for key, x in VALID[name][1].items() if key[0] == "v"}
+    wide = {key: pad(x, (0, 257 - x.shape[-1])) for key, x in values.items()}
+    with pytest.raises(ValueError, match=f"does not support {name}: a head is larger than 256"):
+        call(name, **wide, backend="triton")
 
 
 @pytest.mark.parametrize(("heads", "size"), [(1, 256), (65_535, 1)])
@@ -177,6 +193,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CMP, {"q": X.q[0]}, r"^q has shape \(20, 4, 8\).*\[B, T"),
     (CMP, {"k_cmp": X.k_cmp[..., 0]}, r"^k_cmp has shape"),
     (CMP, {"v_cmp": X.v_cmp.half()}, r"^v_cmp is torch.float16"),
+    (CMP, {"v_cmp": X.v_cmp.to("meta")}, r"^v_cmp is torch.float32 on meta and q .* on cpu"),
     (CMP, {"k_cmp": X.k_cmp[:, 1:]}, r"^k_cmp is .* v_cmp is "),
     (CMP, SHORT_CMP, r"^k_cmp has length 8; block_len 4 at T = 20 requires 9"),
     *(
@@ -194,20 +211,26 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("select_blocks", {"lse": LSE[:, 1:]}, r"^lse has shape \(1, 19, 4\); .*\(1, 20, 4\)"),
     ("select_blocks", {"lse": None}, r"^lse = None: needs one query head per KV head"),
     ("select_blocks", {"seq_len": 19}, r"^seq_len = 19 does not fit q's 20"),
+    ("select_blocks", {"seq_len": 0}, r"^seq_len = 0 does not fit q's 20"),
     ("select_blocks", {"seq_len": 40}, r"^k_cmp has length 9; .* T = 40 requires 19"),
     (SEL, {"k": X.k_sel[:, 1:]}, r"^k is .* and v is "),
     (SEL, SHORT_SEL, r"^k has length 19; q requires 20"),
     (SEL, {"v": X.v_sel.bfloat16()}, r"^v is torch.bfloat16"),
     (SEL, {"block_index": INDEX[..., :1]}, r"^block_index .*\(1, 20, 2, 1\).*2, 2\).*select_top"),
+    (SEL, {"block_index": INDEX[:, :, :1]}, r"^block_index has shape \(1, 20, 1, 2\)"),
     (WIN, {"k": three_heads(X.k_win)}, r"^k has 3 heads"),
     (WIN, {"v": X.v_win[0]}, r"^v has shape"),
     (WIN, {"v": X.v_win[:, :, :1]}, r"^k is \(1, 20, 2, .* and v is \(1, 20, 1, .* head size only"),
     (WIN, {"scale": 0.0}, r"^scale = 0.0: must be from 1e-30 to 1e30"),
     (WIN, {"scale": 1e-31}, r"^scale = 1e-31: must be from 1e-30 to 1e30"),
     (WIN, {"scale": 1e31}, r"^scale = 1e\+31: must be from 1e-30 to 1e30"),
+    (WIN, {"scale": math.nan}, r"^scale = nan: must be from 1e-30 to 1e30"),
     (ALL, {"scale": -0.5}, r"^scale = -0.5"),
     (WIN, {"window": 0}, r"^window = 0: .* make it 1 or more"),
     (ALL, {"gates": X.gates[..., :2]}, r"^gates has shape \(1, 20, 4, 2\)"),
+    (ALL, {"gates": X.gates[:, :, :1]}, r"^gates has shape \(1, 20, 1, 3\)"),
+    (ALL, {"k_sel": X.k_sel[:, 1:], "v_sel": X.v_sel[:, 1:]}, "^k_sel has length 19; q requires"),
+    (ALL, {"k_win": X.k_win[:, 1:], "v_win": X.v_win[:, 1:]}, "^k_win has length 19; q requires"),
     (ALL, {"k_cmp": X.k_cmp.half()}, r"^k_cmp is torch.float16"),
     (ALL, {"v_cmp": X.v_cmp[..., 0]}, r"^v_cmp has shape"),
     (ALL, {"k_sel": X.k_sel.half()}, r"^k_sel is torch.float16"),
@@ -257,10 +280,18 @@ def test_documents_on_another_device_raise(name: str, offsets_are_on: str) -> No
         call(name, lambda x: x.to(rest), cu_seqlens=cu_seqlens)
 
 
-def test_documents_on_another_device_than_pooled_keys_raise() -> None:
+def test_keys_that_cannot_be_pooled_raise() -> None:
     keys, cu_seqlens = torch.zeros(1, 20, 2, 4, device="meta"), torch.tensor([0, 20])
     with pytest.raises(ValueError, match=r"^cu_seqlens is on cpu and k on meta; give"):
         compress_mean(keys, SPEC, cu_seqlens)
+    with pytest.raises(ValueError, match=r"^k has shape \(20, 2, 4\); it must be \[B, T, heads"):
+        compress_mean(keys[0], SPEC)
+
+
+def test_too_few_compressed_keys_do_not_reach_the_kernel_of_all_branches() -> None:
+    short = {name: x.to("meta") for name, x in SHORT_CMP.items()}  # counts as a GPU
+    with pytest.raises(ValueError, match=r"^k_cmp has length 8; .* requires 9"):
+        call("nsa_attention", lambda x: x.to("meta"), **short)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -238,8 +238,14 @@ BOTH = ALL._replace(pre_rope=True)
 LOSS = Inputs.of(PACKED)
 
 
-def loss_of(queries: Tensor, k_cmp: Tensor = LOSS.k_cmp, k_sel: Tensor = LOSS.k_sel) -> Any:
-    return selector_loss(LOSS.q, k_cmp, k_sel, queries, PACKED.spec, cu_seqlens=PACKED.cu_seqlens)
+def loss_of(
+    queries: Tensor,
+    k_cmp: Tensor = LOSS.k_cmp,
+    k_sel: Tensor = LOSS.k_sel,
+    q_cmp: Tensor | None = None,
+) -> Any:
+    options: dict[str, Any] = {"q_cmp": q_cmp, "cu_seqlens": PACKED.cu_seqlens}
+    return selector_loss(LOSS.q, k_cmp, k_sel, queries, PACKED.spec, **options)
 
 
 def project(
@@ -247,7 +253,7 @@ def project(
     layout: PackedLayout = ALL,
     cos: Tensor = COS,
     sin: Tensor = SIN,
-    tables: tuple[Tensor, ...] = TABLES,
+    tables: tuple[Tensor | None, ...] = TABLES,
 ) -> Any:
     return rotary_pool(x, layout, cos, sin, *tables)
 
@@ -267,9 +273,11 @@ WRONG: dict[str, Callable[[], Any]] = {  # by the message
         X, X, WEIGHT, EPS, backend="triton"
     ),
     r"^packed has shape \(2, 11, 99\); .* with P >= 102$": lambda: project(PROJECTION[..., :99]),
+    r"^packed has shape \(11, 104\); it must be \[B": lambda: project(PROJECTION[0]),
     r"^cos has shape \(10, 1, 3\); it must be \(11, 1, 3\)": lambda: project(cos=COS[1:]),
     r"^sin has shape \(10, 1, 3\); it must be \(11, 1, 3\)": lambda: project(sin=SIN[1:]),
     r"^layout.mean requires block_tokens and token_blocks": lambda: project(tables=TABLES[:1]),
+    r"^layout.mean requires block_tokens": lambda: project(tables=(None, TABLES[1])),
     r"^token_blocks has 10 rows; it must have T = 11$": lambda: project(
         tables=(TABLES[0], TABLES[1][1:])
     ),
@@ -277,6 +285,7 @@ WRONG: dict[str, Callable[[], Any]] = {  # by the message
     r"^layout.kv_sets = 4: must be 1 to 3$": lambda: project(
         torch.zeros(2, 11, sum(FOUR.columns)), FOUR
     ),
+    r"^layout.kv_sets = 0: must be 1 to 3$": lambda: project(layout=ALL._replace(kv_sets=0)),
     r"queries is torch.int32 \(3,\); it must be int64": lambda: loss_of(torch.arange(3).int()),
     r"queries is torch.int64 \(2, 2\)": lambda: loss_of(torch.zeros(2, 2).long()),
     r"queries is torch.int64 \(0,\)": lambda: loss_of(torch.arange(0)),
@@ -284,6 +293,10 @@ WRONG: dict[str, Callable[[], Any]] = {  # by the message
         sampled(PACKED), k_sel=LOSS.k_sel[:, 1:]
     ),
     r"k_cmp has length": lambda: loss_of(sampled(PACKED), k_cmp=LOSS.k_cmp[:, 1:]),
+    r"q_cmp has length 84; q requires 85": lambda: loss_of(sampled(PACKED), q_cmp=LOSS.q[:, 1:]),
+    r"^k_cmp is torch.float64 .* q is torch.float32": lambda: loss_of(
+        sampled(PACKED), q_cmp=LOSS.q.float()
+    ),
 }
 
 
@@ -425,9 +438,17 @@ def test_sizes_that_a_program_cannot_hold_fall_back(
 
 def test_few_scores_at_a_time_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = fused.selector(PACKED).results("blockwise", torch.float64)
-    monkeypatch.setattr(selector, "SCORES", 1)
+    limit, scores_of, held = 7 * PACKED.seq_len * PACKED.heads, selector._scores, []
+
+    def scores(*args: Any) -> Tensor:
+        held.append(scores_of(*args))
+        return held[-1]
+
+    monkeypatch.setattr(selector, "SCORES", limit)
+    monkeypatch.setattr(selector, "_scores", scores)
     few = fused.selector(PACKED).results("blockwise", torch.float64)
     torch.testing.assert_close(few, at_once, rtol=1e-12, atol=1e-14)
+    assert max(x.numel() for x in held) == limit
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])
