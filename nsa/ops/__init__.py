@@ -101,12 +101,13 @@ def select_blocks(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Select each query's blocks from the compressed softmax: int32 [B, T, Hkv, n].
+    """Return the blocks that each query selects, ascending, padded with -1: int32 [B, T, Hkv, n].
 
-    `lse` normalizes the heads of a group before they are added. With one query head per KV head it
-    may be None: a normalizer does not change the order of a query's blocks. Blocks ascend and are
-    padded with -1. If q holds only a document's last positions (decoding), `seq_len` is the
-    document's full length. No gradient flows through the selection.
+    Blocks are ranked by the compressed softmax, summed over the query heads of a KV head. `lse`
+    normalizes each head's softmax; with one query head per KV head it may be None, because a
+    normalizer does not change the order of a query's blocks. If q holds only a document's last
+    positions (decoding), `seq_len` is the document's full length. No gradient flows through the
+    selection.
     """
     check_heads(q, k_cmp=k_cmp)
     check_documents(cu_seqlens, q)
@@ -140,7 +141,7 @@ def selected_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attend over the positions at or before each query inside its selected blocks."""
+    """Attend over the positions of each query's selected blocks, up to the query's own."""
     check_heads(q, k=k, v=v)
     check_length("k", k, q.shape[1], "q")
     check_documents(cu_seqlens, q)
@@ -190,7 +191,7 @@ def nsa_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """All three branches, mixed by their gates: Σ gate_c · o_c.
+    """Return the sum of the three branches' outputs, each times its gate: Σ gate_c · o_c.
 
     Gates must be 0 or more. This is not checked, as a check would synchronise with the device;
     a negative gate makes the kernels' gradients NaN.
@@ -201,7 +202,7 @@ def nsa_attention(
 
 
 def nsa_attention_and_blocks(x: GatedInputs, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """`nsa_attention`, and the blocks that each query selected (for telemetry)."""
+    """Return `nsa_attention` and, for telemetry, each query's selected blocks."""
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu_seqlens, spec, scale = x
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
@@ -223,8 +224,9 @@ def nsa_attention_and_blocks(x: GatedInputs, backend: str = "auto") -> tuple[Ten
 
         o, block_index, *_ = triton_gated(x)
         return o, block_index
-    options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens}
-    options["backend"] = "reference" if backend == "reference" else "blockwise"
+    # By name, because `auto` fell back above: the branches are not counted as fallbacks too.
+    by_name = "reference" if backend == "reference" else "blockwise"
+    options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "backend": by_name}
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, spec, **options)
     block_index = select_blocks(q, k_cmp, lse, spec, **options)
     o_sel = selected_attention(q, k_sel, v_sel, block_index, spec, **options)

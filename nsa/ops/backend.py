@@ -32,25 +32,23 @@ def dispatch(
 ) -> ModuleType:
     """Return the backend module for a call; raise if a backend requested by name cannot run.
 
-    With `attention=False`, x may have any shape. `limit` says why this operation's kernels cannot
-    run, if there is such a reason. An operation with a single PyTorch implementation runs it
-    whenever the result is not `triton`.
+    With `attention=False`, x may have any shape. `limit` is a reason why this operation's kernels
+    cannot run, or None. An operation with a single PyTorch implementation runs it whenever the
+    result is not `triton`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
     if x.dtype not in SUPPORTED_DTYPES:
-        name, kind = ("q", "attention") if attention else ("its input", "it")
-        raise ValueError(
-            f"{operation}: {name} has dtype {x.dtype}; {kind} takes "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED_DTYPES)}"
-        )
+        name = "q" if attention else "the input"
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        raise ValueError(f"{operation}: {name} has dtype {x.dtype}; it must be one of {dtypes}")
     if backend == "reference":
         return reference
     if backend == "blockwise":
         return blockwise
     by_name = backend == "triton"
-    reason = triton.unsupported_reason(x, *others, by_name=by_name, attention=attention) or limit
-    reason = reason or _disabled.get(operation)
+    reason = triton.unsupported_reason(x, *others, by_name=by_name, attention=attention)
+    reason = reason or limit or _disabled.get(operation)
     if reason is None:
         return triton
     if by_name:
@@ -67,7 +65,7 @@ def _count_fallback(operation: str, reason: str) -> None:
 
 
 def disable(reasons: Mapping[str, str]) -> None:
-    """Let `auto` take PyTorch for these operations in this process; `triton` refuses them."""
+    """From now on let `auto` take PyTorch for these operations, and `triton` refuse them."""
     _disabled.clear()
     _disabled.update(reasons)
 
