@@ -1,7 +1,7 @@
 """Decoding: attention of one new token per sequence over the buffers of a KV cache.
 
 A token costs O(T/d + n·l' + w), without host synchronisation or loops over sequences or blocks.
-Sizes in names: B sequences, K KV heads, G query heads per KV head, N keys.
+Sizes in names: B sequences, K KV heads, G query heads per KV head, N keys, n selected blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nsa.spec import NSASpec
 
 
 def decode_attention(x: DecodeInputs, backend: str = "auto") -> Tensor:
-    """`nsa_attention` for only the last token of each sequence: [B, Hq, Dv].
+    """Return `nsa_attention` of the last token of each sequence alone, [B, Hq, Dv].
 
     The backends "blockwise" and "reference" both run the PyTorch code in this file.
     """
@@ -31,17 +31,18 @@ def decode_attention(x: DecodeInputs, backend: str = "auto") -> Tensor:
 
         return triton_decode(x)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    heads = next(iter(pairs.values()))[0].shape[2]
-    q_BKGD = (q.to(dtype) * x.scale).unflatten(1, (heads, -1))
+    kv_heads = pairs[branches[0]][0].shape[2]
+    q_BKGD = (q.to(dtype) * x.scale).unflatten(1, (kv_heads, -1))
     outputs: dict[str, Tensor] = {}
     if k_cmp is not None:
         first = torch.arange(k_cmp.shape[1], device=lengths.device) * spec.block_stride
         seen = (first + spec.block_len <= lengths[:, None])[:, None]  # complete blocks [B, 1, N]
         if x.q_cmp is None:
-            p = _softmax(q_BKGD, k_cmp.transpose(1, 2), seen)
+            p = _softmax(q_BKGD, k_cmp.transpose(1, 2), seen)  # [B, K, G, N]
             ranking = p.sum(2)  # [B, K, N]
         else:
-            score = (x.q_cmp.to(dtype) * x.scale)[:, :, None] @ k_cmp.to(dtype).permute(0, 2, 3, 1)
+            q_BK1D = (x.q_cmp.to(dtype) * x.scale)[:, :, None]
+            score = q_BK1D @ k_cmp.to(dtype).permute(0, 2, 3, 1)  # [B, K, 1, N]
             ranking = score[:, :, 0].masked_fill(~seen, -torch.inf)
         if "cmp" in pairs:
             outputs["cmp"] = _weighted(p, pairs["cmp"][1].transpose(1, 2), seen)
@@ -64,9 +65,9 @@ def decode_attention(x: DecodeInputs, backend: str = "auto") -> Tensor:
 def _select(
     ranking_BKN: Tensor, lengths: Tensor, spec: NSASpec, capacity: int, logarithmic: bool
 ) -> Tensor:
-    """The blocks of each sequence's last token, ascending, padded with -1: [B, K, n or fewer].
+    """Return each sequence's selected blocks, ascending, padded with -1: [B, K, n or fewer].
 
-    They are ranked by probabilities of compressed keys, or by their scores if `logarithmic`.
+    `ranking` are probabilities of compressed keys, or scores if `logarithmic`.
     """
     own = torch.div(lengths - 1, spec.select_len, rounding_mode="floor")[:, None, None]
     if spec.select_blocks_len(capacity) <= spec.select_top:
@@ -80,7 +81,7 @@ def _select(
 def _selected_keys(
     k: Tensor, v: Tensor, index_BKn: Tensor, lengths: Tensor, spec: NSASpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [B, K, n·l', D] of the selected blocks, and the mask of visible ones."""
+    """Return keys and values of the selected blocks [B, K, n·l', D], and which are visible."""
     inside = torch.arange(spec.select_len, device=k.device)
     position = (index_BKn[..., None] * spec.select_len + inside).flatten(-2)
     seen = (position >= 0) & (position < lengths[:, None, None])
@@ -96,12 +97,12 @@ def _selected_keys(
 def _window_keys(
     k: Tensor, v: Tensor, lengths: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [B, K, N, D] of the window, and the mask of visible ones."""
+    """Return keys and values of the window [B, K, N, D], and which are visible."""
     last, size = lengths[:, None] - 1, k.shape[1]
     slot = torch.arange(min(size, window), device=k.device)
-    if size <= window:  # the ring in storage order
+    if size <= window:  # all of the ring, in storage order
         age = (last - slot) % size
-    else:
+    else:  # the window's part of the ring, newest first
         age, batch = slot, torch.arange(len(k), device=k.device)[:, None]
         k, v = (x[batch, (last - age) % size] for x in (k, v))
     return k.transpose(1, 2), v.transpose(1, 2), (age <= last)[:, None]
@@ -112,7 +113,7 @@ def _attend(q_BKGD: Tensor, k_BKND: Tensor, v_BKND: Tensor, seen: Tensor) -> Ten
 
 
 def _softmax(q_BKGD: Tensor, k_BKND: Tensor, seen: Tensor) -> Tensor:
-    """Probabilities [B, K, G, N], masked by `seen` [B, K or 1, N]; all 0 if no key is visible."""
+    """Return probabilities [B, K, G, N], 0 where `seen` [B, K or 1, N] is false."""
     seen = seen[:, :, None]
     score = (q_BKGD @ k_BKND.to(q_BKGD.dtype).mT).masked_fill(~seen, -torch.inf)
     return score.softmax(-1).masked_fill(~seen, 0)

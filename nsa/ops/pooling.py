@@ -5,8 +5,8 @@
     pooled   Σ_i p_i · x_i
     y        scale · pooled, and for keys RoPE at the block's last position
 
-With weight and position 0 and scale 1, y is the mean. Blocks overlap, so gradients of tokens are
-gathered: a token reads the few blocks that cover it.
+With weight and position 0 and scale 1, y is the mean (before RoPE). Blocks overlap, so a token's
+gradient is a sum over the few blocks that cover the token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pool(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Pool x [B, T, K, D] to [B, N, K, D]; `rotary` are cos and sin at blocks' last positions."""
+    """Pool x [B, T, K, D] to [B, N, K, D]; `rotary` is (cos, sin) at the blocks' last positions."""
     cos, sin = (None, None) if rotary is None else rotary
     inputs = PoolInputs(x, weight, position, scale, cos, sin, block_tokens, token_blocks)
     limit = triton.pool_limit(block_tokens.shape[1], x.shape[3])
@@ -50,7 +50,7 @@ def sum_covering(blocks: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> 
     token = torch.arange(len(token_blocks), device=first.device)[:, None]
     row = token_blocks * block_tokens.shape[1] + token - first[token_blocks]  # [T, ⌈l/d⌉]
     row = row.where(token_blocks >= 0, -1)
-    padded = F.pad(blocks.flatten(1, 2), (0, 0, 0, 0, 0, 1))
+    padded = F.pad(blocks.flatten(1, 2), (0, 0, 0, 0, 0, 1))  # row -1 reads these zeros
     return padded[:, row].sum(2)
 
 
@@ -84,7 +84,8 @@ def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
         dy = rotate(dy, inputs.cos, -inputs.sin)
     pooled = (p * blocks).sum(2)
     d_scale = (dy * pooled).sum((0, 1)).flatten()
-    weighted = p * (dy * inputs.scale.view(dy.shape[2:]))[:, :, None]  # [B, N, l, K, D]
+    d_pooled = dy * inputs.scale.view(dy.shape[2:])
+    weighted = p * d_pooled[:, :, None]  # [B, N, l, K, D]
     d_scores = weighted * (blocks - pooled[:, :, None])
     d_position = d_scores.sum((0, 1)).transpose(0, 1)
     tables = inputs.block_tokens, inputs.token_blocks
@@ -92,7 +93,7 @@ def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
     d_weight = torch.einsum("btkd,btke->kde", x, by_token)
     dx = sum_covering(weighted, *tables) + _scores(by_token, inputs.weight.mT)
     gradients = dx, d_weight, d_position, d_scale
-    return tuple(g.to(y.dtype).contiguous() for g, y in zip(gradients, inputs[:4], strict=True))
+    return tuple(g.to(x.dtype).contiguous() for g, x in zip(gradients, inputs[:4], strict=True))
 
 
 torch_pool = register(

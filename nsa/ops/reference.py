@@ -14,21 +14,21 @@ from nsa.spec import NSASpec
 
 
 def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """One branch's attention: (o, lse)."""
+    """Return one branch's attention, (o, lse)."""
     parts = []
     documents = document_slices(x.q.shape[1], x.cu_seqlens)
     keys = documents
     if x.branch == "compressed":
         keys = compressed_slices(x.q.shape[1], x.cu_seqlens, x.spec)
-    for rows, cols in zip(documents, keys, strict=True):
-        seen = _visible(x, rows)
-        parts.append(_attend(x.q[:, rows], x.k[:, cols], x.v[:, cols], seen, x.scale))
+    for doc, doc_keys in zip(documents, keys, strict=True):
+        seen = _visible(x, doc)
+        parts.append(_attend(x.q[:, doc], x.k[:, doc_keys], x.v[:, doc_keys], seen, x.scale))
     return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
-def _visible(x: AttentionInputs, rows: slice) -> Tensor:
-    """The keys that each query of one document sees in its branch: bool [B or 1, T, K or 1, N]."""
-    length = rows.stop - rows.start
+def _visible(x: AttentionInputs, doc: slice) -> Tensor:
+    """Return which keys each query of a document sees: bool [B or 1, T, K or 1, N]."""
+    length = doc.stop - doc.start
     if x.branch == "compressed":
         return visible_blocks(length, x.spec, x.q.device)
     position = torch.arange(length, device=x.q.device)
@@ -36,12 +36,12 @@ def _visible(x: AttentionInputs, rows: slice) -> Tensor:
     if x.block_index is None:
         return ((distance >= 0) & (distance < x.spec.window))[None, :, None]
     block = position // x.spec.select_len
-    selected = (x.block_index[:, rows, :, :, None] == block).any(3)  # [B, T, K, N]
+    selected = (x.block_index[:, doc, :, :, None] == block).any(3)  # [B, T, K, N]
     return selected & (distance >= 0)[None, :, None]
 
 
 def select_blocks(x: SelectionInputs) -> Tensor:
-    """The blocks that each query selects, ascending, padded with -1: int32 [B, T, K, n]."""
+    """Return each query's selected blocks, ascending, padded with -1: int32 [B, T, K, n]."""
     parts = []
     documents = document_slices(x.q.shape[1], x.cu_seqlens)
     blocks = compressed_slices(x.seq_len, x.cu_seqlens, x.spec)
@@ -56,7 +56,10 @@ def select_blocks(x: SelectionInputs) -> Tensor:
 def visible_blocks(
     seq_len: int, spec: NSASpec, device: torch.device | None = None, queries: int | None = None
 ) -> Tensor:
-    """Which compressed blocks end at or before each of the last `queries`: bool [1, T, 1, N]."""
+    """Return which compressed blocks end at or before each query: bool [1, T, 1, N].
+
+    The queries are the document's last `queries` positions; None: all of them.
+    """
     queries = seq_len if queries is None else queries
     position = torch.arange(seq_len - queries, seq_len, device=device)
     start = torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
@@ -64,11 +67,12 @@ def visible_blocks(
 
 
 def overlap(seq_len: int, spec: NSASpec, device: torch.device | None = None) -> Tensor:
-    """overlap(i, j)/d, where overlap counts the positions in both blocks: [N, M]."""
+    """Return overlap(i, j)/d [N, M]: the positions that blocks i and j share, divided by d."""
     start = torch.arange(spec.compressed_len(seq_len), device=device)[:, None] * spec.block_stride
-    block = torch.arange(spec.select_blocks_len(seq_len), device=device) * spec.select_len
-    last = torch.minimum(start + spec.block_len, block + spec.select_len)
-    return (last - torch.maximum(start, block)).clamp(min=0).double() / spec.block_stride
+    block_start = torch.arange(spec.select_blocks_len(seq_len), device=device) * spec.select_len
+    end = torch.minimum(start + spec.block_len, block_start + spec.select_len)
+    shared = (end - torch.maximum(start, block_start)).clamp(min=0)
+    return shared.double() / spec.block_stride
 
 
 def importance(
@@ -76,40 +80,41 @@ def importance(
 ) -> Tensor:
     """Return the importance of each selection block to each query and KV head: [B, T, K, M].
 
-    The queries are the document's last ones. Σ p[i] · overlap(i, j)/d over the compressed blocks i
-    and the query heads of a group; p is the compressed softmax. Without `lse`, the logarithm of the
-    same sum over exp(score[i]) of the only query head.
+    The queries are the document's last positions. The importance of block j is
+    Σ p[i] · overlap(i, j)/d over compressed blocks i and the query heads of a KV head, where p is
+    the compressed softmax. Without `lse` there is one query head per KV head, and the importance is
+    log Σ exp(score[i]) · overlap(i, j)/d, which ranks a query's blocks in the same order.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    groups, queries = k_cmp.shape[2], q.shape[1]
-    q = q.to(dtype).unflatten(2, (groups, -1))
+    kv_heads, queries = k_cmp.shape[2], q.shape[1]
+    q = q.to(dtype).unflatten(2, (kv_heads, -1))
     score = torch.einsum("btkgd,bnkd->btkgn", q, k_cmp.to(dtype)) * scale
     seen = visible_blocks(seq_len, spec, q.device, queries)[:, :, :, None]
     if lse is not None:
-        score = score - lse.to(dtype).unflatten(2, (groups, -1))[..., None]
+        score = score - lse.to(dtype).unflatten(2, (kv_heads, -1))[..., None]
     score = torch.where(seen, score, -torch.inf)
-    p = score[:, :, :, 0] if lse is None else score.exp().sum(3)  # [B, T, K, N]
-    weight = overlap(seq_len, spec, q.device).to(dtype)
-    blocks = torch.arange(weight.shape[1], device=q.device)
-    total = p.new_full((*p.shape[:3], len(blocks)), -torch.inf if lse is None else 0)
+    p = score[:, :, :, 0] if lse is None else score.exp().sum(3)  # [B, T, K, N]; lse None: log p
+    weight = overlap(seq_len, spec, q.device).to(dtype)  # [N, M]
+    block = torch.arange(weight.shape[1], device=q.device)
+    total = p.new_full((*p.shape[:3], len(block)), -torch.inf if lse is None else 0)
     if not len(weight):
         return total
-    # Each selection block adds the compressed blocks that overlap it one by one: blocks with equal
-    # overlaps then get bitwise equal sums, so ties are exact.
-    first = (weight > 0).int().argmax(0)
-    for i in range(int((weight > 0).sum(0).max())):
-        rows = (first + i).clamp(max=len(weight) - 1)
-        inside = (first + i < len(weight)).to(dtype)  # 0 where `rows` was clamped
-        part = weight[rows, blocks] * inside
+    # A selection block adds its overlapping compressed blocks one after another, so two selection
+    # blocks with the same terms get the same bits: a tie is exact.
+    first = (weight > 0).int().argmax(0)  # [M] the first compressed block that overlaps
+    for number in range(int((weight > 0).sum(0).max())):
+        i = (first + number).clamp(max=len(weight) - 1)
+        exists = (first + number < len(weight)).to(dtype)  # 0 where `i` was clamped
+        part = weight[i, block] * exists
         if lse is None:
-            total = torch.logaddexp(total, p[..., rows] + part.log())
+            total = torch.logaddexp(total, p[..., i] + part.log())
         else:
-            total += p[..., rows] * part
+            total += p[..., i] * part
     return total
 
 
 def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
-    """The always-selected blocks, then those of highest `score` [B, T, K, M], n in all."""
+    """Return n blocks: those always selected, then those of highest `score` [B, T, K, M]."""
     queries, blocks = score.shape[1], score.shape[-1]
     position = torch.arange(seq_len - queries, seq_len, device=score.device)
     own = (position // spec.select_len)[:, None, None]
@@ -118,7 +123,7 @@ def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
     ranked = torch.where(always & candidate, torch.inf, score).masked_fill(~candidate, -torch.inf)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : spec.select_top]
-    index = torch.where(order <= own, order, blocks).sort(-1).values
+    index = torch.where(order <= own, order, blocks).sort(-1).values  # `blocks`: none, sorted last
     index = torch.where(index < blocks, index, -1).to(torch.int32)
     return torch.nn.functional.pad(index, (0, spec.select_top - index.shape[-1]), value=-1)
 
@@ -126,17 +131,17 @@ def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax attention masked by `seen` [B or 1, T, K or 1, N]; no key gives o = 0, lse = -inf."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    sizes = q.shape[2] // k.shape[2], q.shape[1]  # G, T
-    rows = q.to(dtype).unflatten(2, (-1, sizes[0])).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
-    score = rows.flatten(2, 3) @ k.to(dtype).permute(0, 2, 3, 1) * scale
-    score = score.unflatten(2, sizes)  # [B, K, G, T, N]
-    seen = seen.transpose(1, 2)[:, :, None]
+    group_and_queries = q.shape[2] // k.shape[2], q.shape[1]  # G, T
+    q_BKGTD = q.to(dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
+    score = q_BKGTD.flatten(2, 3) @ k.to(dtype).permute(0, 2, 3, 1) * scale
+    score = score.unflatten(2, group_and_queries)  # [B, K, G, T, N]
+    seen = seen.transpose(1, 2)[:, :, None]  # [B or 1, K or 1, 1, T, N]
     blind = ~seen.any(-1, keepdim=True)
-    # A softmax over no keys would be NaN, and so would its gradient. So a row without visible keys
-    # sees all of them, and its result is set to 0.
+    # A softmax over no keys would be NaN, and so would its gradient. So a query without visible
+    # keys sees all of them, and its result is set to 0.
     score = score.masked_fill(~(seen | blind), -torch.inf)
     lse = score.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
     p = score.softmax(-1).masked_fill(blind, 0.0)
-    o = (p.flatten(2, 3) @ v.to(dtype).transpose(1, 2)).unflatten(2, sizes)
-    o, lse = (x.movedim(3, 1).flatten(2, 3) for x in (o, lse))
+    o = (p.flatten(2, 3) @ v.to(dtype).transpose(1, 2)).unflatten(2, group_and_queries)
+    o, lse = (x.movedim(3, 1).flatten(2, 3) for x in (o, lse))  # [B, T, H, D] and [B, T, H]
     return o.to(q.dtype), lse
