@@ -1,17 +1,17 @@
-"""Selector loss: how far compressed keys rank blocks from the selected branch's attention.
+"""Selector loss: trains compressed keys to rank blocks by the selected branch's attention.
 
-    target[j]   attention that block j would get from the selected branch's keys, without selection
-    p[j]        attention that it gets from the compressed keys, as `select_blocks` ranks it
+    target[j]   attention to block j by the selected branch's keys, if all tokens were selected
+    p[j]        attention to block j by the compressed keys, by which `select_blocks` ranks it
     loss        mean over queries of Σ_j target[j] · log(target[j] / p[j])
 
-j runs over the ranked blocks: those before the query that are not always selected. Inside the
-logarithm, target and p are normalized to a sum of 1 over them. The first factor is not, so a query
-counts by how much it attends to ranked blocks. Compressed keys get a gradient, and so do queries
-of their own, if they have them (`q_cmp`, one head or more per KV head).
+j runs over the ranked blocks: those before the query that are not always selected. In the
+logarithm, target and p are normalized to a sum of 1 over the ranked blocks. The factor target[j] is
+not, so a query counts by how much it attends to ranked blocks. The compressed keys get a gradient,
+and so does `q_cmp`: queries of their own, with one head or more per KV head, if there are any.
 
-The forward pass returns what the gradient needs per query and block, dp[j] = ∂loss/∂p[j], and per
-query and head: the logarithm of its compressed softmax's sum and Σ_j dp[j] · p[j] of that head. The
-backward pass computes the compressed scores again.
+The forward pass returns what the backward pass needs: dp[j] = ∂loss/∂p[j] of each query and block,
+and for each query and head the compressed scores' lse and Σ_j dp[j] · p[j], with the head's own p.
+The backward pass computes the compressed scores again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nsa.ops.inputs import (
 )
 from nsa.spec import NSASpec
 
-SCORES = 2**24  # scores that the PyTorch implementation holds at a time
+SCORES = 2**24  # about how many scores the PyTorch implementation holds at a time
 TINY = torch.finfo(torch.float32).tiny  # least argument of a logarithm, in every dtype
 
 
@@ -52,12 +52,12 @@ def selector_loss(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss, target): 0-dim, and the blocks' target [B, Hkv, S, M], 0 if not ranked.
+    """Return the loss, 0-dim, and the target of each block [B, Hkv, S, M], 0 if not ranked.
 
-    `queries` int64 [S] are the tokens, ascending, whose queries count; M blocks cover T tokens, and
-    a query's blocks are those of its document. `q_cmp` [B, T, heads, Dk] rank blocks instead of q.
-    Both results are float32 (float64 for float64 inputs). The backends "blockwise" and "reference"
-    both run PyTorch.
+    `queries` int64 [S] are the tokens, ascending, whose queries count. M blocks cover T tokens; in
+    packed documents, block j is the j-th of the query's document. `q_cmp` [B, T, heads, Dk] ranks
+    blocks instead of q. Results are float32 (float64 for float64 inputs). The backends "blockwise"
+    and "reference" both run the PyTorch code in this file.
     """
     check_heads(q, k_cmp=k_cmp, k_sel=k_sel)
     check_length("k_sel", k_sel, q.shape[1], "q")
@@ -83,24 +83,22 @@ def _forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
     total = target.new_zeros(())
     position, block, first = _tables(x)
     number = torch.arange(target.shape[-1], device=block.device)  # [M]
+    token = torch.arange(len(position), device=block.device)  # [T]
     overlap = _overlap(x, position, first, len(number), target.dtype)
     for part in _parts(x):
         t = x.queries[part][:, None]  # [s, 1]
-        at = position[t]
-        token = torch.arange(len(position), device=t.device)
-        hidden = (token > t) | (token < t - at)  # [s, T]
+        start = t - position[t]  # the document's first token
+        hidden = (token > t) | (token < start)  # [s, T]
         score = _scores(x.q[:, x.queries[part]], x.k_sel, x.scale)
-        attention = (
-            score.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).mean(3)
-        )  # [B, K, s, T]
+        score = score.masked_fill_(hidden[:, None], -torch.inf)
+        attention = score.softmax(-1).mean(3)  # [B, K, s, T]
         mass = attention.new_zeros(*attention.shape[:3], len(number))
-        ranked = (number >= x.spec.init_blocks) & (
-            number <= at // x.spec.select_len - x.spec.local_blocks
-        )
-        target[:, :, part] = mass.index_add_(3, block, attention) * ranked
-        score, lse = _compressed_scores(x, t, at, first)
+        last_ranked = position[t] // x.spec.select_len - x.spec.local_blocks
+        ranked = (number >= x.spec.init_blocks) & (number <= last_ranked)  # [s, M]
+        wanted = mass.index_add_(3, block, attention) * ranked  # [B, K, s, M]
+        score, lse = _compressed_scores(x, t, start, first)
         p_head = (score - lse[..., None]).exp_() @ overlap  # [B, K, s, G, M]
-        p, wanted = p_head.mean(3) * ranked, target[:, :, part]
+        p = p_head.mean(3) * ranked
         wanted_sum, p_sum = (y.sum(-1, keepdim=True) for y in (wanted, p))
         log_target, log_p = (
             y.clamp(min=TINY).log() - y_sum.clamp(min=TINY).log()
@@ -108,41 +106,45 @@ def _forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
         )
         total += (wanted * (log_target - log_p)).sum()
         dp_part = (wanted_sum / p_sum).where(p_sum > TINY, 0) - (wanted / p).where(p > TINY, 0)
+        target[:, :, part] = wanted
         dp[:, :, part] = dp_part * ranked
         by_head[0, :, :, part] = lse
         by_head[1, :, :, part] = (p_head * dp[:, :, part, None]).sum(-1)
-    return total / target[..., 0].numel(), target, dp, by_head
+    queries = target[..., 0].numel()  # of all sequences and KV heads
+    return total / queries, target, dp, by_head
 
 
 def _backward(
     dloss: Tensor, x: SelectorLossInputs, dp: Tensor, by_head: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of k_cmp and of q_cmp, which is empty without q_cmp."""
+    """Return the gradients of k_cmp and of q_cmp; the second is empty without q_cmp."""
     position, _, first = _tables(x)
     overlap = _overlap(x, position, first, dp.shape[-1], dp.dtype)
     k = x.k_cmp.to(dp.dtype)
     dk = torch.zeros_like(k)
     dq = k.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)
     for part in _parts(x):
-        t = x.queries[part][:, None]
-        score, _ = _compressed_scores(x, t, position[t], first)
+        t = x.queries[part][:, None]  # [s, 1]
+        score, _ = _compressed_scores(x, t, t - position[t], first)  # [B, K, s, G, N]
         lse, delta = (y[..., None] for y in by_head[:, :, :, part])
         ds = (score - lse).exp_() * ((dp[:, :, part, None] @ overlap.T) - delta)
-        dk += torch.einsum("bksgn,bksgd->bnkd", ds, _by_group(x.ranking[:, t[:, 0]], k, x.scale))
+        q_scaled = _scaled_by_kv_head(x.ranking[:, t[:, 0]], k, x.scale)
+        dk += torch.einsum("bksgn,bksgd->bnkd", ds, q_scaled)
         if x.q_cmp is not None:
             dq[:, t[:, 0]] = torch.einsum("bksgn,bnkd->bskgd", ds, k).flatten(2, 3) * x.scale
-    mean = dloss / (dp[..., 0].numel() * by_head.shape[-1])
+    mean = dloss / (dp[..., 0].numel() * by_head.shape[-1])  # over queries, and heads in p
     return (dk * mean).to(x.k_cmp.dtype), (dq * mean).to(x.k_cmp.dtype)
 
 
 def _parts(x: SelectorLossInputs) -> Iterator[slice]:
-    """Slices of the queries, whose scores are about SCORES at most."""
-    count, step = len(x.queries), max(1, SCORES // (x.k_sel.shape[1] * x.q[:, 0, :, 0].numel()))
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+    """Yield slices of `queries` with about SCORES scores each."""
+    scores_per_query = x.k_sel.shape[1] * x.q[:, 0, :, 0].numel()
+    count, step = len(x.queries), max(1, SCORES // scores_per_query)
+    return (slice(begin, min(begin + step, count)) for begin in range(0, count, step))
 
 
 def _tables(x: SelectorLossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Position and block of each token in its document [T]; compressed blocks' first tokens [N]."""
+    """Return each token's position and block in its document [T], compressed blocks' starts [N]."""
     seq_len, device = x.k_sel.shape[1], x.q.device
     position = torch.arange(seq_len, device=device)
     if x.cu_seqlens is not None:
@@ -154,7 +156,7 @@ def _tables(x: SelectorLossInputs) -> tuple[Tensor, Tensor, Tensor]:
 def _overlap(
     x: SelectorLossInputs, position: Tensor, first: Tensor, blocks: int, dtype: torch.dtype
 ) -> Tensor:
-    """Fraction of each compressed block's positions in each selection block, [N, M]."""
+    """Return which fraction of each compressed block is in each selection block, [N, M]."""
     token = first[:, None] + torch.arange(x.spec.block_len, device=first.device)
     block = position[token] // x.spec.select_len  # [N, l]
     fraction = torch.full_like(block, 1 / x.spec.block_len, dtype=dtype)
@@ -162,10 +164,13 @@ def _overlap(
 
 
 def _compressed_scores(
-    x: SelectorLossInputs, t: Tensor, at: Tensor, first: Tensor
+    x: SelectorLossInputs, t: Tensor, start: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scores [B, K, s, G, N], -inf where hidden, and their lse; +inf for a query without keys."""
-    seen = (first + x.spec.block_len <= t + 1) & (first >= t - at)  # [s, N]
+    """Return scores [B, K, s, G, N], -inf where hidden, and their lse [B, K, s, G].
+
+    The lse of a query without keys is +inf, so that exp(score - lse) is 0.
+    """
+    seen = (first + x.spec.block_len <= t + 1) & (first >= start)  # [s, N]
     score = _scores(x.ranking[:, t[:, 0]], x.k_cmp, x.scale)
     score = score.masked_fill_(~seen[:, None], -torch.inf)
     lse = score.logsumexp(-1)
@@ -173,13 +178,13 @@ def _compressed_scores(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scaled products of queries [B, s, H, D] and keys [B, N, K, D], [B, K, s, G, N]."""
-    q = _by_group(q, k, scale)
+    """Return scaled products of queries [B, s, H, D] and keys [B, N, K, D]: [B, K, s, G, N]."""
+    q = _scaled_by_kv_head(q, k, scale)
     return (q.flatten(2, 3) @ k.to(q.dtype).permute(0, 2, 3, 1)).unflatten(2, q.shape[2:4])
 
 
-def _by_group(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scaled queries [B, s, H, D] in at least float32, [B, K, s, G, D]."""
+def _scaled_by_kv_head(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return scaled queries [B, s, H, D] as [B, K, s, G, D], in at least float32."""
     q = q.unflatten(2, (k.shape[2], -1)).transpose(1, 2)
     return q.to(torch.promote_types(q.dtype, torch.float32)) * scale
 
