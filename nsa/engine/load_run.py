@@ -25,7 +25,7 @@ CONFIG = "config.yaml"
 
 @dataclass(kw_only=True)
 class StoredRun:
-    """A run on disk; only `load_run` sets its model."""
+    """A run on disk; `load_run` sets `model`."""
 
     config: RunConfig  # data.tokenizer names the tokenizer that the model was trained with
     tokenizer: Tokenizer | None  # None, after a warning, if it is not available
@@ -64,8 +64,8 @@ def load_run(
 ) -> StoredRun:
     """Load a run from a path that `find_run` accepts, or from its result.
 
-    `device` defaults to CUDA if available, `dtype` to that of training; float32 loads the
-    optimizer's master weights.
+    `device` defaults to CUDA if available, `dtype` to the dtype of the saved weights; float32 loads
+    the optimizer's master weights.
     """
     loaded = copy(run) if isinstance(run, StoredRun) else find_run(run)
     weights = read_weights(loaded.weights_folder, dtype)
@@ -84,7 +84,7 @@ def model_with(weights: dict[str, torch.Tensor], config: RunConfig, source: Path
 def read_config(folder: Path) -> RunConfig:
     """Return the config of the run whose weights are in `folder`.
 
-    A checkpoint has a copy, except a universal checkpoint, which uses the run folder's.
+    A checkpoint has its own config.yaml; a universal checkpoint uses that file of its run's folder.
     """
     file = folder / CONFIG
     if not file.is_file() and not has_safetensors(folder):
@@ -94,7 +94,7 @@ def read_config(folder: Path) -> RunConfig:
         fix = f"; convert it: nsa import {folder} --to runs/imported" if hf else ""
         raise ValueError(f"'{folder}' has no {CONFIG}{fix}")
     config, _ = read_saved_config(file)
-    if recorded := read_tokenizer(folder):  # prepared data brings its own
+    if recorded := read_tokenizer(folder):  # prepared data may have another than data.tokenizer
         config.data.tokenizer = recorded["name"]
     return config
 
@@ -102,7 +102,7 @@ def read_config(folder: Path) -> RunConfig:
 def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
     """Return the tokenizer that the run in `folder` was trained with.
 
-    A checkpoint records it. Of other weights it is `data.tokenizer`, from the files beside them.
+    A checkpoint records its tokenizer. An export holds the files of any tokenizer but `byte`.
     """
     recorded = read_tokenizer(folder)
     if recorded is None:
@@ -119,9 +119,9 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
 
 
 def dataset_vocabulary(data: DataConfig) -> int | None:
-    """Return the ids of prepared sources, rounded up to a multiple of 64; None if there are none.
+    """Return the vocabulary size for prepared sources; None if no source is prepared.
 
-    GPUs multiply by the head fastest then.
+    It is rounded up to a multiple of 64: GPUs multiply by such a head fastest.
     """
-    sizes = [read_index(x).stamp.vocab_size for x in data.sources() if is_prepared(x)]
+    sizes = [read_index(name).stamp.vocab_size for name in data.sources() if is_prepared(name)]
     return -(-max(sizes) // 64) * 64 if sizes else None

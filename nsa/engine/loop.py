@@ -51,7 +51,7 @@ from nsa.monitor.throughput import Throughput
 
 
 class Run:
-    """All that one rank of a run works on; nsa/engine/trainer.py fills it in."""
+    """State and parts of a run on one rank; nsa/engine/trainer.py sets them."""
 
     # Set by prepare(), without a process group.
     resume_from: Checkpoint | None = None
@@ -117,8 +117,9 @@ def _train_steps(run: Run) -> str | None:
     while run.state.step < stop_step:
         step = run.state.step + 1
         evaluates = _is_due(step, config.train.eval_every, stop_step)
-        logs = evaluates or _is_due(step, config.monitor.log_every, stop_step)
-        logs = logs or step == 1 or any(gate.step == step for gate in run.gates)
+        judges = any(gate.step == step for gate in run.gates)
+        log_due = step == 1 or _is_due(step, config.monitor.log_every, stop_step)
+        logs = log_due or evaluates or judges
         run.telemetry.step_start(step)
         run.telemetry.enter("data")
         fetch = partial(run.data.step_batches, run.state.samples)
@@ -139,7 +140,7 @@ def _train_steps(run: Run) -> str | None:
             _log(run, loss, evaluates)
         if step in (config.train.selector_steps, config.train.switch_step):
             run.observers.on_message(f"step {step}: attention is sparse from here on")
-            run.throughput.flops_per_token = executed_flops(config, step)
+            run.throughput.flops_per_token = executed_flops(config, run.state.step)  # next step's
         if _is_due(step, config.checkpoint.every, stop_step) and step < stop_step:
             _save(run, required=False)
         _judge_if_due(run)
@@ -159,7 +160,7 @@ def _judge_if_due(run: Run) -> None:
 
 
 def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
-    """Judge from what all ranks have recorded, on rank 0; return the reason of a No-Go."""
+    """Judge on rank 0 by the records of all ranks; return the reason of a No-Go."""
     run_dir = run.request.run_dir
     try:
         for history in histories:
@@ -196,7 +197,7 @@ def fetch_on_all_ranks(
         with run.shutdown.interruptible():
             batches = fetch()
     except Interrupted:
-        pass
+        pass  # the barrier stops all ranks
     except ValueError as raised:
         error = raised
     count = sum(batch.label_count or 0 for batch in batches)
@@ -212,23 +213,23 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     step weighs the same.
     """
     engine, state, config = run.engine, run.state, run.config.train
-    lr, selector_only = learning_rate(state.step, config), set_phase(engine, run.config, state.step)
+    selector_only = set_phase(engine, run.config, state.step)
+    lr = learning_rate(state.step, config)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
     total = torch.zeros((), device=run.device)
     for micro_step, batch in enumerate(batches):
         batch = batch.to(run.device)
         run.telemetry.enter("forward", micro_step)
-        more = dict[str, Any]()
+        extra = dict[str, Any]()
         if batch.label_count is not None:
             ranks = dist.get_world_size()
-            more["loss_weight"] = batch.label_count * len(batches) * ranks / max(1, labels)
+            extra["loss_weight"] = batch.label_count * len(batches) * ranks / max(1, labels)
         if selector_only:
-            more["selector_only"] = True
+            extra["selector_only"] = True
         elif run.teacher is not None:
-            more |= run.teacher.arguments(batch)
-        forward = partial(engine, **more)
-        loss = forward(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+            extra |= run.teacher.arguments(batch)
+        loss = engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens, **extra)
         run.telemetry.enter("backward", micro_step)
         engine.backward(run.guard.check(loss))
         run.telemetry.enter("step", micro_step)
@@ -244,11 +245,11 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
 def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
     """Prepare step `step`, counted from 0; return whether only the selector learns in it.
 
-        train.selector_steps   of a converted model: only the index learns
-        train.dense_steps      of a new model: all weights learn
+        train.selector_steps   of a converted model: dense attention, only the index learns
+        train.dense_steps      of a new model: dense attention, all weights learn
+        later steps            sparse attention, all weights learn
 
-    Attention is dense in both, and sparse after them; the switch changes no weight. Nothing but the
-    step decides the phase, so a run can be resumed in either.
+    Only the step decides the phase, so a run can be resumed in any.
     """
     train, model = config.train, engine.module
     if not (train.switch_step or train.selector_steps):
@@ -276,11 +277,11 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     """Return the mean loss of the validation samples; None if any rank has to stop.
 
     With a teacher, also return rows that compare the model with it, by position. Attention is dense
-    if it was in the last step, except in the selector's steps, where evaluation is sparse.
+    in dense_steps, but sparse in selector_steps.
     """
     run.telemetry.enter("eval")
     teacher = run.teacher
-    total = torch.zeros(2, device=run.device, dtype=torch.float64)  # loss, tokens
+    total = torch.zeros(2, device=run.device, dtype=torch.float64)  # sum of losses, labels
     by_position = torch.zeros((), device=run.device, dtype=torch.float64)
     fetch = partial(run.data.validation.batches, run.ranks.rank)
     stop_reason, batches, _ = fetch_on_all_ranks(run, fetch)
@@ -291,21 +292,20 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
         run.engine.module.set_dense(False)
     try:
         for batch in batches:
-            # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run
-            # has to save.
+            # DeepSpeed's launcher kills its ranks 30 seconds after a signal: leave time to save.
             stop_reason, _ = run.collectives.barrier(stop=run.shutdown.reason)
             if stop_reason is not None:
                 return None, []
             batch = batch.to(run.device)
             forward = partial(run.engine, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-            if teacher is not None:
-                more = teacher.arguments(batch) | {"divergence": True}
-                sums = teacher.by_position(forward(batch.input_ids, **more), batch)
+            if teacher is None:
+                loss, count = forward(batch.input_ids), (batch.labels != IGNORE_INDEX).sum()
+                total += torch.stack((loss.double() * count, count.double()))
+            else:
+                extra = teacher.arguments(batch) | {"divergence": True}
+                sums = teacher.by_position(forward(batch.input_ids, **extra), batch)  # [buckets, 5]
                 by_position = by_position + sums
-                total += sums.sum(0)[[0, -1]]
-                continue
-            loss, count = forward(batch.input_ids), (batch.labels != IGNORE_INDEX).sum()
-            total += torch.stack((loss.double() * count, count.double()))
+                total += sums.sum(0)[[0, -1]]  # columns of the loss and of the labels
     finally:
         run.engine.train()
     dist.all_reduce(total)
@@ -352,20 +352,21 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
 
 def _save(run: Run, required: bool = True) -> None:
     """Save unless this step is saved already; a failure is only logged unless `required`."""
-    if run.saved_step != run.state.step:
-        run.telemetry.enter("save")
-        start = time.monotonic()
-        try:
-            with run.throughput.paused():
-                folder = run.saver.save(run.state.step, asdict(run.state))
-            run.saved_step, seconds = run.state.step, time.monotonic() - start
-            pause = f"training paused for {seconds:.1f} s"
-            run.observers.on_message(f"step {run.state.step}: saved {folder}, {pause}")
-        except SaveFailed as error:
-            if required:
-                raise
-            run.observers.on_message(f"NOT SAVED: {error}")
-        run.telemetry.enter("idle")
+    if run.saved_step == run.state.step:
+        return
+    run.telemetry.enter("save")
+    start = time.monotonic()
+    try:
+        with run.throughput.paused():
+            folder = run.saver.save(run.state.step, asdict(run.state))
+        run.saved_step, seconds = run.state.step, time.monotonic() - start
+        pause = f"training paused for {seconds:.1f} s"
+        run.observers.on_message(f"step {run.state.step}: saved {folder}, {pause}")
+    except SaveFailed as error:
+        if required:
+            raise
+        run.observers.on_message(f"NOT SAVED: {error}")
+    run.telemetry.enter("idle")
 
 
 def _is_due(step: int, every: int, stop_step: int) -> bool:

@@ -62,8 +62,8 @@ class LossGuard:
 def skip_nonfinite_steps(optimizer: torch.optim.Optimizer) -> None:
     """Make a torch optimizer skip steps with NaN or inf gradients, as DeepSpeed's optimizers do.
 
-    Only in stage 0 with fp32 DeepSpeed uses the torch optimizer itself. That is for debugging, so
-    the wait for the device does not matter.
+    DeepSpeed uses the torch optimizer itself only in stage 0 with fp32, which is for debugging, so
+    waiting for the device does not matter.
     """
     step = optimizer.step
     optimizer.overflow = False  # type: ignore[attr-defined]  # the engine reads it after step()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import re
 import shutil
@@ -39,11 +38,14 @@ def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
         if problem is not None:
             raise ValueError(f"--run-dir {requested}: {problem}")
         return requested
-    folders = (Path("runs") / (f"{name}-{n}" if n > 1 else name) for n in itertools.count(1))
     if not resume:
-        return next(folder for folder in folders if not _holds_run(folder))
+        folder, number = Path("runs") / name, 1
+        while _holds_run(folder):
+            number += 1
+            folder = Path("runs") / f"{name}-{number}"
+        return folder
     numbered = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
-    runs = {
+    runs = {  # by number
         int(match[1] or 1): folder
         for folder in Path("runs").glob(f"{name}*")
         if (match := numbered.fullmatch(folder.name)) and _holds_run(folder)
@@ -95,20 +97,19 @@ def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
     path, damaged = newest_valid(run_dir / "checkpoints")
     notes = [f"skipped: {note}" for note in damaged]
     if path is None:
-        none = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
-        notes.append(f"--resume: {none}; starting at step 0")
-    else:
-        if notes:
-            notes.append(f"resuming from {path.name}")
-        if all((path / name).exists() for name in CONFIG_FILES):
-            return path, path, notes
-    return path, run_dir if (run_dir / CONFIG_FILES[0]).exists() else None, notes
+        why = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
+        notes.append(f"--resume: {why}; starting at step 0")
+    elif notes:
+        notes.append(f"resuming from {path.name}")
+    if path is not None and all((path / name).exists() for name in CONFIG_FILES):
+        return path, path, notes
+    return path, run_dir if (run_dir / "config.yaml").exists() else None, notes
 
 
 def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[str, Any]]) -> None:
     """Write config.yaml, ds_config.json and env.json.
 
-    `hosts` are in the order of the ranks, `kernel_check` has a row per operation of rank 0.
+    `hosts` has the host of each rank; `kernel_check` has a row per operation, checked on rank 0.
     """
     from nsa.monitor.environment import write_env
 
@@ -131,7 +132,7 @@ class FolderLock:
     def __init__(self, run_dir: Path) -> None:
         """Create and lock the folder; raise ValueError if that fails or another run holds it."""
         self._run_dir = run_dir
-        self._created: list[Path] = []  # innermost first
+        self._created: list[Path] = []  # file and folders, innermost first
         self._file: TextIO | None = None
         with _refused_if_unusable(run_dir):
             try:
@@ -172,7 +173,7 @@ class FolderLock:
         """Remove the folders and the file that this lock created, and release the lock."""
         if self._run_dir in self._created:
             shutil.rmtree(self._run_dir, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another run uses a parent
+        with contextlib.suppress(OSError):  # another run may use a parent folder
             for path in self._created:
                 if path.name == LOCK:
                     path.unlink(missing_ok=True)

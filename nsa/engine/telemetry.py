@@ -30,7 +30,7 @@ from nsa.ops import fallback_counts
 
 
 class Telemetry:
-    """Writes heartbeats from its creation on, everything else at each step."""
+    """Writes heartbeats in the background, and the rest at each step."""
 
     def __init__(self, request: RunRequest, ranks: Ranks, state: TrainState) -> None:
         run_dir, rank, monitor = request.run_dir, ranks.rank, request.config.monitor
@@ -46,7 +46,7 @@ class Telemetry:
             tokens=state.tokens,
             skipped=state.skipped,
         )
-        self.enter = self.heartbeat.enter  # the next phase of the step
+        self.enter = self.heartbeat.enter  # call it at the start of each phase of a step
         self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every)
         self.profiler = StepProfiler(run_dir, rank, request.profile_steps)
 
@@ -64,7 +64,7 @@ class Telemetry:
         self.heartbeat.enter("idle")
 
     def history(self) -> RankHistory:
-        """Write this rank's pending lines, and return all that its files record."""
+        """Write this rank's pending lines, and return the content of its files."""
         if self.heartbeat.flush() and (self.csv_files is None or self.csv_files.flush()):
             return read_rank(self._run_dir, self._rank)
         return RankHistory(self._rank, problem="the disk did not take the newest lines")

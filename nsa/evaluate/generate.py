@@ -93,7 +93,7 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
         file = tokenizer_folder(tokenizer.name) / "chat_template.jinja"
         if not file.is_file():
             file = file.with_name("tokenizer_config.json")
-        raise ValueError(f"{file}: {error}; leave --chat out, or change it") from None
+        raise ValueError(f"{file}: {error}; leave --chat out, or change the template") from None
     with name_in_errors(f"data.tokenizer = {tokenizer.name!r}"):
         return np.array(pretrained(chat, add_special_tokens=False).input_ids, dtype=np.int64)
 
@@ -117,7 +117,7 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
 def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:
     """Print one text while it is generated; several texts at the end, below their titles.
 
-    Titles are formatted as by `head`. Each step holds a token per text, -1 after a text's end.
+    Titles look like those of `head`. Each step holds a token per text, -1 after a text's end.
     """
 
     def write(text: str, end: str = "\n") -> None:
@@ -141,13 +141,13 @@ def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tok
 def decode_stream(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text that each token completes, and an incomplete character at the end.
 
-    Some tokenizers drop the first space of what they decode. So pending tokens are decoded after
-    those of the previous piece, whose text is then cut off.
+    Some tokenizers drop the first space of the text that they decode. So pending tokens are decoded
+    together with the previous piece, and the text of the previous piece is cut off.
     """
     previous: list[int] = []  # tokens of the previous piece
     pending: list[int] = []  # tokens whose last character may be incomplete
     text = ""  # of the pending tokens
-    yielded = 0  # characters of `text`
+    yielded = 0  # characters of `text` that were yielded
 
     def decode(tokens: list[int]) -> str:
         return tokenizer.decode(tokens).decode("utf-8", errors="replace")

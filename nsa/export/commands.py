@@ -43,11 +43,11 @@ def add_import_parser(verbs: Any) -> None:
     about = "convert an export, a Llama or a dense run into a folder that training can start from"
     parser = verbs.add_parser("import", help=about, description=about)
     add = parser.add_argument
-    about = "an export, a folder of transformers' save_pretrained (model_type nsa or llama), a run "
-    about += "or a checkpoint"
+    about = "a run, a checkpoint, an export, or another folder of transformers' save_pretrained "
+    about += "with a Llama, Mistral, Qwen2, Qwen3 or SmolLM3"
     add("source", type=user_path, metavar="dir", help=about)
     add("--to", type=user_path, required=True, metavar="RUN", help="a new folder")
-    about = "kind of attention (default: nsa for a Llama, else unchanged)"
+    about = "kind of attention (default: nsa for a Llama-like model, else unchanged)"
     add("--attention", choices=("nsa", "dense"), help=about)
     about = "tokenizer of a folder without one: byte, or hf:<name or folder>"
     add("--tokenizer", metavar="NAME", help=about)

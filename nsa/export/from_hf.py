@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint reader for `nsa import`: nsa models, Llama-like ones, and runs.
+"""Hugging Face checkpoint reader for `nsa import`: nsa models, Llama-like models, and runs.
 
 DIR/config.json, model.safetensors  ->  RunConfig, weights under this package's names, tokenizer
 """
@@ -24,7 +24,7 @@ from nsa.untrusted import check_links, read_object, short_repr
 
 CONFIG = "config.json"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # each is enough for a tokenizer
+VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # a tokenizer has one of them
 LLAMA_NAMES = {
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
@@ -66,7 +66,7 @@ class SourceModel:
 
     @property
     def is_llama(self) -> bool:
-        """Whether it is of one of LLAMAS."""
+        """Whether the model type is one of LLAMAS."""
         return self.hf_config is not None and self.hf_config["model_type"] != "nsa"
 
     def read_weights(self) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class SourceModel:
 
 
 def read_model(folder: Path) -> SourceModel:
-    """Read a transformers folder of nsa or of one of LLAMAS, or what `load_run` accepts."""
+    """Read a transformers folder (nsa or LLAMAS) or a path for `load_run`, without the weights."""
     path = folder / CONFIG
     if not folder.exists():
         fix = "name a folder of transformers' save_pretrained, a run, a checkpoint or an export"
@@ -108,10 +108,9 @@ def read_model(folder: Path) -> SourceModel:
             "transformers would read another file instead; remove this key"
         )
     if model_type not in ("nsa", *LLAMAS):
+        reason = f"has {UNSUPPORTED[model_type]}; " if model_type in UNSUPPORTED else ""
         raise ValueError(
-            f"{path}: model_type = {model_type!r}: "
-            + (f"has {UNSUPPORTED[model_type]}; " if model_type in UNSUPPORTED else "")
-            + f"must be one of nsa, {', '.join(LLAMAS)}"
+            f"{path}: model_type = {model_type!r}: {reason}must be one of nsa, {', '.join(LLAMAS)}"
         )
     try:
         model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder, tree)
@@ -120,7 +119,7 @@ def read_model(folder: Path) -> SourceModel:
     except Exception as error:  # a value of the wrong type
         raise _bad_config(path, model_type, error) from error
     if model.hf_config is not None:
-        model.config.data.tokenizer = f"hf:{folder}"  # even if the folder has no tokenizer
+        model.config.data.tokenizer = f"hf:{folder}"  # `nsa import` checks that it has a tokenizer
     return model
 
 
@@ -188,7 +187,7 @@ def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
 def rope_settings(llama: Any) -> dict[str, Any]:
     """Return ModelConfig's settings of RoPE."""
     rope = {name: value for name, value in llama.rope_parameters.items() if value is not None}
-    rope.pop("partial_rotary_factor", None)  # 1
+    rope.pop("partial_rotary_factor", None)  # 1: the only supported value
     rope_type, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta")
     extension = {name: float(value) for name, value in rope.items()} or None
     return {"rope_theta": theta, "rope_type": rope_type, "rope_extension": extension}
@@ -205,15 +204,15 @@ def _context_length(llama: Any) -> int:
 def _check_supported(folder: Path, llama: Any, context_length: int) -> None:
     """Raise a ValueError that names the first setting that this model does not support."""
     rope = {"rope_type": "default", **llama.rope_parameters}
-    usual = min(RunConfig().data.seq_len, llama.max_position_embeddings)
-    window = context_length if context_length < usual else None  # a longer one is never reached
+    seq_len = min(RunConfig().data.seq_len, llama.max_position_embeddings)  # of training
+    window = context_length if context_length < seq_len else None  # a longer one masks nothing
     rope_types = f"one of {', '.join(ROPE_TYPES)}; import a checkpoint from before the extension"
     for name, value, supported, shown in (
         ("quantization_config", getattr(llama, "quantization_config", None), (None,), "None"),
         ("attention_bias", getattr(llama, "attention_bias", False), (False,), "False"),
         ("mlp_bias", getattr(llama, "mlp_bias", False), (False,), "False"),
         ("hidden_act", llama.hidden_act, ("silu",), "'silu'"),
-        ("sliding_window", window, (None,), f"None, or {usual} and more"),
+        ("sliding_window", window, (None,), f"None, or {seq_len} and more"),
         ("attention_dropout", getattr(llama, "attention_dropout", 0.0), (0.0,), "0"),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,), "1"),
         ("rope_type", rope["rope_type"], tuple(ROPE_TYPES), rope_types),
@@ -226,7 +225,7 @@ def _check_supported(folder: Path, llama: Any, context_length: int) -> None:
 
 def _no_rope_every(folder: Path, llama: Any) -> int:
     """Return n if the layers n, 2n, … have no RoPE, 0 if all have it."""
-    rotates = getattr(llama, "no_rope_layers", None) or []  # 1: the layer has RoPE
+    rotates = getattr(llama, "no_rope_layers", None) or []  # despite its name, 1: RoPE, 0: none
     if all(rotates):
         return 0
     every = rotates.index(0) + 1
@@ -239,19 +238,19 @@ def _no_rope_every(folder: Path, llama: Any) -> int:
 
 
 def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -> dict[str, Tensor]:
-    """Rename a Llama's weights; their layouts (heads, RoPE pairs) are this model's."""
-    head = weights.pop(HEAD) if tied and HEAD in weights else None
-    if head is not None:  # perhaps the only one: safetensors' save_model stores shared weights once
-        weights.setdefault(EMBEDDING, head)
+    """Rename a Llama's weights; their layouts (heads, RoPE pairs) need no change."""
+    if tied and HEAD in weights:
+        head = weights.pop(HEAD)
+        # safetensors' save_model stores a shared weight once, perhaps as the head.
+        if not head.equal(weights.setdefault(EMBEDDING, head)):
+            raise ValueError(
+                f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from the "
+                f"embedding; set it to false in {CONFIG}"
+            )
     if EMBEDDING not in weights:
         raise ValueError(
             f"{folder}: has no weight model.{EMBEDDING}; save the model with transformers' "
             "save_pretrained"
-        )
-    if head is not None and not head.equal(weights[EMBEDDING]):
-        raise ValueError(
-            f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from the "
-            f"embedding; set it to false in {CONFIG}"
         )
     renamed = {}
     for name, weight in weights.items():

@@ -34,11 +34,11 @@ def import_run(args: argparse.Namespace) -> int:
             )
         config = _new_config(args, source, new_kind)
         weights = source.read_weights()
-        if old.kind != new_kind:
-            weights = (
-                add_index(weights, config.model) if new_kind == "nsa" else without_index(weights)
-            )
-        model = model_with(weights, config, args.source)  # also refuses their dtypes
+        if (old.kind, new_kind) == ("dense", "nsa"):
+            weights = add_index(weights, config.model)
+        elif (old.kind, new_kind) == ("nsa", "dense"):
+            weights = without_index(weights)
+        model = model_with(weights, config, args.source)  # checks names, shapes and dtypes
         for name, weight in weights.items():
             if not weight.isfinite().all():
                 raise ValueError(
@@ -62,9 +62,9 @@ def import_run(args: argparse.Namespace) -> int:
 
 
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
-    """Return the source's config, overridden by --config and --set; it starts from --to."""
+    """Return the source's config, overridden by --config and --set; training starts from --to."""
     folder, base = args.to.absolute(), deepcopy(source.config)
-    if base.train.start_from is None:
+    if base.train.start_from is None:  # else the source's schedule is short already
         _continue_training(base)
     if source.has_tokenizer and base.data.tokenizer != "byte":
         base.data.tokenizer = f"hf:{folder}"
@@ -75,17 +75,16 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
     base.train.start_from = str(folder)
     config = resolve_config(base, args.config, args.set)
     _check_tokenizer(args, source, config)
-    other = config.model.attention.kind
-    if other != kind:
+    old, new = source.config.model.attention, config.model.attention
+    if new.kind != kind:
         raise ValueError(
-            f"model.attention.kind = {other!r}: only --attention sets the kind, here {kind!r}; "
-            f"give --attention {other}, or omit the setting"
+            f"model.attention.kind = {new.kind!r}: only --attention sets the kind, here {kind!r}; "
+            f"give --attention {new.kind}, or omit the setting"
         )
-    attention, before = config.model.attention, source.config.model.attention.kind
-    if before == "dense" and attention.kind == "nsa" and not attention.has_index:
+    if old.kind == "dense" and new.kind == "nsa" and not new.has_index:
         raise ValueError(
-            f"model.attention.branches = {attention.branches!r}: a dense model has one set of keys "
-            "and values; set branches=sel, or omit the setting"
+            f"model.attention.branches = {new.branches!r}: a dense model has one set of keys and "
+            "values; set branches=sel, or omit the setting"
         )
     return config
 
@@ -93,8 +92,8 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
 def _converted(attention: AttentionConfig, kind: str) -> AttentionConfig:
     """Return the settings of dense attention, or of attention with an index.
 
-    An index keeps the block sizes of a run that set its own; the others get those of IMPORTED
-    (figures: docs/benchmarks/real-weights.md).
+    Attention with an index gets the block sizes of IMPORTED (figures:
+    docs/benchmarks/real-weights.md), unless the source has other sizes than the default.
     """
     if kind == "dense":
         return replace(attention, kind=kind, selector_loss=0.0)
@@ -123,7 +122,7 @@ def _continue_training(config: RunConfig) -> None:
 
 
 def _check_tokenizer(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> None:
-    """Refuse a missing tokenizer, and the byte tokenizer for fewer ids than it has."""
+    """Refuse a missing tokenizer, and one with ids beyond the model's vocabulary."""
     if source.hf_config is None:
         return
     file = args.source / "tokenizer.json"
