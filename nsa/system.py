@@ -1,4 +1,4 @@
-"""This machine's programs, files, memory, ports and processes; calls with a time limit; recipes."""
+"""System helpers: program output, paths, memory, network interface, processes, time limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import psutil  # late, as is PyYAML: benchmarks run where these are not installed
 
 T = TypeVar("T")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of the address that only this machine reaches
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine's address for itself
 _TIMEOUT_SECONDS = 10.0  # a stuck driver must not block the check
 
 
@@ -49,7 +49,7 @@ def resource_path(name: str) -> Path:
 def user_path(text: str | Path) -> Path:
     """Return the path with a leading ~ as the home folder: no shell expands it in --to=~/x.
 
-    Of a user that does not exist it stays, where `Path.expanduser` would raise a RuntimeError.
+    An unknown user's ~name is kept; `Path.expanduser` would raise a RuntimeError.
     """
     return Path(os.path.expanduser(text))
 
@@ -57,8 +57,10 @@ def user_path(text: str | Path) -> Path:
 def existing_or_resource(text: str) -> Path:
     """Return the path that a flag names; without a clone, `ds_configs/…` is the installed file."""
     path, installed = user_path(text), resource_path(text)
-    shipped = path.parts[:1] in (("recipes",), ("ds_configs",)) and installed.exists()
-    return installed if shipped and not path.exists() else path
+    is_resource = path.parts[:1] in (("recipes",), ("ds_configs",))
+    if is_resource and not path.exists() and installed.exists():
+        return installed
+    return path
 
 
 def available_memory() -> int:
@@ -73,7 +75,7 @@ def available_memory() -> int:
 
 
 def isolated_environment() -> dict[str, str]:
-    """Return the environment of a Python child that imports what this process does, no more.
+    """Return the environment for a Python child that imports only what this process can import.
 
     Without PYTHONSAFEPATH (Python 3.11) it would import modules from the current directory.
     """
@@ -86,7 +88,8 @@ def interface_towards(address: str) -> str | None:
     import psutil
 
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        discard = 9  # any port would do
+        family, _, _, _, target = socket.getaddrinfo(address, discard, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
             source = probe.getsockname()[0]

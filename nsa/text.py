@@ -1,4 +1,4 @@
-"""Text for terminals, messages and Markdown: tables, one line of an error."""
+"""Text for terminals, messages and Markdown: escapes, tables, errors in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udff
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace control characters, which a terminal obeys, by escapes, except those in `keep`."""
+    """Escape control characters, which a terminal would obey, except those in `keep`."""
     return CONTROLS.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
@@ -28,7 +28,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type without one."""
+    """Return the first line of an error's message; without a message, the error's type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -38,9 +38,9 @@ def type_and_message(error: BaseException) -> str:
 
 
 def as_one_line(error: OSError) -> ValueError:
-    """Return an error of a file as one for the user, with a fix."""
-    name = "" if error.filename is None else f"{printable(str(error.filename))}: "
-    return ValueError(f"{name}{error.strerror or error}; check the disk, or use another file")
+    """Return the ValueError to show for an error of the file system, with a fix."""
+    prefix = "" if error.filename is None else f"{printable(str(error.filename))}: "
+    return ValueError(f"{prefix}{error.strerror or error}; check the disk, or use another file")
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -56,4 +56,5 @@ def plain(value: object) -> str:
     """
     text = printable(" ".join(str(value).split())).replace("|", "/")
     text = re.sub(r"[\\\[\]]", r"\\\g<0>", text).replace("<", "&lt;")
-    return re.sub(r"(?i)\b(www)\.", r"\1&#46;", text.replace("://", ":&#47;/"))  # no bare links
+    text = text.replace("://", ":&#47;/")  # Markdown would make a link of a bare address
+    return re.sub(r"(?i)\b(www)\.", r"\1&#46;", text)

@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+T = TypeVar("T")
 MAX_TEXT_BYTES = 2**28  # of a text file; this project's are far smaller
-MAX_RUN_FILE_BYTES = 2**25  # of a run's table or JSON file; a long run's are half as large
-MAX_YAML_CHARS = 2**18  # PyYAML is slow
+MAX_RUN_FILE_BYTES = 2**25  # of a run's table or JSON file; those of a long run are half as large
+MAX_YAML_CHARS = 2**18  # of a YAML document: PyYAML is slow
 OTHER_BASE = re.compile("[-+]?(0[0-9_xXbB]|.*:)")  # octal, hexadecimal, binary, base 60
 FORCE_DATA, FORCE_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 MAX_DEPTH = 100  # levels of nesting; this project's files have fewer than ten
@@ -73,9 +74,9 @@ def text_or_empty(path: str | Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise a ValueError for a link out of a folder whose files are copied into another.
+    """Raise a ValueError for a link out of `folder`: a copy of the folder would hold that file.
 
-    Links of a hub cache, from its snapshots to its blobs, are allowed, and links to weights.
+    Allowed are links to weights, and links from a hub cache's snapshots to its blobs.
     """
     real = os.path.realpath(folder)
     allowed = [real]
@@ -134,20 +135,20 @@ class _YAMLLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        return super().construct_yaml_int(_decimal(node, super().construct_yaml_int))
+        return _read_decimal(node, super().construct_yaml_int)
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        return super().construct_yaml_float(_decimal(node, super().construct_yaml_float))
+        return _read_decimal(node, super().construct_yaml_float)
 
 
 _YAMLLoader.add_constructor("tag:yaml.org,2002:int", _YAMLLoader.construct_yaml_int)
 _YAMLLoader.add_constructor("tag:yaml.org,2002:float", _YAMLLoader.construct_yaml_float)
 
 
-def _decimal(node: yaml.ScalarNode, read: Callable[[yaml.ScalarNode], float]) -> yaml.ScalarNode:
-    """Return a number's node; if it is not decimal, raise an error with what YAML 1.1 reads."""
+def _read_decimal(node: yaml.ScalarNode, read: Callable[[yaml.ScalarNode], T]) -> T:
+    """Read a number; if it is not decimal, raise an error with the value that YAML 1.1 gives it."""
     if OTHER_BASE.match(node.value) is None:
-        return node
+        return read(node)
     value = f"is {read(node)}" if len(node.value) < 20 else "is not decimal"
     problem = f"{short_repr(node.value)} {value} in YAML 1.1; write a decimal number, or quote text"
     raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -162,7 +163,7 @@ def parse_yaml(text: str) -> Any:
         check_depth(value)
     except RecursionError:
         raise ValueError("nested too deeply; write sections with keys") from None
-    # TypeError, LookupError, AttributeError: of PyYAML's constructors, for tags such as !!int
+    # PyYAML's constructors raise the last three for tags such as !!int.
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     return value

@@ -24,7 +24,7 @@ def at_least(low: int, section: str, config: object, *names: str) -> None:
 
 
 def at_most(high: int, section: str, config: object, *names: str) -> None:
-    """Require each named field of `config` to be `high` or less: a larger one would only hang."""
+    """Require each named field of `config` to be `high` or less: larger values would hang a run."""
     for name in names:
         value = getattr(config, name)
         if value > high:
@@ -74,17 +74,21 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        hints = [hinted for word in self.words if (hinted := self.hint(word)) != word]
-        super().error("; ".join([message, *hints]))
+        hints = [self.hint(word) for word in self.words]
+        super().error("; ".join([message, *(hint for hint in hints if hint not in self.words)]))
 
     def hint(self, word: str) -> str:
-        """Return the word, and the known one that it resembles."""
-        kinds = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        verbs = {name: verb for kind in kinds for name, verb in kind.choices.items()}
-        parsers = (self, *(verbs[name] for name in self.words if name in verbs))
-        flags = [flag for p in parsers for action in p._actions for flag in action.option_strings]
-        name, known = word.partition("=")[0], flags if word.startswith("-") else list(verbs)
-        if name in known or (self.allow_abbrev and any(other.startswith(name) for other in known)):
+        """Return `word`; if it is misspelt, with the flag or verb that it resembles."""
+        groups = [x for x in self._actions if isinstance(x, argparse._SubParsersAction)]
+        verbs = {name: parser for group in groups for name, parser in group.choices.items()}
+        name = word.partition("=")[0]
+        known = list(verbs)
+        if word.startswith("-"):
+            parsers = (self, *(verbs[verb] for verb in self.words if verb in verbs))
+            known = [flag for p in parsers for x in p._actions for flag in x.option_strings]
+        if name in known:
+            return word
+        if self.allow_abbrev and any(other.startswith(name) for other in known):
             return word
         close = get_close_matches(name, known, n=1, cutoff=0.7)
         return f"{word} (did you mean {close[0]}?)" if close else word

@@ -99,8 +99,8 @@ def _cuda() -> dict[str, Any] | None:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of NVIDIA's kernel module, much faster than nvidia-smi does."""
-    from nsa.untrusted import text_or_empty  # late, too
+    """Return the version of NVIDIA's kernel module; nvidia-smi would take much longer."""
+    from nsa.untrusted import text_or_empty  # late, as in cpu_model
 
     match = re.search(r"\b\d+\.\d+(\.\d+)*\b", text_or_empty(file))
     return match[0] if match else None
@@ -110,9 +110,9 @@ _ACCUMULATOR_DTYPES = ("grad_acc_dtype", "gradient_accumulation_dtype")  # of De
 
 
 def write_dtypes(path: Path, module: torch.nn.Module, optimizer: Any) -> None:
-    """Write tables of the dtypes of parameters and optimizer; `optimizer` may be DeepSpeed's.
+    """Write tables of the dtypes of parameters and of `optimizer`, torch's or DeepSpeed's.
 
-    A gradient has the dtype of its parameter; gradients are summed in the optimizer's.
+    A gradient has the dtype of its parameter. The optimizer accumulates gradients in its own dtype.
     """
     try:
         atomic_write_text(path, _modules(module) + "\n" + _optimizer_states(optimizer))
@@ -121,10 +121,10 @@ def write_dtypes(path: Path, module: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _modules(module: torch.nn.Module) -> str:
-    """Return a table with a row per module; equal rows of several layers are one, counted."""
+    """Return a table with a row per module; layers with equal rows share one, with their number."""
     counts = Counter[tuple[str, str, str]]()
     for name, part in module.named_modules():
-        if dtypes := _names(parameter.dtype for parameter in part.parameters(recurse=False)):
+        if dtypes := _dtype_names(x.dtype for x in part.parameters(recurse=False)):
             pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)  # blocks.*.mlp
             counts[pattern, type(part).__name__, dtypes] += 1
     rows: list[tuple[str, ...]] = [("module", "kind", "parameters")]
@@ -147,9 +147,9 @@ def _optimizer_states(optimizer: Any) -> str:
         for name, value in {"updated parameters": updated, **state}.items():
             if isinstance(value, torch.Tensor):
                 dtypes[name].append(value.dtype)
-    rows = [("optimizer state", "dtype"), *((name, _names(x)) for name, x in dtypes.items())]
+    rows = [("optimizer state", "dtype"), *((name, _dtype_names(x)) for name, x in dtypes.items())]
     return f"optimizer: {' > '.join(wrappers)}\n" + "\n".join(align(rows)) + "\n"
 
 
-def _names(dtypes: Iterable[torch.dtype]) -> str:
+def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     return "+".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))

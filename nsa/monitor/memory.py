@@ -19,8 +19,8 @@ _OOM_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", 
 class MemorySnapshots:
     """Writes `<run>/memory/rank<k>.jsonl` before and after the first and every `every`-th step.
 
-    Reads the allocator's counters on the host, never the device. `every` = 0 writes a snapshot only
-    when memory runs out.
+    It reads the allocator's counters on the host, and never waits for the device. With `every` = 0
+    it writes a snapshot only when memory runs out.
     """
 
     def __init__(self, folder: Path, rank: int, every: int) -> None:
@@ -40,7 +40,7 @@ class MemorySnapshots:
             self._writer.submit(lambda: append(self._path, line))
 
     def out_of_memory(self, error: BaseException) -> str | None:
-        """Write a snapshot and return advice if `error` means that memory ran out; else None."""
+        """If `error` means that memory ran out, write a snapshot and return advice."""
         if not is_out_of_memory(error):
             return None
         try:
@@ -60,7 +60,7 @@ class MemorySnapshots:
         )
 
     def close(self) -> None:
-        """Write what is queued."""
+        """Write the queued snapshots."""
         if self._writer is not None:
             self._writer.close()
 
@@ -82,7 +82,7 @@ class MemorySnapshots:
 
 
 def initialized_cuda() -> Any | None:
-    """Return `torch.cuda` if this process uses it; imports nothing."""
+    """Return `torch.cuda` if this process uses it; do not import torch."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return cuda if cuda is not None and cuda.is_initialized() else None
 

@@ -57,8 +57,8 @@ def _launch(command: Sequence[str], restarts: int) -> int:
     """
     adopt_orphans()
     signals = SignalState()
-    last_steps: list[int | None] = []  # of each attempt
-    resume: list[str] = []  # arguments of a restart
+    last_steps: list[int | None] = []  # of each attempt; None: no heartbeat
+    resume: list[str] = []  # arguments that a restart adds to `command`
     while True:
         launcher = subprocess.Popen(
             [*command, *resume], stdin=subprocess.DEVNULL, start_new_session=True
@@ -69,8 +69,8 @@ def _launch(command: Sequence[str], restarts: int) -> int:
             return code
         step = max((int(beat["step"]) for beat in attempt.beats.values()), default=None)
         last_steps.append(step)
-        if gave_up := _reason_to_give_up(last_steps, restarts):
-            log(f"exit code {code}, not restarting: {gave_up}")
+        if reason := _reason_to_give_up(last_steps, restarts):
+            log(f"exit code {code}, not restarting: {reason}")
             return code
         if attempt.detector is not None:  # there were heartbeats
             folder = attempt.detector.folder
@@ -87,7 +87,7 @@ def _launch(command: Sequence[str], restarts: int) -> int:
 
 
 def _reason_to_give_up(last_steps: Sequence[int | None], restarts: int) -> str | None:
-    """Return why not to restart after attempts that ended at `last_steps`, or None."""
+    """Return the reason against another restart, or None; attempts ended at `last_steps`."""
     step = last_steps[-1]
     if len(last_steps) > 1 and step == last_steps[-2]:
         where = "before the first heartbeat" if step is None else f"after step {step}"
