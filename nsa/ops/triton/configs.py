@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class Config(NamedTuple):
-    """A tile: rows are queries times heads of a group, keys the keys of one step of a loop."""
+    """A kernel's tile sizes and compile options."""
 
-    rows: int
-    keys: int
+    rows: int  # queries times query heads per KV head
+    keys: int  # of one step of the kernel's loop
     warps: int
     stages: int
-    maxnreg: int | None = None  # most registers of a thread, so that more blocks run at a time
+    maxnreg: int | None = None  # registers per thread, at most: more programs run at a time
 
     def options(self) -> dict[str, int]:
         """Triton's compile options."""
@@ -31,37 +31,40 @@ class Config(NamedTuple):
         return "/".join(str(number) for number in self if number is not None)
 
 
+Key = tuple[str, tuple[int, int], torch.dtype, str]  # operation, padded head sizes, dtype, chip
+
+
 class Tile(Config):
-    """The config that a launch takes, and what it was chosen for."""
+    """A config, and the key for which it was chosen."""
 
     key: Key | None = None
 
 
-Key = tuple[str, tuple[int, int], torch.dtype, str]  # operation, padded head sizes, dtype, chip
 MAX_CANDIDATES = 4
 _too_large: dict[Key, set[Config]] = {}  # candidates that could not launch in this process
 
 
 def choose_config(operation: str, sizes: tuple[int, int], like: Tensor) -> Config:
-    """The tile sizes of an operation at these key and value sizes (each a power of two).
+    """Return an operation's tile sizes for these key and value sizes (each a power of two).
 
-    `like` has the dtype and is on the device. `operation` is a branch and a kernel: `window_keys`.
+    `like` gives dtype and device. `operation` names a branch and a kernel: `window_keys`.
     """
     return _first_that_runs((operation, sizes, like.dtype, chip_of(like.device)))
 
 
 @lru_cache(maxsize=1024)
 def _first_that_runs(key: Key) -> Config:
-    tile = Tile(*next(c for c in candidates(*key) if c not in _too_large.get(key, ())))
+    excluded = _too_large.get(key, ())
+    tile = Tile(*next(config for config in candidates(*key) if config not in excluded))
     tile.key = key
     return tile
 
 
 def exclude(tile: Config, kernel: str, reason: str) -> bool:
-    """Take the operation's next candidate from now on, because this one cannot launch here.
+    """From now on take the operation's next candidate, because this tile cannot launch here.
 
-    Return False if it is of no operation's table. Raise a ValueError if it is the last candidate,
-    which stays, so that a later call says the same.
+    Return False if `choose_config` did not choose the tile. Raise a ValueError if the tile is the
+    last candidate. It remains one, so that a later call raises the same error.
     """
     key = tile.key if isinstance(tile, Tile) else None
     if key is None:
@@ -82,12 +85,11 @@ def exclude(tile: Config, kernel: str, reason: str) -> bool:
 
 
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
-# `forward`, `queries` and `keys` are shared by several branches; a row `window_forward` would
-# override `forward` for the window. `gathered` is the selected branch with small tiles, for long
-# sequences (selected.py), `gathered_decode` decoding. 192 is for keys of up to 256 with values
-# of up to 128, as in the paper.
-# In `select` rows are queries and keys are selection blocks; `select_summed` ranks them by several
-# keys of an index each.
+# Several branches share `forward`, `queries` and `keys`; an entry `window_forward` would override
+# `forward` for the window. `gathered` is the selected branch on long sequences, with small tiles
+# (selected.py), and `gathered_decode` is decoding. The size 192 is for keys of up to 256 with
+# values of up to 128, as in the paper. In `select`, rows are queries and keys are selection blocks;
+# `select_summed` ranks each selection block by several keys of an index.
 _HALF_PRECISION: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
@@ -144,9 +146,9 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
 
 _HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
-# A chip's own candidates, which precede the general ones, by operation or kind of kernel, and head
-# size: for sm_90 measured (docs/benchmarks/gpu.md), for sm_80 counted (traffic.md). `small` is for
-# other chips, with 64 to 100 KB of shared memory for a block.
+# A chip's own candidates, tried before the general ones: by operation or kind of kernel, and head
+# size. Those of sm_90 are measured (docs/benchmarks/gpu.md), those of sm_80 estimated from counts
+# (traffic.md). `small` is for other chips, with 64 to 100 KB of shared memory for a program.
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
         ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],
@@ -196,9 +198,9 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
         ("select", 128): [(32, 64, 4, 2), (32, 32, 4, 2)],
     },
 }
-CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")  # compiled for in tests
+CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")  # tests compile for them
 LARGE = ("sm_100", "sm_103", "sm_110")  # as much shared memory as sm_90
-AMD = {"gfx942": "gfx942", "gfx950": "gfx942"}  # AMD's chips, and whose tiles they take
+AMD = {"gfx942": "gfx942", "gfx950": "gfx942"}  # AMD's chips -> the chip whose tiles they take
 
 
 def candidates(
@@ -206,13 +208,19 @@ def candidates(
 ) -> list[Config]:
     """Return at most four tile sizes, the likeliest for this chip first."""
     branch, _, kernel = operation.partition("_")
-    row = chip if chip in _BY_CHIP else "sm_90" if chip in LARGE else "small"
-    table, by_chip = (_FLOAT32, {}) if dtype.itemsize > 2 else (_HALF_PRECISION, _BY_CHIP[row])
+    similar_chip = chip
+    if chip not in _BY_CHIP:
+        similar_chip = "sm_90" if chip in LARGE else "small"
+    table, by_chip = _HALF_PRECISION, _BY_CHIP[similar_chip]
+    if dtype.itemsize > 2:
+        table, by_chip = _FLOAT32, {}
     kind = next(name for name in (operation, branch, kernel) if name in table)
-    size = 192 if max(sizes) > 128 >= sizes[1] > 0 else max(sizes)
+    key_size, value_size = sizes
+    large_keys_small_values = key_size > 128 >= value_size > 0
+    size = 192 if large_keys_small_values else max(sizes)
     size = min(limit for limit in table[kind] if limit >= size)
     own = by_chip.get((operation, size)) or by_chip.get((kind, size), [])
-    if chip != row:  # limits of registers are measured on one chip
+    if chip != similar_chip:  # a limit on registers is measured on one chip
         own = [numbers[:4] for numbers in own]
     general = table[kind][size]
     if chip in AMD:  # two stages; a thread may hold 512 registers with four warps, 256 with eight
@@ -222,7 +230,7 @@ def candidates(
 
 @lru_cache
 def chip_of(device: torch.device) -> str:
-    """This device's chip, as the tables name it; without a GPU sm_80."""
+    """Return this device's chip as the tables name it; sm_80 without a GPU."""
     if device.type != "cuda":
         return "sm_80"
     major, minor = torch.cuda.get_device_capability(device)
@@ -231,7 +239,7 @@ def chip_of(device: torch.device) -> str:
 
 
 def amd_chip(device: torch.device) -> str | None:
-    """AMD's name of a GPU's chip, gfx942; None on NVIDIA's, and without a GPU.
+    """Return the chip of an AMD GPU, such as gfx942; None on other devices.
 
     A ROCm build of torch calls its devices `cuda`, and gives gfx942 the compute capability 9.4.
     """
@@ -241,5 +249,5 @@ def amd_chip(device: torch.device) -> str | None:
 
 
 def warp_size(device: torch.device) -> int:
-    """Threads of a warp on this device."""
+    """Return the number of threads of a warp on this device."""
     return 64 if chip_of(device) in AMD else 32

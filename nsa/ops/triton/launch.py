@@ -1,4 +1,4 @@
-"""Kernel launches: Triton's own, without its look-up of a compiled kernel."""
+"""Kernel launches through a cache of compiled kernels that is faster than Triton's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nsa.ops.custom_op import TileTooLarge
 from nsa.ops.triton.configs import Config, exclude
 
 _compiled: dict[tuple[Any, ...], Any] = {}
-SCALARS = {int, float, bool, type(None)}  # `isinstance(x, Tensor)` takes several times as long
 MAX_COMPILED = 4096  # entries; keys contain integers that differ from batch to batch
+SCALARS = {int, float, bool, type(None)}  # `isinstance(x, Tensor)` takes several times as long
 
 
 def launch(kernel: Any, grid: Sequence[int], config: Config, /, **arguments: Any) -> None:
@@ -23,8 +23,8 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, /, **arguments: Any
 
     An empty grid is skipped.
     """
-    getter, runtime = _signature(kernel.fn)
-    values = getter(arguments)
+    get_values, runtime = _signature(kernel.fn)
+    values = get_values(arguments)
     assert len(values) == len(arguments), f"{kernel.fn.__name__} does not take all of {arguments}"
     if 0 in grid:
         return
@@ -38,7 +38,7 @@ def launch(kernel: Any, grid: Sequence[int], config: Config, /, **arguments: Any
 
 @cache
 def _signature(function: Any) -> tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int]:
-    """Return a getter of a kernel's values in order, and how many of them are not constants."""
+    """Return a function that orders a kernel's arguments, and how many are not constants."""
     names = list(signature(function).parameters)
     constants = ["constexpr" in str(function.__annotations__.get(name)) for name in names]
     assert constants == sorted(constants), f"{function.__name__}: constants must come last"
@@ -46,15 +46,18 @@ def _signature(function: Any) -> tuple[Callable[[dict[str, Any]], tuple[Any, ...
 
 
 def _run(kernel: Any, grid: Sequence[int], values: tuple, runtime: int, config: Config) -> None:
-    """Run the binary cached for these values; on a miss, Triton finds or compiles it.
+    """Run the compiled kernel that is cached for these values; on a miss, let Triton get it.
 
     Triton's own look-up takes 10 us, more than the rest of a launch. The key here is finer than
     Triton's, which only distinguishes integers that are 1, a multiple of 16, or neither.
     """
-    traits = [
-        x if type(x) in SCALARS else (x.dtype, 0) if x.data_ptr() % 16 else x.dtype
-        for x in values[:runtime]
-    ]
+    traits: list[Any] = []
+    for x in values[:runtime]:
+        if type(x) in SCALARS:
+            traits.append(x)
+        else:
+            aligned = x.data_ptr() % 16 == 0
+            traits.append(x.dtype if aligned else (x.dtype, "unaligned"))
     if torch.version.hip:  # AMD's compiler takes 32-bit offsets into tensors of less than 2 GB
         tensors = (x for x in values[:runtime] if type(x) not in SCALARS)
         traits += [x.untyped_storage().nbytes() < 2**31 for x in tensors]
@@ -87,10 +90,10 @@ def _compile_and_run(kernel: Any, grid: Sequence[int], values: tuple, config: Co
 
 
 def _cause(error: BaseException) -> str:
-    """The line that says why the GPU or the compiler refused a kernel.
+    """Return the line that says why the GPU or the compiler refused a kernel.
 
-    An error inside a function that a kernel calls comes wrapped in another, without a message: only
-    source code and a caret. ptxas' own line follows one that every error of ptxas has.
+    Triton wraps an error in a function that a kernel calls: the outer error has no message, only
+    source code and a caret. An error of ptxas begins with lines that do not name the reason.
     """
     while getattr(error, "error_message", "") is None and error.__cause__ is not None:
         error = error.__cause__
@@ -99,7 +102,9 @@ def _cause(error: BaseException) -> str:
     lines = [x for x in lines if x.startswith("ptxas") and "ptxas info" not in x] or lines
     if not lines:
         return type(error).__name__
-    return lines[-1 if message is None else 0]  # without a message: the line above the caret
+    if message is None:
+        return lines[-1]  # of the source code, above the caret
+    return lines[0]
 
 
 def cdiv(total: int, size: int) -> int:
@@ -108,11 +113,11 @@ def cdiv(total: int, size: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """`triton.next_power_of_2`, written here for the same reason."""
+    """`triton.next_power_of_2`, which is as slow to call from the host."""
     return 1 << (n - 1).bit_length()
 
 
 @lru_cache(maxsize=256)
 def padded_size(size: int) -> int:
-    """A head size as a matrix product takes it: a power of two, 16 or more."""
+    """Return the padded head size that a matrix product takes: a power of two, 16 or more."""
     return max(16, next_power_of_2(size))
