@@ -56,11 +56,11 @@ def user_path(text: str | Path) -> Path:
 
 def existing_or_resource(text: str) -> Path:
     """Return the path that a flag names; without a clone, `ds_configs/…` is the installed file."""
-    path, installed = user_path(text), resource_path(text)
-    is_resource = path.parts[:1] in (("recipes",), ("ds_configs",))
-    if is_resource and not path.exists() and installed.exists():
-        return installed
-    return path
+    path = user_path(text)
+    if path.exists() or path.parts[:1] not in (("recipes",), ("ds_configs",)):
+        return path
+    installed = resource_path(text)
+    return installed if installed.exists() else path
 
 
 def available_memory() -> int:
@@ -88,10 +88,9 @@ def interface_towards(address: str) -> str | None:
     import psutil
 
     try:
-        discard = 9  # any port would do
-        family, _, _, _, target = socket.getaddrinfo(address, discard, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
+            probe.connect(target)  # sends nothing, so any port will do
             source = probe.getsockname()[0]
     except OSError:
         return None

@@ -35,15 +35,15 @@ MAX_DEPTH = 100  # levels of nesting; this project's files have fewer than ten
 
 def open_regular(path: Path) -> FileIO:
     """Open a regular file, unbuffered; raise OSError for a pipe or a device, which could block."""
-    file = open(path, "rb", 0, opener=_open_without_waiting)  # noqa: SIM115 (returned)
+
+    def open_without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # changes nothing for regular files
+
+    file = open(path, "rb", 0, opener=open_without_waiting)  # noqa: SIM115 (returned)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     return file
-
-
-def _open_without_waiting(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NONBLOCK)  # without effect on regular files
 
 
 def open_limited(path: Path, limit: int) -> FileIO:

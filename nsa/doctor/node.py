@@ -129,10 +129,7 @@ def compiler_check(compiler: str | None, python_h: Path, gpus: int) -> Check:
 
 
 def shm_check(free: int | None, gpus: int, peer_access: bool) -> Check:
-    """Check /dev/shm, which carries the data of GPUs without peer access.
-
-    `free` is its free bytes; None: it does not exist.
-    """
+    """Check /dev/shm, which GPUs without peer access use; `free`: bytes, None: it is missing."""
     fix = "docker run --shm-size=8g (or --ipc=host); else mount -o remount,size=8G /dev/shm"
     needed = gpus > 1 and not peer_access
     if free is None:

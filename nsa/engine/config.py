@@ -99,10 +99,7 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the rate of step `step`, counted from 0: linear warmup, then cosine, never 0.
-
-    The schedule begins after `selector_steps`.
-    """
+    """Return the rate of step `step`, from 0: after selector_steps linear warmup, then cosine."""
     if step < train.selector_steps:
         return train.selector_rate
     step, steps = step - train.selector_steps, train.steps - train.selector_steps
@@ -185,7 +182,7 @@ class RunConfig:
         return replace(self, train=replace(train, dense_steps=dense_steps))
 
     def selects_all_note(self) -> str | None:
-        """Return a warning if sequences are so short that no block is left out."""
+        """Return a warning if sequences are so short that every block is selected."""
         attention, seq_len = self.model.attention, self.data.seq_len
         if attention.kind != "nsa" or "sel" not in attention.branch_names:
             return None
@@ -260,9 +257,7 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
     for change, source in changes:
         _merge(tree, change, source, given)
     if "train.accumulation" not in given:
-        train["accumulation"] = _accumulation(
-            old["micro_batch"], train["micro_batch"], train["accumulation"]
-        )
+        train["accumulation"] = _accumulation(old["micro_batch"], train)
     if "train.warmup_steps" not in given:
         train["warmup_steps"] = scaled_warmup(old["warmup_steps"], old["steps"], train["steps"])
     if given & {"model.attention.kind", "model.attention.branches"}:
@@ -297,11 +292,12 @@ def scaled_warmup(warmup: int, before: int, steps: Any) -> int:
     return max(1, round(warmup * steps / before))
 
 
-def _accumulation(before: Any, after: Any, accumulation: Any) -> Any:
-    """Return the accumulation that keeps a step's tokens as micro_batch becomes or was `auto`.
+def _accumulation(before: Any, train: dict[str, Any]) -> Any:
+    """Return the accumulation that keeps a step's tokens if micro_batch, `before`, was changed.
 
-    Types are checked later: return `accumulation` unchanged if a value has a wrong one.
+    The types are checked later: return it unchanged if a value has a wrong type.
     """
+    after, accumulation = train["micro_batch"], train["accumulation"]
     if type(accumulation) is not int:
         return accumulation
     if after == AUTO and isinstance(before, int):
