@@ -1,16 +1,16 @@
 """Attention over a band of keys (window, compressed branch, or both), and NSA's op of all branches.
 
-A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. For the
-compressed branch LEN and STRIDE are a block's and WINDOW is 0, none; for the window branch LEN and
-STRIDE are 1. A launch computes one branch, or both from one tile of queries; the arguments of a
-missing branch are None. common.py defines the layout of rows.
+A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. In the
+compressed branch LEN and STRIDE are those of a block, and WINDOW is 0, which means none. In the
+window branch LEN and STRIDE are 1. A launch computes one branch, or both from one tile of queries;
+the arguments of a missing branch are None. common.py defines the layout of rows.
 
-`triton_gated` is the three branches and their gates. One forward kernel computes the compressed
-branch and the window; the selected branch's kernel also adds up the gated branches. Backward, no
-gradient g · do of a branch is stored. With a branch's softmax p, gate g and row sums delta = Σ do ·
-o, which are also the gate's gradient, its scores get the gradient (g·p) · (dp - delta) and its
-values (g·p) · do. Since g·p = exp(s - (lse - ln g)), the same kernels as without gates compute
-this, given lse - ln g instead of lse.
+`triton_gated` computes the three branches and their gated sum. One forward kernel computes the
+compressed branch and the window; the selected branch's kernel also adds up the gated branches. The
+gradient g · do of a branch's output is never stored. Let g be the branch's gate, p its softmax, s
+its scores, dp = do · vᵀ, and delta = Σ do · o of each row, which is also the gate's gradient. Then
+ds = (g·p) · (dp - delta) and dv = (g·p)ᵀ · do. Since g·p = exp(s - (lse - ln g)), the kernels
+without gates compute both if they get lse - ln g instead of lse.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from nsa.ops.triton.selected import selected_forward, selected_gradients
 
 @triton.jit
 def _row_tile(cu, documents, seq_len, C: tl.constexpr):
-    """A program's tile of rows, those with the most keys first.
+    """Find a program's tile of rows. Return:
 
-    Returns its document, the document's first position over all batches and its length; the tile's
-    first row in the document; the first row in memory of that row's query; and for each row: its
-    offset from there, its position, and whether it exists.
+    - the tile's document, the document's first token over all batches, and the document's length;
+    - the tile's first row in the document, and where that row's query begins in memory;
+    - for each row: its offset from there, its position, and whether it exists.
     """
     head = tl.program_id(1)
-    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    i = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows, which see most keys, first
     document, tile, start, length = document_tile(cu, documents, i, seq_len, C.GROUP, C.ROWS)
     first_row = tile * C.ROWS
     t0 = first_row // C.GROUP
@@ -79,7 +79,7 @@ def _row_tile(cu, documents, seq_len, C: tl.constexpr):
 
 @triton.jit
 def _first_key(cu, document, token, batch, key_len, C: tl.constexpr):
-    """Index of a document's first key over all batches; `token` is that of its first position."""
+    """Return a document's first key over all batches, given its first token over all batches."""
     if C.LEN == 1 and C.STRIDE == 1:
         return token
     else:
@@ -88,25 +88,29 @@ def _first_key(cu, document, token, batch, key_len, C: tl.constexpr):
 
 @triton.jit
 def _bounds(first_row, length, C: tl.constexpr):
-    """Key ranges of a tile: all its rows see a to b; only some see low to a, and b to high."""
+    """Return the bounds (low, all_from, all_to, high) of the keys that a tile of rows sees.
+
+    All its rows see the keys from `all_from` to `all_to`; some rows see the others.
+    """
     t_first = first_row // C.GROUP
     t_last = (tl.minimum(first_row + C.ROWS, length * C.GROUP) - 1) // C.GROUP
     high = visible(t_last, C)
     low = 0
-    a = 0
+    all_from = 0
     if C.WINDOW > 0:
         low = tl.maximum(t_first + 1 - C.WINDOW, 0) // C.KEYS * C.KEYS
-        a = tl.cdiv(tl.maximum(t_last + 1 - C.WINDOW, 0), C.KEYS) * C.KEYS
-    b = tl.maximum(visible(t_first, C) // C.KEYS * C.KEYS, a)
-    return low, a, b, high
+        all_from = tl.cdiv(tl.maximum(t_last + 1 - C.WINDOW, 0), C.KEYS) * C.KEYS
+    all_to = tl.maximum(visible(t_first, C) // C.KEYS * C.KEYS, all_from)
+    return low, all_from, all_to, high
 
 
 @triton.jit
 def _scores(q, k, v, first, high, far_end, future, C: tl.constexpr, PHASE: tl.constexpr):
-    """Keys and values [KEYS, ..] from `first` on, and their scores [ROWS, KEYS], -inf where hidden.
+    """Load keys and values [KEYS, ..] from `first` on; return them and their scores [ROWS, KEYS].
 
-    A query sees far_end < n < future. Phase 0 masks the far end and phase 2 the future. If the
-    window is no longer than KEYS plus the tile's queries, phase 0 masks both.
+    A query sees the keys far_end < n < future; scores of other keys are -inf. Phase 0 masks the far
+    end and phase 2 the future. Phase 0 masks both if a step of it may contain both: if the window
+    is no longer than KEYS plus the tile's queries.
     """
     FAR: tl.constexpr = PHASE == 0
     FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
@@ -128,10 +132,10 @@ def _forward(
     """Store one branch's o and lse of a tile of rows; `key`: the document's first in k and v."""
     far_end, future = t - C.WINDOW, visible(t, C)
     m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
-    low, a, b, high = _bounds(first_row, length, C)
+    low, all_from, all_to, high = _bounds(first_row, length, C)
     for phase in tl.static_range(3):
         if phase > 0 or C.WINDOW > 0:
-            begin, end = span(phase, low, a, b, high)
+            begin, end = span(phase, low, all_from, all_to, high)
             # Advance pointers: an index would need 64 bits, and so would each comparison with it.
             k_at = k + key * C.KEY + tl.cast(begin, tl.int64) * (C.HEADS * C.KEY)
             v_at = v + key * C.VALUE + tl.cast(begin, tl.int64) * (C.HEADS * C.VALUE)
@@ -150,12 +154,12 @@ def band_forward_kernel(
     q, k_win, v_win, o_win, lse_win, k_cmp, v_cmp, o_cmp, lse_cmp, cu,
     seq_len, key_len, documents, scale, WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile of rows."""
+    """Store o and lse of one tile of rows."""
     C: tl.constexpr = CMP if k_win is None else WIN
     document, token, length, first_row, row, at, t, valid = _row_tile(cu, documents, seq_len, C)
     if first_row < length * C.GROUP:
         head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-        if k_cmp is not None:  # before the window's loop, which spills less
+        if k_cmp is not None:  # computed before the window's loop: fewer registers spill
             cmp_key = _first_key(cu, document, token, batch, key_len, CMP) * C.HEADS + head
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
         if k_win is not None:
@@ -175,10 +179,10 @@ def _branch_rows(
     do, o, gates, lse, dgates, delta, lse2, first, at, rows, valid,
     BRANCH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One branch's lse / ln 2 - log2(gate) and delta = Σ do·o, [ROWS].
+    """Return one branch's lse2 = lse / ln 2 - log2(gate) and delta = Σ do·o, both [ROWS].
 
-    Without gates both are loaded; with gates they are computed and stored, and delta is stored as
-    the gate's gradient too.
+    Without gates, lse2 and delta are loaded. With gates, they are computed and stored, and delta is
+    also stored as the gate's gradient.
     """
     row = first + at
     if gates is None:
@@ -189,7 +193,7 @@ def _branch_rows(
         total = tl.sum(o_tile.to(tl.float32) * do.to(tl.float32), 1)
         gate = tl.load(gates + row * 3 + BRANCH, mask=valid, other=0.0).to(tl.float32)
         row_lse = tl.load(lse + row, mask=valid, other=float("-inf"))
-        # A gate of 0 gives +inf and so p = 0, as for a row that saw nothing.
+        # A gate of 0 gives lse2 = +inf, and so p = 0, as for a row that saw nothing.
         closed = gate == 0.0
         shifted = binary_lse(row_lse) - tl.log2(tl.where(closed, 1.0, gate))
         shifted = tl.where(closed, float("inf"), shifted)
@@ -204,12 +208,12 @@ def _query_gradient(
     q_tile, k, v, do_tile, row_lse, row_delta, acc, key, first_row, t, length, scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile's dq from one branch to acc [ROWS, KEY_P]; `key` as for `_forward`."""
+    """Add one branch's part of a tile's dq to acc [ROWS, KEY_P]; `key` as for `_forward`."""
     far_end, future = t - C.WINDOW, visible(t, C)
-    low, a, b, high = _bounds(first_row, length, C)
+    low, all_from, all_to, high = _bounds(first_row, length, C)
     for phase in tl.static_range(3):
         if phase > 0 or C.WINDOW > 0:
-            begin, end = span(phase, low, a, b, high)
+            begin, end = span(phase, low, all_from, all_to, high)
             k_at = k + key * C.KEY + tl.cast(begin, tl.int64) * (C.HEADS * C.KEY)
             v_at = v + key * C.VALUE + tl.cast(begin, tl.int64) * (C.HEADS * C.VALUE)
             for first in range(begin, end, C.KEYS):
@@ -228,7 +232,7 @@ def band_queries_kernel(
     dgates, delta, lse2, dq, cu, seq_len, key_len, documents, rows, scale, scale_out,
     WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of rows; with gates also what `_branch_rows` stores, of all three branches."""
+    """Store dq of one tile of rows; with gates also what `_branch_rows` stores of each branch."""
     C: tl.constexpr = CMP if k_win is None else WIN
     KEY_P: tl.constexpr = C.KEY_P
     ROWS: tl.constexpr = C.ROWS
@@ -266,9 +270,10 @@ def _keys_step(
     k_tile, v_tile, dk, dv, q, do, lse2, delta, first_key, first_row, end_row, scale,
     C: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients from one tile of rows to dk and dv."""
-    # Phase 0 masks the future, phase 2 the window's far end. If the window is no longer than KEYS
-    # plus the tile's queries, phase 0 masks both.
+    """Add the gradients from one tile of rows to dk and dv.
+
+    Phase 0 masks the future and phase 2 the window's far end; phase 0 masks both as in `_scores`.
+    """
     FUTURE: tl.constexpr = PHASE == 0
     FAR: tl.constexpr = C.WINDOW > 0 and (
         PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
@@ -299,7 +304,7 @@ def _key_gradients(
     q, k, v, do, lse2, delta, dk, dv, cu, batch, head, grid_tile, split,
     seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of one branch's keys, from one split of the queries."""
+    """Store dk and dv of one tile of one branch's keys, from one split of the queries."""
     POSITIONS: tl.constexpr = C.KEYS * C.STRIDE
     document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, POSITIONS)
     token = batch * seq_len + start
@@ -307,7 +312,8 @@ def _key_gradients(
     first_key = tile * C.KEYS
     if first_key < count:
         last_key = tl.minimum(first_key + C.KEYS, count) - 1
-        # The queries of this split that see a key of the tile, and those that see all of them.
+        # Queries of this split from `begin` to `end` see a key of the tile; those from `all_begin`
+        # to `all_end` see all of its keys.
         begin = tl.maximum(split * split_len, first_key * C.STRIDE + C.LEN - 1)
         end = tl.minimum(length, (split + 1) * split_len)
         all_begin = last_key * C.STRIDE + C.LEN - 1
@@ -325,16 +331,16 @@ def _key_gradients(
         delta += row
         k_tile, v_tile = load_pair(k, v, key * C.HEADS + head, i, C.HEADS, C, inside)  # [KEYS, ..]
         dk_acc, dv_acc = zero_pair(C)
-        r0 = begin * C.GROUP
-        r3 = end * C.GROUP
-        r1 = r0 + tl.cdiv(tl.maximum(all_begin * C.GROUP - r0, 0), C.ROWS) * C.ROWS
-        r2 = r1 + tl.maximum(all_end * C.GROUP - r1, 0) // C.ROWS * C.ROWS
+        low = begin * C.GROUP  # the same bounds in rows, whole tiles apart
+        high = end * C.GROUP
+        all_from = low + tl.cdiv(tl.maximum(all_begin * C.GROUP - low, 0), C.ROWS) * C.ROWS
+        all_to = all_from + tl.maximum(all_end * C.GROUP - all_from, 0) // C.ROWS * C.ROWS
         for phase in tl.static_range(3):
-            from_row, to_row = span(phase, r0, r1, r2, r3)
+            from_row, to_row = span(phase, low, all_from, all_to, high)
             for first_row in range(from_row, to_row, C.ROWS):
                 dk_acc, dv_acc = _keys_step(
                     k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta,
-                    first_key, first_row, r3, scale, C, phase,
+                    first_key, first_row, high, scale, C, phase,
                 )  # fmt: skip
         key += split * (tl.num_programs(0) // C.HEADS) * key_len  # [splits, B, N, ..]
         dk_acc *= scale_out
@@ -348,10 +354,10 @@ def band_keys_kernel(
     seq_len, key_len, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
     WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of compressed keys or of the window's.
+    """Store dk and dv of one tile of keys, of the compressed branch or of the window.
 
-    Programs of both branches run at the same time and share q and do in L2. Those of compressed
-    keys start first, for all batch rows and heads: they read the most queries.
+    Programs of both branches run at the same time and share q and do in L2. Programs of compressed
+    keys start first, for all sequences and heads, because they read the most queries.
     """
     C: tl.constexpr = CMP if k_win is None else WIN
     batch, head = (tl.program_id(0) // C.HEADS).to(tl.int64), tl.program_id(0) % C.HEADS
@@ -371,21 +377,22 @@ def band_keys_kernel(
         )  # fmt: skip
 
 
-# A document has few tiles of compressed keys, each seen by very many queries. So several programs
-# share a tile, and their float32 parts are added up in a fixed order. With 512 queries a program
-# takes about as long as one of the window's keys (python -m tests.bench schedule).
+# A document has few tiles of compressed keys, and very many queries see each. So several programs
+# share a tile: each reads a split of the queries, and their float32 results are added in a fixed
+# order. A split of 512 queries takes about as long as a tile of the window's keys (python -m
+# tests.bench schedule).
 QUERIES_PER_SPLIT = 512
 MAX_SPLITS = 16
-MAX_AXIS = 65_535  # programs of a grid's second or third axis, CUDA's limit
+MAX_AXIS = 65_535  # CUDA's limit of programs in a grid's second or third axis
 
 
-# Launchers take the window, the compressed branch, or both: then of the same queries, documents and
+# Launchers take the window, the compressed branch, or both, with the same queries, documents and
 # scale. A missing branch is None.
 Branch = AttentionInputs | None
 
 
 def launch_forward(win: Branch, cmp: Branch) -> list[Tensor]:
-    """o and lse of the window, then of the compressed branch."""
+    """Return o and lse of the window, then of the compressed branch."""
     x, config = _either(win, cmp), _config("forward", win, cmp)
     outputs = [(None, None) if y is None else y.empty_outputs() for y in (win, cmp)]
     (o_win, lse_win), (o_cmp, lse_cmp) = outputs
@@ -403,7 +410,7 @@ def launch_queries(
     o_sel: Tensor | None = None, lse_sel: Tensor | None = None,
     o_win: Tensor | None = None, lse_win: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dq. With gates also dgates, delta and lse2 of all branches, from their o and lse."""
+    """Write dq; with gates also dgates, and delta and lse2 of all branches from their o and lse."""
     x, config = _either(win, cmp), _config("queries", win, cmp, gated=gates is not None)
     launch(
         band_queries_kernel, _rows_grid(x, config), config, **_inputs(win, cmp, config),
@@ -419,7 +426,7 @@ def launch_keys(
     lse2_win: Tensor | None = None, delta_win: Tensor | None = None,
     lse2_cmp: Tensor | None = None, delta_cmp: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """dk and dv of the window, then of the compressed branch."""
+    """Return dk and dv of the window, then of the compressed branch."""
     x, config = _either(win, cmp), _config("keys", win, cmp)
     (batch, seq_len), groups = x.q.shape[:2], x.k.shape[2]
     dk_win = dv_win = dk_cmp = dv_cmp = None
@@ -434,7 +441,7 @@ def launch_keys(
         cmp_programs = cmp_tiles * splits
         dk_cmp, dv_cmp = _parts(cmp, splits)
     programs = cmp_programs + window_tiles
-    # Programs beyond these, in the last row of the grid, have no keys.
+    # More than MAX_AXIS programs take several rows of the grid; what is left of the last is idle.
     grid = groups * batch, min(programs, MAX_AXIS), cdiv(programs, MAX_AXIS)
     launch(
         band_keys_kernel, grid, config, **_inputs(win, cmp, config), do=do,
@@ -453,15 +460,18 @@ def _either(win: Branch, cmp: Branch) -> AttentionInputs:
 
 
 def _config(kernel: str, win: Branch, cmp: Branch, gated: bool = False) -> Config:
-    """The tile sizes of a kernel."""
-    x, both = _either(win, cmp), win is not None and cmp is not None
-    name = "gated" if gated or both else "compressed" if win is None else "window"
+    """Return the tile sizes of a kernel."""
+    x = _either(win, cmp)
+    if gated or (win is not None and cmp is not None):
+        name = "gated"
+    else:
+        name = "compressed" if win is None else "window"
     sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
     return choose_config(f"{name}_{kernel}", sizes, x.q)
 
 
 def _inputs(win: Branch, cmp: Branch, config: Config) -> dict[str, Any]:
-    """The arguments that the kernels share."""
+    """Return the arguments that all kernels take."""
     x = _either(win, cmp)
     cu, documents = document_offsets(x.cu_seqlens)
     k_win, v_win = (None, None) if win is None else (win.k.contiguous(), win.v.contiguous())
@@ -475,7 +485,7 @@ def _inputs(win: Branch, cmp: Branch, config: Config) -> dict[str, Any]:
 
 
 def _constants(x: Branch, config: Config) -> Constants | None:
-    """The constants of a branch's tiles."""
+    """Return the constants of a branch's tiles."""
     if x is None:
         return None
     rows, keys, spec = config.rows, config.keys, x.spec
@@ -492,9 +502,9 @@ def _rows_grid(x: AttentionInputs, config: Config) -> tuple[int, ...]:
 
 
 def _parts(x: AttentionInputs, splits: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised dk and dv of a branch, [splits, B, N, Hkv, ..]."""
-    # k may have more rows than the documents have compressed keys: cu_seqlens on a device is not
-    # checked. No kernel writes the gradients of those rows.
+    """Return uninitialised dk and dv of a branch, [splits, B, N, Hkv, ..]."""
+    # Packed, k may have more rows than the documents have compressed keys, because cu_seqlens on a
+    # device is not checked. No kernel writes the gradients of these rows, so they start at 0.
     packed = x.cu_seqlens is not None and x.branch == "compressed"
     empty = torch.zeros if packed else torch.empty
     dtype = torch.float32 if splits > 1 else x.k.dtype
@@ -503,7 +513,7 @@ def _parts(x: AttentionInputs, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def band_forward(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """(o, lse)."""
+    """Return (o, lse)."""
     win, cmp = (x, None) if x.branch == "window" else (None, x)
     return tuple(launch_forward(win, cmp))
 
@@ -511,7 +521,7 @@ def band_forward(x: AttentionInputs) -> tuple[Tensor, ...]:
 def band_backward(
     do: Tensor, dlse: Tensor, x: AttentionInputs, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; the same from run to run."""
+    """Return the gradients of q, k and v, with the same bits in every run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     do = do.contiguous()
     delta, lse2 = backward_rows(do, o, lse, dlse)
@@ -535,7 +545,7 @@ triton_band = register(
 
 
 def gated_forward(x: GatedInputs) -> tuple[Tensor, ...]:
-    """(o, block_index, then o and lse of the compressed, selected and window branch)."""
+    """Return (o, block_index, then o and lse of the compressed, selected and window branch)."""
     win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
     o_win, lse_win, o_cmp, lse_cmp = launch_forward(win, cmp)
     index = select_forward(x.selection(lse_cmp))
@@ -551,12 +561,12 @@ def gated_backward(
     do: Tensor, x: GatedInputs, index: Tensor,
     o_cmp: Tensor, lse_cmp: Tensor, o_sel: Tensor, lse_sel: Tensor, o_win: Tensor, lse_win: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of q, of the three pairs of keys and values, and of the gates."""
+    """Return the gradients of q, of the three pairs of keys and values, and of the gates."""
     do, gates = do.contiguous(), x.gates.contiguous()
     win, cmp = x.branch("window", x.k_win, x.v_win), x.branch("compressed", x.k_cmp, x.v_cmp)
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     dgates = torch.empty_like(gates)
-    # [3, B, T, Hq], by branch: Σ do·o, and (lse - ln gate) / ln 2.
+    # [3, B, T, Hq], by branch: delta = Σ do·o, and lse2 = (lse - ln gate) / ln 2.
     delta, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
     launch_queries(  # the selected branch adds to dq later
         win, cmp, do=do, delta=delta, lse2=lse2, dq=dq,

@@ -1,8 +1,9 @@
 """Helpers that kernels share: document lookup, row layout, masked loads, softmax and gradients.
 
-Rows are the queries of one key/value head times the query heads of its group, laid end to end: row
-r is query r // GROUP, head r % GROUP. So every group size fills a tile, and the group shares each
-tile of keys. Tensors are contiguous [B, T, heads, size]; launchers copy those that are not.
+A group is the query heads that share a key/value head. The rows of a key/value head are its queries
+times its group: row r is query r // GROUP, head r % GROUP. So a tile of rows is full for every size
+of the group, and the group shares each tile of keys. Tensors are contiguous [B, T, heads, size];
+launchers copy those that are not.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ kernel = partial(triton.jit, do_not_specialize=VARYING)
 class Constants(NamedTuple):
     """The compile-time constants of attention kernels, as one argument `C`.
 
-    Each distinct value compiles a kernel again, so launchers keep the defaults of fields that it
-    does not read. Shapes of tiles need a constexpr of their own: `ROWS: tl.constexpr = C.ROWS`.
+    A kernel is compiled again for each distinct value, so launchers leave fields that the kernel
+    does not read at their defaults. A tile's shape needs a constexpr of its own:
+    `ROWS: tl.constexpr = C.ROWS`.
     """
 
     HEADS: int  # key/value heads
     GROUP: int  # query heads per key/value head
     KEY: int  # size of a query or key
     VALUE: int
-    KEY_P: int  # as `padded_size` returns
+    KEY_P: int  # KEY, padded by `padded_size`
     VALUE_P: int
-    ROWS: int = 0  # of a tile: queries times heads
+    ROWS: int = 0  # of a tile: queries times heads of a group
     KEYS: int = 0  # of a tile, or of one step of a loop
     QUERIES: int = 0  # of a tile
-    LEN: int = 1  # of a compressed block
+    LEN: int = 1  # positions of a compressed block
     STRIDE: int = 1
     WINDOW: int = 0  # 0: none
     SELECT: int = 0  # positions of a selection block
@@ -67,22 +69,22 @@ class Constants(NamedTuple):
     INIT: int = 0  # `NSASpec.init_blocks`
     LOCAL: int = 0  # `NSASpec.local_blocks`
     BLOCKS: int = 0  # selection blocks that a tile ranks
-    CHUNK: int = 0  # most queries of a block's list that one program sums over
+    CHUNK: int = 0  # queries of a block's list that one program sums over, at most
 
     @property
     def padded(self) -> tuple[int, int]:
-        """The head sizes that `choose_config` takes."""
+        """The padded head sizes, which `choose_config` takes."""
         return self.KEY_P, self.VALUE_P
 
 
 @triton.jit
 def locate(offsets, count, grid_tile, MUL: tl.constexpr, TILE: tl.constexpr):
-    """Find a tile of the grid: (its run, the run's begin and end, the tile's number in the run).
+    """Return which of `count` runs a tile of the grid covers: (run, begin, end, tile in the run).
 
     Run i holds the entries from offsets[i] to offsets[i + 1]. An entry has MUL rows, and a tile
-    covers TILE rows. Run i takes the tiles of the grid from offsets[i] * MUL // TILE + i on. These
-    are enough for every run, so a grid of total * MUL // TILE + count tiles is large enough, and
-    the host need not read `offsets`.
+    covers TILE rows. The tiles of run i begin at grid tile offsets[i] * MUL // TILE + i, which
+    leaves enough tiles to every run before the next begins. So the host launches a grid of
+    total * MUL // TILE + count tiles and need not read `offsets`.
     """
     run = -1
     for first in range(0, count, 64):
@@ -96,7 +98,7 @@ def locate(offsets, count, grid_tile, MUL: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def document_tile(cu, documents, grid_tile, seq_len, MUL: tl.constexpr, TILE: tl.constexpr):
-    """Find a tile of the grid: (document, tile within it, document's first position and length)."""
+    """Return a grid tile's (document, tile in the document, document's first position, length)."""
     if cu is None:
         return 0, grid_tile, 0, seq_len
     else:
@@ -126,9 +128,9 @@ def visible(t, C: tl.constexpr):
 
 @triton.jit
 def group_rows(first_row, C: tl.constexpr, ALIGNED: tl.constexpr):
-    """Rows [ROWS] of a tile: queries after the tile's first query, and offsets in memory.
+    """Return the query and the offset in memory of each row [ROWS], relative to the first query.
 
-    ALIGNED: the tile begins with a query's first head, so that `first_row` does not matter.
+    ALIGNED: the tile begins with a query's first head, so `first_row` changes nothing.
     """
     i = tl.arange(0, C.ROWS)
     if ALIGNED:
@@ -140,9 +142,9 @@ def group_rows(first_row, C: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load_rows(base, at, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, mask):
-    """Load [rows, PADDED] from `base + at * row_stride`; 0 outside of SIZE and of `mask`, if any.
+    """Load [rows, PADDED] from `base + at * row_stride`; 0 past SIZE and where `mask` is false.
 
-    Loads have no mask where none is needed: masks cost registers.
+    A load that needs no mask has none (`mask` is None), because masks cost registers.
     """
     d = tl.arange(0, PADDED)
     rows = base + (at * row_stride)[:, None] + d[None, :]
@@ -170,9 +172,9 @@ def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def load_pair(a, b, first, at, HEADS: tl.constexpr, C: tl.constexpr, mask):
-    """Load rows of keys and values, [rows, KEY_P] and [rows, VALUE_P], or of queries and outputs.
+    """Load rows of keys and values, or of queries and outputs: [rows, KEY_P] and [rows, VALUE_P].
 
-    The rows are `first + at * HEADS`: a position has HEADS rows.
+    The rows in memory are `first + at * HEADS`, because a position has HEADS rows.
     """
     return (
         load_rows(a + first * C.KEY, at, HEADS * C.KEY, C.KEY, C.KEY_P, mask),
@@ -198,16 +200,16 @@ def store_pair(a, b, first, at, x, y, C: tl.constexpr, mask):
 
 @triton.jit
 def gated_rows(o, at, gate, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """One branch's output [rows, PADDED] times its gate, float32; `gate`: pointers [rows]."""
+    """Return a branch's output times its gate, float32 [rows, PADDED]; `gate`: pointers [rows]."""
     g = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
     return g[:, None] * load_rows(o, at, SIZE, SIZE, PADDED, mask).to(tl.float32)
 
 
 @triton.jit
 def dot(a, b, acc=None):
-    """a·b (+ acc). float32 takes three TF32 passes, which are nearly as precise as float32.
+    """Return a·b (+ acc). float32 takes three TF32 passes, nearly as precise as float32 products.
 
-    AMD's compiler has no such passes, but its matrix cores multiply float32.
+    AMD's compiler has no such passes, but AMD's matrix cores multiply float32.
     """
     if a.dtype == tl.float32:
         PRECISION: tl.constexpr = "ieee" if is_hip() else "tf32x3"
@@ -217,41 +219,44 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def span(PHASE: tl.constexpr, low, a, b, high):
-    """Bounds of a loop's phase: low to a, masked; a to b, unmasked; b to high, masked."""
+def span(PHASE: tl.constexpr, low, all_from, all_to, high):
+    """Return where a loop's phase begins and ends.
+
+    Only phase 1 needs no masks: its keys, from `all_from` to `all_to`, are seen by all rows.
+    """
     if PHASE == 0:
-        return low, tl.minimum(a, high)
+        return low, tl.minimum(all_from, high)
     elif PHASE == 1:
-        return a, b
+        return all_from, all_to
     else:
-        return b, high
+        return all_to, high
 
 
 @triton.jit
 def start_softmax(ROWS: tl.constexpr, VALUE_P: tl.constexpr):
-    """The state of a running softmax: maximum and sum [ROWS], weighted values [ROWS, VALUE_P].
+    """Return a running softmax's maximum and sum [ROWS], and weighted values [ROWS, VALUE_P].
 
-    The maximum, in base 2, starts at the lowest finite number: -inf - -inf would be NaN.
+    The maximum, in base 2, starts at the lowest finite number, because -inf - -inf would be NaN.
     """
     m = tl.full([ROWS], -3.4028234e38, tl.float32)
     return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, VALUE_P], tl.float32)
 
 
 @triton.jit
-def softmax_step(s, v, m, total, acc, scale, rows=None):
+def softmax_step(s, v, m, total, acc, scale, sees=None):
     """Add scores [ROWS, KEYS] (-inf where hidden) and values to a running softmax.
 
     Scores are not scaled yet: `scale` (above 0, log2(e) included) and the maximum are applied in
-    one multiply-add before exp2. Of `rows` [ROWS], if given, only those that are true see the keys.
+    one multiply-add before exp2. With `sees` [ROWS], rows where it is false see none of the keys.
     """
     highest = tl.max(s, 1) * scale
-    if rows is not None:
-        highest = tl.where(rows, highest, float("-inf"))
+    if sees is not None:
+        highest = tl.where(sees, highest, float("-inf"))
     m_new = tl.maximum(m, highest)
-    top = m_new
-    if rows is not None:
-        top = tl.where(rows, m_new, float("inf"))  # p = 0
-    p = tl.exp2(s * scale - top[:, None])
+    subtracted = m_new
+    if sees is not None:
+        subtracted = tl.where(sees, m_new, float("inf"))  # p = 0
+    p = tl.exp2(s * scale - subtracted[:, None])
     old = tl.exp2(m - m_new)  # exactly 1 where the maximum stays the same
     total = total * old + tl.sum(p, 1)
     acc = acc * old[:, None]
@@ -261,28 +266,28 @@ def softmax_step(s, v, m, total, acc, scale, rows=None):
 
 @triton.jit
 def finish_softmax(m, total, acc):
-    """(o, natural-log lse); a row that saw nothing gives 0 and -inf."""
+    """Return (o, natural-log lse); a row that saw nothing gives 0 and -inf."""
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
-    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
+    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)  # ln 2
     return acc / total[:, None], lse
 
 
 @triton.jit
 def probabilities(s, lse):
-    """Softmax of base-2 scores, given the natural-log lse (broadcastable); 0 where lse is -inf."""
+    """Return the softmax of base-2 scores, given their natural-log lse; 0 where lse is -inf."""
     return tl.exp2(s - binary_lse(lse))
 
 
 @triton.jit
 def binary_lse(lse):
-    """A natural-log lse in base 2; +inf where nothing was seen, so that p = 0 there."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    """Return a natural-log lse in base 2; +inf where nothing was seen, so that p = 0 there."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)  # log2(e)
 
 
 @triton.jit
 def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
-    """Add the gradient from one tile of keys to dq [ROWS, KEY_P]; scores s [ROWS, KEYS]."""
+    """Add the gradient of scores s [ROWS, KEYS] of one tile of keys to dq [ROWS, KEY_P]."""
     p = tl.exp2(s * scale - lse2[:, None])
     dp = dot(do, tl.trans(v))
     ds = p * (dp - delta[:, None])
@@ -291,7 +296,7 @@ def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
 
 @triton.jit
 def add_key_gradients(s, v, q, do, lse2, delta, dk, dv, scale):
-    """Add the gradients from one tile of rows to dk and dv [KEYS, ..]; scores s [KEYS, ROWS]."""
+    """Add the gradients of scores s [KEYS, ROWS] of one tile of rows to dk and dv [KEYS, ..]."""
     p = tl.exp2(s * scale - lse2[None, :])
     dv = dot(p.to(do.dtype), do, dv)
     dp = dot(v, tl.trans(do))
@@ -302,7 +307,7 @@ def add_key_gradients(s, v, q, do, lse2, delta, dk, dv, scale):
 
 @triton.jit
 def store_query_gradient(dq, at, x, scale_out, valid, C: tl.constexpr, ADD: tl.constexpr):
-    """Store x [ROWS, KEY_P] times `scale_out` in dq's rows `at`, or add it to what is there."""
+    """Store x [ROWS, KEY_P] times `scale_out` in rows `at` of dq; with ADD, add it to them."""
     x *= scale_out
     if ADD:
         x += load_rows(dq, at, C.KEY, C.KEY, C.KEY_P, valid)
@@ -327,9 +332,9 @@ def _backward_rows_kernel(
 def backward_rows(
     do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (delta, lse2), float32 [B, T, Hq], for backward kernels: Σ do·o - dlse; lse in base 2.
+    """Return what backward kernels read of each row: delta = Σ do·o - dlse, and lse in base 2.
 
-    In one kernel: PyTorch would make float32 copies of do and o.
+    Both are float32 [B, T, Hq]. One kernel computes them: PyTorch would copy do and o to float32.
     """
     do, o = do.contiguous(), o.contiguous()
     delta, lse2 = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
@@ -347,7 +352,7 @@ def backward_rows(
 def constants_of(
     q: Tensor, k: Tensor, v: Tensor | None = None, spec: NSASpec | None = None, **fields: int
 ) -> Constants:
-    """Constants of these tensors [B, T or N, heads, size], of `spec` if given, and other fields."""
+    """Return the constants of tensors [B, T or N, heads, size] and of `spec`, and other fields."""
     value = 0 if v is None else v.shape[3]
     return _constants(q.shape[2], k.shape[2], q.shape[3], value, spec, **fields)
 
@@ -368,20 +373,20 @@ def _constants(
 
 
 def document_offsets(cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
-    """Arguments `cu` and `documents` of `document_tile`: int32 offsets or None, their number."""
+    """Return the arguments `cu` (int32 offsets or None) and `documents` of `document_tile`."""
     if cu_seqlens is None:
         return None, 1
     return cu_seqlens.to(torch.int32).contiguous(), cu_seqlens.shape[0] - 1
 
 
 def max_tiles(total: int, tile: int, cu_seqlens: Tensor | None) -> int:
-    """The most tiles of `tile` rows that `total` rows take: the grid that `document_tile` needs."""
+    """Return how many grid tiles of `tile` rows `document_tile` needs for `total` rows."""
     if cu_seqlens is None:
         return cdiv(total, tile)
     return total // tile + cu_seqlens.shape[0] - 1
 
 
-PARTS = Config(32, 32, 4, 1)  # rows and columns that a program adds at a time
+PARTS = Config(32, 32, 4, 1)  # rows and columns that a program of `sum_parts` adds at a time
 
 
 @kernel
@@ -390,7 +395,7 @@ def sum_parts_kernel(
     FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the columns of parts, in ascending order, side by side in up to three tensors."""
+    """Sum the rows of parts in ascending order; split the sum into up to three tensors."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros([COLS], tl.float32)
     for begin in range(0, rows, ROWS):
@@ -407,7 +412,7 @@ def sum_parts_kernel(
 
 
 def sum_parts(parts: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Sum the rows of float32 parts [rows, WIDTH]; split the sum into one or three like tensors."""
+    """Return the sum of float32 rows `parts` [rows, WIDTH], split into one or three tensors."""
     sums = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
     sizes = [x.numel() for x in like]
     first, second, third = (*sums, None, None)[:3]

@@ -1,8 +1,9 @@
 """RoPE, gates and mean pooling of one packed projection: kernels and launchers.
 
 One kernel rotates tokens, one pools blocks, and one writes the gradient of the projection. A
-program takes a tile of tokens and loops over their heads, so RoPE tables are loaded once. The two
-halves of a head are two tiles, so that a pair is in the same thread.
+program takes a tile of tokens and loops over their heads, so RoPE tables are loaded once. RoPE
+pairs an element of a head's first half with one of its second half. The halves are two tiles, so
+that one thread has both elements of a pair.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from nsa.ops.triton.common import kernel
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
-TILE = 1024  # elements of half a head that a program reads at once
+TILE = 1024  # elements of a tile: tokens times half a head
 MAX_TOKENS = 32  # of a tile
 
 
 @triton.jit
 def _tile(seq_len, TOKENS: tl.constexpr):
-    """A program's tokens in the sequence and in the batch, and whether they exist: [TOKENS]."""
+    """Return a program's tokens in the sequence, in the batch, and whether they exist: [TOKENS]."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     return t, tl.program_id(1).to(tl.int64) * seq_len + t, t < seq_len
 
@@ -40,30 +41,31 @@ class Sizes(NamedTuple):
     HEADS: int  # query heads
     KV_HEADS: int  # per set of keys and values
     SETS: int  # of keys and values
-    HALF: int  # half a query or key
+    HALF: int  # size of half a query or key
     VALUE: int
-    INDEX: int  # 1: queries and keys of an index; 0: none
+    INDEX: int  # 1: the projection has an index's queries and keys; 0: it has none
     GATES: int  # gate logits of all heads
-    HALF_P: int  # padded to powers of two
+    HALF_P: int  # HALF, padded to a power of two
     VALUE_P: int
-    REST: int  # gate logits and padding
+    REST: int  # columns after the index's: gate logits and padding
     REST_P: int
     TOKENS: int  # of a tile
-    LEN: int = 0  # of a compressed block; 0: no means
+    LEN: int = 0  # tokens of a compressed block; 0: no means
     COVER: int = 0  # blocks that cover a token, at most
 
 
 @triton.jit
 def _tables(cos, sin, t, valid, C: tl.constexpr):
-    """cos and sin of tokens t, [rows, HALF_P]."""
+    """Load cos and sin of tokens t, [rows, HALF_P]."""
     d = tl.arange(0, C.HALF_P)
-    at, inside = (t * C.HALF)[:, None] + d[None, :], valid[:, None] & (d < C.HALF)[None, :]
+    at = (t * C.HALF)[:, None] + d[None, :]
+    inside = valid[:, None] & (d < C.HALF)[None, :]
     return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _load(rows, column, valid, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """float32 [rows, PADDED] from column `column` on, of rows that begin at pointers [rows]."""
+    """Load float32 [rows, PADDED] from `column` on; `rows`: pointers to where the rows begin."""
     d = tl.arange(0, PADDED)
     inside = valid[:, None] & (d < SIZE)[None, :]
     return tl.load(rows[:, None] + (column + d)[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -80,7 +82,7 @@ def _store(rows, column, x, valid, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _rotate_heads(source, target, cos, sin, valid, HEADS, C: tl.constexpr):
-    """Rotate heads side by side, from rows at `source` to rows at `target`."""
+    """Rotate adjacent heads of the rows at `source` and store them in the rows at `target`."""
     for h in range(HEADS):
         a = _load(source, 2 * h * C.HALF, valid, C.HALF, C.HALF_P)
         b = _load(source, 2 * h * C.HALF + C.HALF, valid, C.HALF, C.HALF_P)
@@ -97,7 +99,7 @@ def _copy_heads(source, target, valid, HEADS, SIZE: tl.constexpr, PADDED: tl.con
 
 @triton.jit
 def _set_columns(packed, SET: tl.constexpr, C: tl.constexpr):
-    """Where keys and values of a set begin in rows at `packed`."""
+    """Return where a set's keys and its values begin in the rows at `packed`."""
     KEYS: tl.constexpr = 2 * C.HALF
     keys = packed + KEYS * (C.HEADS + SET * C.KV_HEADS)
     values = packed + KEYS * (C.HEADS + C.SETS * C.KV_HEADS) + SET * C.KV_HEADS * C.VALUE
@@ -106,7 +108,7 @@ def _set_columns(packed, SET: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _index_columns(packed, C: tl.constexpr):
-    """Where queries and keys of an index begin in rows at `packed`, and what follows them."""
+    """Return where an index's queries, its keys, and what follows begin in the rows at `packed`."""
     KEYS: tl.constexpr = 2 * C.HALF * C.KV_HEADS
     queries = packed + 2 * C.HALF * C.HEADS + C.SETS * (KEYS + C.KV_HEADS * C.VALUE)
     return queries, queries + KEYS, queries + 2 * KEYS * C.INDEX
@@ -114,7 +116,7 @@ def _index_columns(packed, C: tl.constexpr):
 
 @triton.jit
 def _rotate_set(packed, k, v, row, cos, sin, valid, SET: tl.constexpr, C: tl.constexpr):
-    """Rotated keys and the values of a set; nothing where k is None."""
+    """Store a set's rotated keys and its values in k and v, unless k is None."""
     if k is not None:
         keys, values = _set_columns(packed, SET, C)
         k_rows = k + row * (C.KV_HEADS * 2 * C.HALF)
@@ -129,7 +131,7 @@ def rotary_kernel(
     seq_len,
     C: tl.constexpr,
 ):  # fmt: skip
-    """All outputs by token; k_raw and v_raw are the pre-RoPE first set."""
+    """Store all outputs that have a row per token; k_raw and v_raw are the pre-RoPE first set."""
     t, row, valid = _tile(seq_len, C.TOKENS)
     c, s = _tables(cos, sin, t, valid, C)
     packed += row * C.WIDTH  # [TOKENS]
@@ -158,7 +160,7 @@ def rotary_kernel(
 def pool_kernel(
     keys, values, cos, sin, block_tokens, k_cmp, v_cmp, seq_len, key_len, C: tl.constexpr,
 ):  # fmt: skip
-    """The means of one block's rotated keys and of its values, both columns of the projection."""
+    """Store the means of a block's rotated keys and values, which are columns of the projection."""
     HALF_P: tl.constexpr = C.HALF_P
     VALUE_P: tl.constexpr = C.VALUE_P
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -194,7 +196,7 @@ def _unpool(
     gradient, token_blocks, t, batch, column, key_len, valid,
     STRIDE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The tokens' gradient from the means of the blocks that cover them, [TOKENS, PADDED]."""
+    """Sum `gradient` / LEN over the blocks that cover each token: [TOKENS, PADDED]."""
     TOKENS: tl.constexpr = C.TOKENS
     total = tl.zeros([TOKENS, PADDED], tl.float32)
     for c in range(C.COVER):
@@ -209,10 +211,10 @@ def _set_gradients(
     packed, dk, dv, dk_raw, dv_raw, dk_cmp, dv_cmp, token_blocks, t, row, batch, cos, sin,
     key_len, valid, SET: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The columns of a set's keys and values in the gradient.
+    """Store the projection's gradient in the columns of a set's keys and values.
 
-    Each source may be absent, None: by token (dk, dv), pre-RoPE (dk_raw, dv_raw), by block (dk_cmp,
-    dv_cmp). Keys' gradients are summed in float32 and rotated back once.
+    It sums, in float32, the gradients by token (dk, dv), pre-RoPE (dk_raw, dv_raw) and by block
+    (dk_cmp, dv_cmp), each of which may be None. Keys' gradients are summed, then rotated back once.
     """
     TOKENS: tl.constexpr = C.TOKENS
     HALF_P: tl.constexpr = C.HALF_P
@@ -236,7 +238,7 @@ def _set_gradients(
             if C.VALUE > 0:
                 value += _unpool(dv_cmp, token_blocks, t, batch, h * C.VALUE, key_len, valid,
                                  VALUES, C.VALUE, VALUE_P, C)  # fmt: skip
-        low, high = a * cos + b * sin, b * cos - a * sin
+        low, high = a * cos + b * sin, b * cos - a * sin  # the halves, rotated back
         if dk_raw is not None:
             low += _load(dk_raw + row * KEYS, at, valid, C.HALF, HALF_P)
             high += _load(dk_raw + row * KEYS, at + C.HALF, valid, C.HALF, HALF_P)
@@ -251,7 +253,7 @@ def rotary_backward_kernel(
     packed, cos, sin, token_blocks, gates, dq, dgates, dk_cmp, dv_cmp, dk_raw, dv_raw,
     dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, index_dq, index_dk, seq_len, key_len, C: tl.constexpr,
 ):  # fmt: skip
-    """Write the projection's gradient to `packed`: every column once, padding too."""
+    """Store the projection's gradient in `packed`: every column once, padding included."""
     TOKENS: tl.constexpr = C.TOKENS
     REST_P: tl.constexpr = C.REST_P
     t, row, valid = _tile(seq_len, TOKENS)
@@ -274,7 +276,7 @@ def rotary_backward_kernel(
         _rotate_heads(index_dq + rows, queries, c, -s, valid, C.KV_HEADS, C)
         _copy_heads(index_dk + rows, index_keys, valid, 2 * C.KV_HEADS, C.HALF, C.HALF_P)
     if C.REST > 0:
-        gradient = tl.zeros([TOKENS, REST_P], tl.float32)  # of gate logits and padding
+        gradient = tl.zeros([TOKENS, REST_P], tl.float32)  # of gate logits; padding: 0
         if C.GATES > 0:
             g = _load(gates + row * C.GATES, 0, valid, C.GATES, REST_P)
             gradient += g * (1 - g) * _load(dgates + row * C.GATES, 0, valid, C.GATES, REST_P)
@@ -282,7 +284,7 @@ def rotary_backward_kernel(
 
 
 def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
-    """The outputs in the order of `RotaryPoolInputs.empty_outputs`."""
+    """Return the outputs in the order of `RotaryPoolInputs.empty_outputs`."""
     layout, outputs, sizes = x.read_layout(), x.empty_outputs(), _sizes(x)
     q, gates, k_cmp, v_cmp, k_0, v_0, k_1, v_1, k_2, v_2, *index = _present(outputs)
     k_raw, v_raw = (None, None) if layout.mean else (k_cmp, v_cmp)
@@ -311,7 +313,7 @@ def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
 
 
 def rotary_pool_backward(*gradients_inputs_gates: Any) -> Tensor:
-    """The gradient of `packed`; the same from run to run."""
+    """Return the gradient of `packed`, with the same bits in every run."""
     *gradients, x, gates = gradients_inputs_gates
     layout, sizes = x.read_layout(), _sizes(x)
     packed = torch.empty_like(x.packed, memory_format=torch.contiguous_format)
@@ -336,13 +338,16 @@ def rotary_pool_backward(*gradients_inputs_gates: Any) -> Tensor:
 
 
 def _present(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """None for outputs that the layout lacks, or for their gradients: they have no elements."""
+    """Replace outputs that the layout lacks, or their gradients, by None: they have no elements."""
     return [y if y.numel() else None for y in tensors]
 
 
 def _sizes(x: RotaryPoolInputs) -> Sizes:
-    layout, tables = x.read_layout(), (x.block_tokens, x.token_blocks)
-    length, cover = (y.shape[1] if layout.mean and y is not None else 0 for y in tables)
+    layout, length, cover = x.read_layout(), 0, 0
+    if layout.mean:
+        assert x.block_tokens is not None
+        assert x.token_blocks is not None
+        length, cover = x.block_tokens.shape[1], x.token_blocks.shape[1]
     return _cached_sizes(layout, x.packed.shape[2], length, cover)
 
 
