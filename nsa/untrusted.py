@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import yaml
 
 T = TypeVar("T")
+short_repr = reprlib.repr  # repr() for a message: long values are shortened
 MAX_TEXT_BYTES = 2**28  # of a text file; this project's are far smaller
 MAX_RUN_FILE_BYTES = 2**25  # of a run's table or JSON file; those of a long run are half as large
 MAX_YAML_CHARS = 2**18  # of a YAML document: PyYAML is slow
@@ -238,8 +239,3 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
     finally:
         del os.environ[FORCE_DATA]
         os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def short_repr(value: Any) -> str:
-    """Return repr(value) for a message, shortened."""
-    return reprlib.repr(value)

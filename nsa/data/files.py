@@ -229,10 +229,10 @@ def open_files(
         return Files(str(path), files, text_field, left_out=left_out, on_error=on_error)
     if not path.exists():
         near = difflib.get_close_matches(str(path), NAMED, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DataError(
-            f"data.source = '{path}': no such file or folder"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + f"; choose {', '.join(NAMED)}, hf:<dataset>, or a path to text files"
+            f"data.source = '{path}': no such file or folder{hint}; choose {', '.join(NAMED)}, "
+            "hf:<dataset>, or a path to text files"
         )
     file = _text_file(path, path.parent, tables=True)
     if not _is_text(path, tables=True):
@@ -333,9 +333,11 @@ class Files(Source):
         for file in self.files:
             if not file.path.is_file():
                 return None
-            documents = replace(self, files=[file]).read_all()
-            size_known = file.reader is _whole_file and not file.compression
-            for length in [file.bytes] if size_known else (len(d.text) for d in documents):
+            if file.reader is _whole_file and not file.compression:
+                lengths = iter([file.bytes])
+            else:
+                lengths = (len(x.text) for x in replace(self, files=[file]).read_all())
+            for length in lengths:
                 count, size = count + 1, size + length
                 if count >= limit:
                     return None

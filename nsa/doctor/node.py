@@ -186,7 +186,10 @@ def torch_gpus() -> Gpus:
         count = torch.cuda.device_count()
         pairs = itertools.permutations(range(count), 2)
         peers = {pair: torch.cuda.can_device_access_peer(*pair) for pair in pairs}
-        return Gpus([_used_mib(index) for index in range(count)], peers)
+        used_mib = [0] * count
+        with contextlib.suppress(Exception):  # the package of NVML or amdsmi may be missing
+            used_mib = [torch.cuda.device_memory_used(index) // MIB for index in range(count)]
+        return Gpus(used_mib, peers)
     problem = Gpus.problem
     if torch.version.cuda or torch.version.hip:
         try:
@@ -194,14 +197,6 @@ def torch_gpus() -> Gpus:
         except (RuntimeError, AssertionError) as error:  # such as a driver that is too old
             problem = first_line(error)
     return Gpus(problem=problem)
-
-
-def _used_mib(index: int) -> int:
-    import torch
-
-    with contextlib.suppress(Exception):  # the package of NVML or amdsmi may be missing
-        return torch.cuda.device_memory_used(index) // MIB
-    return 0
 
 
 def gpu_checks(listed: int, gpus: Gpus, ranks: int) -> list[Check]:

@@ -114,11 +114,13 @@ def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
     precision = next((p for p in ("bf16", "fp16") if resolved[p]["enabled"]), "fp32")
     offloads = [block_of(zero, name) for name in ("offload_optimizer", "offload_param")]
     overlap = zero.get("overlap_comm")
+    if overlap is None:
+        overlap = zero["stage"] == 3  # DeepSpeed's default
     return ZeroMode(
         stage=zero["stage"],
         precision=precision,
         accumulation=block_of(resolved, "data_types").get("grad_accum_dtype") or precision,
-        overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
+        overlap=bool(overlap),
         offload=any(block.get("device", "none") != "none" for block in offloads),
     )
 
@@ -179,7 +181,8 @@ def resolve_ds_config(
     the other keys is checked once these are fixed.
     """
     owned = owned_values(config, world_size)
-    problems, resolved = dict(_recipe_problems(raw, owned)), deepcopy(raw)
+    problems = dict(_recipe_problems(raw, owned))
+    resolved = deepcopy(raw)
     for path in problems:  # remove these keys, so that each is reported once
         block, name = _parent(resolved, path)
         block.pop(name, None)
@@ -193,7 +196,10 @@ def resolve_ds_config(
             block[name] = value
     problems |= _parser_problems(resolved, source)
     problems = problems or dict(_mode_problems(resolved))
-    lines = [f"{_at(raw, path)}{problem}" for path, problem in problems.items()]
+    values, lines = dict(walk(raw)), []
+    for path, problem in problems.items():
+        value = f"= {_as_json(values[path])}" if path in values else "is missing"
+        lines.append(f"{printable(path)} {value}{problem}")
     if len(lines) == 1:
         raise ValueError(f"{source}: {lines[0]}")
     if lines:
@@ -253,6 +259,7 @@ def _recipe_problems(raw: dict[str, Any], owned: Owned) -> Problems:
             yield path, ": this is a block; write an object: {…}"
         elif path in owned:
             expected, origin = owned[path]
+            # In Python 1 == True, but one is a number and the other a switch.
             same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
             if value != "auto" and not same:
                 yield path, f', but {origin}; write "auto", or set the recipe\'s to match'
@@ -367,13 +374,6 @@ def _parent(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
         tree[parent] = block
         tree = block
     return tree, name
-
-
-def _at(raw: dict[str, Any], path: str) -> str:
-    """Return "key = value" for an error's line, or "key is missing"."""
-    values = dict(walk(raw))
-    value = f"= {_as_json(values[path])}" if path in values else "is missing"
-    return f"{printable(path)} {value}"
 
 
 def _as_json(value: Any) -> str:

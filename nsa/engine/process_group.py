@@ -40,11 +40,9 @@ INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 ROOT_CAUSE_GRACE_SECONDS = 5  # for the rank that failed first to report before its peers do
 SCHEME = "private"  # of the rendezvous' init_method
-_created: list[Path] = []  # rendezvous files to remove at the end, on rank 0
-
-
-T = TypeVar("T")
 PEER_TIMEOUT = timedelta(minutes=30)  # added to CpuCollectives' max_seconds
+T = TypeVar("T")
+_created: list[Path] = []  # rendezvous files to remove at the end, on rank 0
 
 
 @dataclass(frozen=True)

@@ -345,10 +345,10 @@ def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
 def _check_changes(
     base: RunConfig, config: RunConfig, run_dir: Path, checkpoint: str, notes: list[str]
 ) -> bool:
-    """Refuse or log the changes of a resumed run; return whether they concern its data order."""
+    """Refuse or log the changes of a resumed run; return whether they change its samples."""
     before, after = (
-        {name: value for name, value in walk(asdict(one)) if not isinstance(value, dict)}
-        for one in (base, config)
+        {name: value for name, value in walk(tree) if not isinstance(value, dict)}
+        for tree in (asdict(base), asdict(config))
     )
     changeable = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
     keep_order = ("data.packing", "data.timeout", "data.on_error", "data.cache")
@@ -369,7 +369,7 @@ def _check_changes(
 
 
 def _check_hardware(config: RunConfig) -> None:
-    """Refuse what the accelerator or the host's memory cannot do."""
+    """Refuse a precision that the accelerator lacks, and weights that exceed the host's memory."""
     accelerator, train, model = get_accelerator(), config.train, config.model
     supported = [name for name, dtype in DTYPES.items() if dtype in accelerator.supported_dtypes()]
     if train.precision not in supported:

@@ -58,7 +58,8 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     shards = ranks if zero.stage else 1
     weights = size * count
     if zero.stage == 3:
-        weights = size * (-(-(count - zero.persistent) // ranks) + zero.persistent)
+        sharded = math.ceil((count - zero.persistent) / ranks)
+        weights = size * (sharded + zero.persistent)
     static = {
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
@@ -151,11 +152,15 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     weights = ring * model.weight_bytes
     passes = 1 if zero.stage == 3 else 2  # stages 0 to 2 all-reduce
     reduce = passes * ring * zero.reduce_bytes
-    # Stage 3 gathers sharded weights per micro-batch, and persistent ones after the update.
-    gathered_once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
-    sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
-    layers = model.parameters - model.outside_layers  # if a bucket holds all, it fills at the end
-    last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
+    gathered_once = sharded = 0  # weights to gather after the update, and per micro-batch
+    if zero.stage == 3:
+        gathered_once, sharded = zero.persistent, model.parameters - zero.persistent
+    elif zero.stage:
+        gathered_once = model.parameters
+    layers = model.parameters - model.outside_layers
+    last = layers  # a bucket that holds all layers is full only after the backward pass
+    if zero.bucket < layers:
+        last = min(zero.bucket, model.layer)
     return Traffic(
         reduce=reduce * model.parameters,
         reductions=batch.accumulation if zero.stage >= 2 else 1,

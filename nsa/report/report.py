@@ -104,7 +104,7 @@ class Summary:
         return [row["step"] for row in rows], [row[column] for row in rows]
 
     def last_text(self, column: str, spec: str) -> str:
-        """Format the last finite value; of an earlier step "2.6758 (step 50)"; "" if none."""
+        """Format the last finite value, "" without one; if its step is not the last, name it."""
         steps, values = self.points(column)
         if not values:
             return ""
@@ -247,7 +247,7 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
 
 
 def _speed(run: Summary) -> str:
-    """Describe the median speed; of a run that begins dense also that of each phase."""
+    """Describe the median speed, also of the dense and of the sparse steps if a run has both."""
     steps, rates = run.points("tokens_per_s")
     dense_steps = lookup(run.config, "train.dense_steps")
     dense_steps = dense_steps if isinstance(dense_steps, int) else 0
