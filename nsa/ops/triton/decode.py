@@ -1,14 +1,14 @@
 """Decoding: one new token of each sequence attends over its cache; kernels, launcher and op.
 
-One token has G rows per key/value head but thousands of keys. So the keys of every branch are split
-into parts, a program each: PART compressed keys, one selected block, or PART positions of the
-window. Each part stores its own softmax, and a last kernel joins them and applies the gates.
+One token has few query heads per key/value head but thousands of keys. So the keys of every branch
+are split into parts, with a program for each: PART compressed keys, one selected block, or PART
+positions of the window. Each part stores a softmax; a last kernel joins parts and applies gates.
 
     compressed parts -> scores -> importance -> rank -> selected blocks and window -> mix
 
 Lengths are read on the device and grids follow the buffers' capacity, so the host does not wait for
 the device and a step can be captured as a CUDA graph. How keys are split depends on neither batch
-nor capacity: a token's result is bitwise the same in any batch.
+nor capacity, so a token's result has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _attend(
 ):  # fmt: skip
     """Store o and lse of `rows` query heads over the keys from `begin` to `end`, from row `out` on.
 
-    Position p is in row p, or with RING in row p % `ring`. Scores are stored if there is a buffer
-    for them; without values only lse is stored.
+    Key p is in row p of its buffer, or with RING in row p % `ring`. Scores are stored unless
+    `scores` is None; if `v` is None, o is not stored.
     """
     h = tl.arange(0, C.ROWS)
     valid = h < rows
@@ -84,9 +84,9 @@ def _sum_step(s, m, total, scale):
 
 @triton.jit
 def _program_rows(batch, C: tl.constexpr):
-    """A program's key/value head, its first row among all query heads, and its number of rows.
+    """Return a program's key/value head, its first row among all query heads, and its row count.
 
-    Several programs split a group of more heads than a tile has rows.
+    If a group has more query heads than a tile has rows, several programs split the group.
     """
     SPLITS: tl.constexpr = (C.GROUP + C.ROWS - 1) // C.ROWS
     head = tl.program_id(1).to(tl.int64) // SPLITS
@@ -100,7 +100,7 @@ def decode_compressed_kernel(
     q, k_cmp, v_cmp, lengths, o, lse, scores, k_cmp_b, v_cmp_b, parts, row_scores, scale,
     C: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a part of the compressed keys; stores scores for selection, o if mixed in."""
+    """Attend to a part of the compressed keys; store what `_attend` stores."""
     part = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     head, row, rows = _program_rows(batch, C)
@@ -119,13 +119,13 @@ def decode_compressed_kernel(
 
 @triton.jit
 def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Join the parts from `first` to `stop` of each row of `lse`: [ROWS]."""
+    """Return the lse of each row [ROWS] from its parts `first` to `stop`."""
     m, total, acc = start_softmax(ROWS, 1)
     for begin in range(first, stop, TILE):
         i = begin + tl.arange(0, TILE)
         inside = valid[:, None] & (i < stop)[None, :]
         s = tl.load(lse + row[:, None] + i[None, :], mask=inside, other=float("-inf"))
-        m, total = _sum_step(s, m, total, 1.4426950408889634)
+        m, total = _sum_step(s, m, total, 1.4426950408889634)  # log2(e)
     return finish_softmax(m, total, acc)[1]
 
 
@@ -135,9 +135,9 @@ def decode_importance_kernel(
     C: tl.constexpr, GROUP_P: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The importance of blocks, as in select.py; +inf for those that are always selected.
+    """Store the importance of blocks, as in select.py; +inf for those that are always selected.
 
-    Stores nothing if there are at most TOP blocks: all are selected.
+    Nothing is stored if there are at most TOP blocks, because all of them are selected.
     """
     BLOCKS: tl.constexpr = C.BLOCKS
     head = tl.program_id(1).to(tl.int64)
@@ -165,7 +165,7 @@ def decode_importance_kernel(
                     sees, tl.exp2(s - m_new) * weight, 0.0
                 )
                 m = m_new
-            # The least also instead of a NaN, which has no rank: the output is NaN anyway.
+            # A NaN becomes LEAST: it has no rank, and would leave `index` partly unwritten.
             total = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), LEAST)
         else:
             stop = FIRST_PART + tl.cdiv(seen, PART)
@@ -178,7 +178,7 @@ def decode_importance_kernel(
                 s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
                 weight = overlap(i, j, C)
                 total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight
-            # A NaN has no rank and would leave `index` partly unwritten; the output is NaN anyway.
+            # A NaN becomes 0, for the same reason. The output is NaN anyway.
             total = tl.where(total >= 0.0, total, 0.0)
         total = tl.where((j < C.INIT) | (j >= candidates - C.LOCAL), float("inf"), total)
         tl.store(importance + group * blocks + j, total, mask=j < candidates)
@@ -212,7 +212,7 @@ def decode_parts_kernel(
     k_sel_b, v_sel_b, k_win_b, v_win_b, parts, ring, scale,
     C: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a selected block, or a part of the window; TOP or WINDOW is 0 if unused."""
+    """Attend to a selected block or a part of the window; TOP or WINDOW is 0 without the branch."""
     part = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     head, row, rows = _program_rows(batch, C)
@@ -222,7 +222,7 @@ def decode_parts_kernel(
     if C.TOP > 0:
         candidates = tl.cdiv(length, C.SELECT)
         if part < tl.minimum(candidates, C.TOP):
-            j = part
+            j = part  # at most TOP blocks: all are selected
             if candidates > C.TOP:
                 j = tl.load(index + row // C.GROUP * C.TOP + part)
             _attend(
@@ -242,7 +242,7 @@ def decode_parts_kernel(
 
 @triton.jit
 def _join(o, lse, row, count, gates, gate, C: tl.constexpr, TILE: tl.constexpr):
-    """One branch's output from its first `count` parts, times its gate, if any: [1, VALUE_P]."""
+    """Return a branch's output [1, VALUE_P] from its first `count` parts, times any gate."""
     m, total, acc = start_softmax(1, C.VALUE_P)
     for first in range(0, count, TILE):
         i = first + tl.arange(0, TILE)
@@ -267,7 +267,7 @@ def decode_mix_kernel(
     C: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr, TILE: tl.constexpr,
     CMP: tl.constexpr, SEL: tl.constexpr, WIN: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """Σ gate · output for one query head; CMP, SEL and WIN are the branches' gates, or -1."""
+    """Store Σ gate · output of a query head; CMP, SEL and WIN number the gates, -1: no branch."""
     VALUE_P: tl.constexpr = C.VALUE_P
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
@@ -300,22 +300,27 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     """
     (batch, heads, _), spec, branches = x.q.shape, x.spec, x.branches.split("+")
     k, v = x.pair(branches[0])
-    groups, top = k.shape[2], spec.select_top if "sel" in branches else 0
+    kv_heads = k.shape[2]
+    top = spec.select_top if "sel" in branches else 0
     window = spec.window if "win" in branches else 0
     constants = constants_of(x.q[:, None], k, v, spec, TOP=top, WINDOW=window, BLOCKS=BLOCKS)
     config = choose_config("gathered_decode", constants.padded, x.q)
     constants = constants._replace(ROWS=config.rows, KEYS=config.keys)
     total_blocks = 0 if x.k_sel is None else spec.select_blocks_len(x.k_sel.shape[1])
     selecting = total_blocks > top > 0
-    keys = x.k_cmp.shape[1] if x.k_cmp is not None and (selecting or "cmp" in branches) else 0
-    compressed, first_part = cdiv(keys, PART), top + cdiv(window, PART)
-    parts, row_scores = _capacity(first_part + compressed), _capacity(keys)
+    keys = 0
+    if x.k_cmp is not None and (selecting or "cmp" in branches):
+        keys = x.k_cmp.shape[1]
+    compressed_parts = cdiv(keys, PART)
+    first_part = top + cdiv(window, PART)  # of compressed keys
+    parts, row_scores = _capacity(first_part + compressed_parts), _capacity(keys)
     blocks, scale = _capacity(total_blocks), x.scale * LOG2E
     q, lengths = x.q.contiguous(), x.lengths.contiguous()
     gates = None if x.gates is None else x.gates.contiguous()
-    # With one query head per KV head, scores rank blocks without a normalizer.
-    ranking, own = (q, False) if x.q_cmp is None else (x.q_cmp.contiguous(), True)
-    ranks = constants._replace(GROUP=1) if own else constants
+    # With queries of its own, an index has one query head per KV head: scores need no normalizer.
+    own = x.q_cmp is not None
+    ranking = q if x.q_cmp is None else x.q_cmp.contiguous()
+    ranking_constants = constants._replace(GROUP=1) if own else constants
     k_cmp, k_cmp_b = _buffer(x.k_cmp)
     v_cmp, v_cmp_b = _buffer(x.v_cmp if "cmp" in branches else None)
     k_sel, k_sel_b = _buffer(x.k_sel if "sel" in branches else None)
@@ -323,28 +328,29 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     k_win, k_win_b = _buffer(x.k_win if "win" in branches else None)
     v_win, v_win_b = _buffer(x.v_win if "win" in branches else None)
     out = _fake(x)
-    index = q.new_empty(batch, groups, spec.select_top, dtype=torch.int32)
+    index = q.new_empty(batch, kv_heads, spec.select_top, dtype=torch.int32)
     o = q.new_empty(batch, heads, parts, v.shape[-1], dtype=torch.float32)
     lse = q.new_empty(batch, heads, parts, dtype=torch.float32)
     scores = None
     if selecting:
         scores = q.new_empty(batch, ranking.shape[1], row_scores, dtype=torch.float32)
-    programs = groups * cdiv(heads // groups, config.rows)
+    programs = kv_heads * cdiv(heads // kv_heads, config.rows)
     tile = max(1, ELEMENTS // constants.VALUE_P)
     launch(
-        decode_compressed_kernel, (compressed, groups if own else programs, batch), config,
+        decode_compressed_kernel,
+        (compressed_parts, kv_heads if own else programs, batch), config,
         q=ranking, k_cmp=k_cmp, v_cmp=v_cmp, lengths=lengths, o=o, lse=lse, scores=scores,
         k_cmp_b=k_cmp_b, v_cmp_b=v_cmp_b, parts=parts, row_scores=row_scores, scale=scale,
-        C=ranks, PART=PART, FIRST_PART=first_part,
+        C=ranking_constants, PART=PART, FIRST_PART=first_part,
     )  # fmt: skip
     if selecting:
-        importance = q.new_empty(batch, groups, blocks, dtype=torch.float32)
-        grid, small = (cdiv(total_blocks, BLOCKS), groups, batch), Config(BLOCKS, 0, 4, 1)
+        importance = q.new_empty(batch, kv_heads, blocks, dtype=torch.float32)
+        grid, small = (cdiv(total_blocks, BLOCKS), kv_heads, batch), Config(BLOCKS, 0, 4, 1)
         launch(
             decode_importance_kernel, grid, small,
             scores=scores, lse=None if own else lse, lengths=lengths, importance=importance,
-            parts=parts, row_scores=row_scores, blocks=blocks, C=ranks,
-            GROUP_P=padded_size(ranks.GROUP), PART=PART, FIRST_PART=first_part, TILE=tile,
+            parts=parts, row_scores=row_scores, blocks=blocks, C=ranking_constants, TILE=tile,
+            GROUP_P=padded_size(ranking_constants.GROUP), PART=PART, FIRST_PART=first_part,
         )  # fmt: skip
         launch(
             decode_rank_kernel, grid, small,
@@ -368,9 +374,9 @@ def decode_forward(x: DecodeInputs) -> Tensor:
 
 
 def _buffer(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """A buffer of keys or values, and the stride between sequences.
+    """Return a buffer of keys or values, and the stride between its sequences.
 
-    The stride may exceed a sequence's size: a cache may pass the first rows of larger buffers.
+    The stride is larger than a sequence if a cache passes the first entries of larger buffers.
     """
     if x is None:
         return None, 0
@@ -379,7 +385,7 @@ def _buffer(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _capacity(count: int) -> int:
-    """Round up to a multiple of 16: Triton compiles again for sizes that are not."""
+    """Round up to a multiple of 16, because Triton compiles a kernel again for other sizes."""
     return cdiv(count, 16) * 16
 
 
