@@ -176,7 +176,7 @@ class CachedSource:
 
     def _refresh(self) -> Index:
         """Read the index again if it changed."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._folder / INDEX)
             if (version := (status.st_ino, status.st_mtime_ns)) != self._version:
                 self._index, self._version = find_index(self._folder) or self._index, version

@@ -151,7 +151,7 @@ def find_index(folder: Path) -> Index | None:
     path = folder / INDEX
     try:
         return _index(path, parse_json(read_text(path)))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except DataError:
         raise

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from nsa.data.dataset import DividedSource
-from nsa.data.source import Documents, Source
+from nsa.data.source import Documents, Source, SourceUnreachable
 
 
 class Failing(Source):
@@ -19,12 +19,12 @@ class Failing(Source):
         raise KeyError("no such key")
 
 
-class Modules(Source):
-    """Prints what is imported before the first document."""
+class Unreachable(Source):
+    """Prints what is imported before the first document, and is then out of reach."""
 
     def read(self, cursor: Any = None) -> Documents:
         print(*sorted(sys.modules), flush=True)
-        return iter(())
+        raise SourceUnreachable("no hub")
 
 
 class Opened(DividedSource):
@@ -35,5 +35,5 @@ class Fails(Opened):
     documents = Failing()
 
 
-class Lists(Opened):
-    documents = Modules()
+class Unreached(Opened):
+    documents = Unreachable()

@@ -91,6 +91,12 @@ def test_the_order_is_that_of_earlier_versions() -> None:
     assert of_source[0] == [5, 2, 8, 0, 9, 7, 4, 1, 3, 6, 9, 3, 1, 0, 8, 6, 5, 4, 7, 2]
     assert of_source[1] == [5, 2, 6, 3, 8, 7, 1, 4, 0, 9, 3, 7, 6, 1, 9, 0, 5, 8, 4, 2]
     assert samples.fingerprint == "7f6198a0a0a464ae"
+    growing = MemoryStore(np.arange(41))  # shuffled in blocks
+    growing.grows = True
+    samples = Samples([stores[0], growing], fractions=[0.5, 0.5], seq_len=2, seed=1337)
+    located = [samples.locate(position) for position in range(40)]
+    order = [first // 2 for store, first in located if store is growing]
+    assert order == [11, 13, 7, 2, 12, 5, 3, 8, 0, 10, 14, 6, 4, 1, 9, 15, 17, 19, 18, 16]
 
 
 def test_a_mixture_reports_where_it_first_repeats_and_its_mean_bytes_per_token() -> None:
@@ -170,10 +176,10 @@ def test_to_moves_every_tensor_of_a_batch() -> None:
 
 
 def test_a_corpus_smaller_than_one_sample_is_refused_with_the_fix() -> None:
-    with pytest.raises(
-        ValueError, match=r"data\.seq_len = 4: tiny has 4 tokens.*lower data\.seq_len"
-    ):
-        Samples([MemoryStore(np.arange(4), name="tiny")], seq_len=4, seed=0)
+    stores = [MemoryStore(np.arange(size), name=name) for size, name in ((9, "large"), (4, "tiny"))]
+    message = r"data\.seq_len = 4: tiny has 4 tokens.*lower data\.seq_len"
+    with pytest.raises(ValueError, match=message):
+        Samples(stores, fractions=[0.5, 0.5], seq_len=4, seed=0)
     assert samples_of(counting(1), micro_batch=2) == [0, 0]
 
 
@@ -217,6 +223,12 @@ def test_the_log_says_how_much_of_the_data_a_run_reads() -> None:
     (*_, warning) = lines([0.5, 0.5], 80)
     assert warning.startswith("WARNING: b: 41 tokens, 10 epochs: the model will memorize it")
     assert "WARNING" not in "".join(lines([0.8, 0.2], 80)), "four epochs"
+    stores[1].grows, stores[1].size = True, 100  # a token has one byte or more
+    (_, b, warning) = lines([0.5, 0.5], 100)
+    assert b.startswith("b: 100 bytes (tokenizer none); the run consumes 50 samples of 10: tok")
+    assert warning.startswith("WARNING: b: 100 bytes, 5 epochs: ")
+    stores[1].size = None
+    assert [line[:15] for line in lines([0.5, 0.5], 100)] == ["a: 1,004 tokens", "b: size unknown"]
 
 
 def test_a_corpus_of_any_size_is_shuffled_without_a_table() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,9 +22,9 @@ from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import DividedSource, open_dataset
 from nsa.data.files import open_files
-from nsa.data.shards import INDEX, find_index, read_index, verify_shards, write_index
+from nsa.data.shards import INDEX, Shard, find_index, read_index, verify_shards, write_index
 from nsa.data.source import DataError
-from nsa.data.writer import FIRST_SHARD, LOCK, prepare
+from nsa.data.writer import FIRST_SHARD, LAST_SHARD, LOCK, Job, Writer, prepare
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import configure, documents_in, split, texts, train_tokenizer, write_lines
 from tests.disks import mounted
@@ -100,6 +101,9 @@ def test_the_order_is_the_same_while_the_cache_grows_and_when_it_is_complete(
     other = open_cache(configure(large)).open_samples("train", 4)
     assert other.fingerprint != samples.fingerprint
     assert rows(other, 48) != first
+    index = read_index(folder_of(tmp_path))
+    write_index(folder_of(tmp_path), replace(index, cursor={"revision": "b"}))  # as of a hub
+    assert complete(configure(large), open_cache).fingerprint != samples.fingerprint
 
 
 def test_each_epoch_has_each_sample_once_shuffled_within_its_blocks(
@@ -120,9 +124,22 @@ def test_each_epoch_has_each_sample_once_shuffled_within_its_blocks(
     assert documents_in(store.read(0, len(store))) == train
 
 
-def test_a_writer_stops_once_its_run_has_enough_and_a_longer_run_continues(
-    large: str, open_cache: OpenCache, tmp_path: Path
+def test_a_writer_stops_once_its_run_has_enough_and_is_followed_if_it_needs_more(
+    large: str, open_cache: OpenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    closed: list[bool] = []  # of each writer
+
+    class RecordedWriter(Writer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.number = len(closed)
+            closed.append(False)
+
+        def close(self) -> None:
+            super().close()
+            closed[self.number] = True
+
+    monkeypatch.setattr(cache_module, "Writer", RecordedWriter)
     first = open_cache(configure(large), needs=100)
     short = rows(first.open_samples("train", 3), 100)
     wait_for(lambda: not workers_of(os.getpid()))
@@ -130,7 +147,9 @@ def test_a_writer_stops_once_its_run_has_enough_and_a_longer_run_continues(
     assert index is not None
     assert not index.finished
     kept = contents(folder_of(tmp_path))
-    longer = complete(configure(large), open_cache)
+    longer = first.open_samples("train", 3)
+    longer.stores[0].wait_for(10**9)
+    assert closed == [True, False]
     assert rows(longer, 100) == short
     assert documents_in(longer.stores[0].read(0, len(longer.stores[0]))) == split(LARGE)[0]
     after = contents(folder_of(tmp_path))
@@ -166,15 +185,76 @@ def test_a_run_takes_over_when_the_run_that_writes_is_closed(
 
 
 def test_a_cache_is_shared_by_runs_with_the_same_tokens(tmp_path: Path) -> None:
-    path, caches = tmp_path / "a.jsonl", []
-    path.write_text("".join('{"text": "some text", "body": "other"}\n' for _ in range(2_000)))
+    lines = "".join('{"text": "some text", "body": "other"}\n' for _ in range(2_000))
+    path, other = tmp_path / f"{'a' * 240}.jsonl", tmp_path / "other" / f"{'a' * 240}.jsonl"
+    other.parent.mkdir()
+    path.write_text(lines)
+    other.write_text(lines.replace("some", "more"))  # of the same name and size
+    caches, fingerprints = [], []
     shared: list[dict[str, Any]] = [{"seq_len": 32}, {"packing": "documents"}, {"timeout": 9.0}]
-    for settings in ({}, *shared, {"held_out": 0.3}, {"text_field": "body"}):
-        cache = TokenCache(open_dataset(configure(str(path), **settings)), tmp_path / "cache")
-        with closing(cache):
-            cache.open_samples("train", 1)
+    others = [{"held_out": 0.3}, {"text_field": "body"}, {"source": str(other)}]
+    for settings in ({}, *shared, *others):
+        config = configure(**{"source": str(path)} | settings)
+        with closing(TokenCache(open_dataset(config), tmp_path / "cache")) as cache:
+            fingerprints.append(cache.stores("train")[0].fingerprint)
         caches.append(len(list((tmp_path / "cache").iterdir())))
-    assert caches == [1, 1, 1, 1, 2, 3]
+    assert caches == [1, 1, 1, 1, 2, 3, 4]
+    assert [len({*fingerprints[:count]}) for count in range(1, 8)] == caches
+
+
+class RecordedJobs:
+    """Stands in for the writer: it writes nothing, and records its jobs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.jobs: list[Job] = []
+        monkeypatch.setattr(cache_module, "Writer", self.start)
+
+    def start(self, job: Job, locked: BinaryIO) -> Mock:
+        locked.close()
+        self.jobs.append(deepcopy(job))
+        return Mock(is_running=Mock(return_value=True))
+
+
+def test_a_writer_gets_the_tokens_that_its_source_needs_in_each_split_and_the_settings(
+    open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers = RecordedJobs(monkeypatch)
+    cache = open_cache(configure({"hf:a/b": 3, "hf:c/d": 1}))
+    cache.start({"train": 40, "val": 9})
+    blocks = [{"train": 32, "val": 16}, {"train": 16, "val": 16}]  # of 30, 7, 10 and 3 samples
+    needs = [{split: 16 * samples + 1 for split, samples in each.items()} for each in blocks]
+    assert [job.needs for job in writers.jobs] == needs
+    cache.start({"train": 10})  # not less than before
+    assert [job.needs for job in writers.jobs[2:]] == needs
+    for settings in ({"subset": "b"}, {"split": "test"}, {"pattern": "*.c"}):
+        open_cache(configure("hf:a/b", **settings), needs=100)
+    assert len({job.folder for job in writers.jobs}) == 2 + 3
+    job = replace(writers.jobs[0], needs={"train": 10, "val": 5})
+    written = [Shard("", split, size, 1, 1, "") for split, size in (("train", 10**9), ("val", 5))]
+    assert not job.is_enough(replace(job.plan, shards=written[:1]))
+    assert job.is_enough(replace(job.plan, shards=written))
+    assert job.shard_tokens(replace(job.plan, shards=written)) == LAST_SHARD
+
+
+def test_a_run_waits_for_data_timeout_after_each_document(
+    open_cache: OpenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RecordedJobs(monkeypatch)
+    cache = open_cache(configure("hf:a/b", timeout=30))
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        if now <= 20 < now + seconds:
+            (folder_of(tmp_path) / LOCK).write_text("9 row 1\n of a longer line before")
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(cache_module, "time", clock)
+    message = r"no document for 30 seconds \(data\.timeout\); the last one read was row 1\. Raise"
+    with pytest.raises(DataError, match=message):
+        cache.stores("train")
+    assert now == pytest.approx(20 + 30, abs=1)
 
 
 def test_after_kill_9_the_next_run_continues_without_a_lost_or_repeated_sample(
@@ -245,6 +325,13 @@ def test_a_truncated_shard_is_refused_by_name(
     assert "delete its folder to write it again" in str(refused.value)
 
 
+def test_a_file_in_place_of_the_cache_is_refused(large: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = TokenCache(open_dataset(configure(large)), tmp_path / "file")
+    with pytest.raises(DataError, match=r"jsonl-\w+: cannot be written or locked .*; name another"):
+        cache.start({"train": 1})
+
+
 def test_a_link_in_place_of_a_lock_is_not_followed(
     large: str, tmp_path: Path, open_cache: OpenCache
 ) -> None:
@@ -257,24 +344,6 @@ def test_a_link_in_place_of_a_lock_is_not_followed(
     with pytest.raises((DataError, OSError), match="symbolic link"):
         complete(configure(large), open_cache)
     assert precious.read_text() == "mine"
-
-
-def test_a_run_waits_while_a_slow_source_yields_documents(
-    tmp_path: Path, open_cache: OpenCache
-) -> None:
-    os.mkfifo(tmp_path / "slow.jsonl")
-    cache = open_cache(configure(str(tmp_path / "slow.jsonl"), timeout=3))
-    program = """
-import json, time
-for number in range(12):
-    print(json.dumps({"text": f"{number}" + "x" * 9_000}), flush=True)
-    time.sleep(0.7)
-"""
-    with (
-        open(os.open(tmp_path / "slow.jsonl", os.O_RDWR), "wb") as writer,
-        subprocess.Popen([sys.executable, "-c", program], stdout=writer),
-    ):
-        assert cache.open_samples("train", 1).stores
 
 
 def test_the_error_of_a_broken_document_passes_through_after_those_before_it(
@@ -304,7 +373,11 @@ def test_a_full_disk_names_the_bytes_that_the_run_still_needs(large: str, tmp_pa
         run = spawn_ranks(RUN, large, str(tmp_path), "2000", "0", "0", "1", ranks=0)
         assert run.codes(60) == [1]
         error = run.text("err")
-        assert "the disk is full: " in error
+        (folder,) = (path for path in disk.iterdir() if path.is_dir())
+        index = find_index(folder)
+        assert index is not None
+        needed = 8_192 * 16 + 1 - index.tokens("train")  # of 8,000 samples, which end in a block
+        assert f"the disk is full: {2 * needed:,} bytes or more are needed" in error
         assert "are free; free some space and run the same command again" in error
         assert not [path for path in disk.rglob("*") if "bin." in path.name], "no draft is left"
 

@@ -8,7 +8,9 @@ import hashlib
 import json
 import os
 import re
+import tracemalloc
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +26,7 @@ from nsa.data.files import HEAD_BYTES, LARGEST_TEXT, open_files
 from nsa.data.source import DataError, Document, Source
 from nsa.engine.config import RunConfig, resolve_config
 from tests.data.texts import check_resumption, contents_of, open_store
+from tests.fuzz.hostile import time_limit
 from tests.ranks import ROOT
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -130,6 +133,25 @@ def test_resuming_does_not_parse_earlier_lines(tmp_path: Path) -> None:
     _, cursor = next(open_files(path, "text").read())
     path.write_bytes(b"#" * (len(lines("first")) - 1) + b"\n" + lines("second"))
     assert contents_of(open_files(path, "text"), cursor) == [b"second"]
+    table = write_parquet(tmp_path, "t.parquet", numbered(10))  # two groups of rows
+    *_, (_, cursor) = islice(open_files(table, "text").read(), 6)
+    content = bytearray(table.read_bytes())
+    group = pq.read_metadata(table).row_group(0).column(1)
+    start = group.dictionary_page_offset or group.data_page_offset
+    content[start : start + group.total_compressed_size] = bytes(group.total_compressed_size)
+    table.write_bytes(content)
+    rest = [text.encode() for text in numbered(10)[6:]]
+    assert contents_of(open_files(table, "text"), cursor) == rest
+
+
+def test_a_group_of_rows_is_read_in_parts(tmp_path: Path) -> None:
+    rows = [f"{number} " + "x" * 10_000 for number in range(1_000)]
+    path = write_parquet(tmp_path, "t.parquet", rows, group=1_000)
+    tracemalloc.start()
+    assert sum(1 for _ in open_files(path, "text").read_all()) == len(rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < sum(map(len, rows)) / 2
 
 
 def test_a_giant_document_is_read_in_full(tmp_path: Path) -> None:
@@ -266,14 +288,18 @@ def test_a_file_that_shrank_or_was_removed_since_it_was_opened_is_refused(
     reader = source.read_all()
     next(reader)
     path.write_bytes(path.read_bytes()[:-4])
-    assert open_files(tmp_path, "text").content != source.content
+    shrunk = open_files(tmp_path, "text")
+    path.rename(other := path.with_name(f"a{name}"))
+    contents = {files.content for files in (source, shrunk, open_files(tmp_path, "text"))}
+    assert len(contents) == 3, "of names and sizes"
+    other.rename(path)
     with pytest.raises(DataError, match=rf"{name}: changed from \d+ to \d+ bytes while"):
         list(reader)
-    other = open_files(tmp_path, "text").read_all()
-    next(other)
+    reader = open_files(tmp_path, "text").read_all()
+    next(reader)
     path.unlink()
     with pytest.raises(DataError, match=rf"{name}: cannot be read .*No such file"):
-        list(other)
+        list(reader)
 
 
 def test_a_file_replaced_during_reading_is_read_to_its_old_end(tmp_path: Path) -> None:
@@ -310,7 +336,8 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
     found = {document.location: document.text for document in source.read_all()}
     assert found == kept
     assert source.left_out == len(skipped)
-    assert open_dataset(DataConfig(source=str(tmp_path))).notes == [
+    mixture = {"hf:a/b": 1.0, str(tmp_path): 1.0, "synthetic": 1.0}
+    assert open_dataset(DataConfig(source=mixture)).notes == [
         f"{tmp_path}: 8 files are read; 4 that are empty, binary or huge are not",
         f"{tmp_path}: is small, so the last 12% of each document is held out for validation, "
         "instead of data.held_out = 0.05",
@@ -383,7 +410,9 @@ def test_a_broken_table_or_one_that_would_fill_the_memory_is_refused_by_name(
 def test_a_device_in_a_folder_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", b"text")
     (tmp_path / "b").symlink_to("/dev/zero")  # without a suffix of text it is left out
-    assert texts(open_files(tmp_path, "text")) == ["text"]
+    os.mkfifo(tmp_path / "pipe")
+    with time_limit():
+        assert texts(open_files(tmp_path, "text")) == ["text"]
     for name in ("c.txt", "c.jsonl", "c.parquet"):
         (tmp_path / name).symlink_to("/dev/zero")
         with pytest.raises(DataError, match=rf"{name}: cannot be read \(it is a device"):
@@ -454,7 +483,7 @@ def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
     assert len(tokens) > 100_000
     names = embedded("tensorboard").name, embedded().name
     assert names == ("embedded:tensorboard", "embedded"), "as in data.source"
-    for missing in ("no_such_package", "../secrets", "tensorboard.summary"):
+    for missing in ("no_such_package", "../secrets", "tensorboard.summary", "argparse"):
         expected = f"data.source = 'embedded:{missing}': '{missing}' is not an installed package; "
         with pytest.raises(DataError, match=re.escape(expected)):
             open_store(DataConfig(source=f"embedded:{missing}"), "train")

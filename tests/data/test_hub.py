@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +180,9 @@ def test_a_closed_port_is_reported_at_once_with_fixes(tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [{"what": "tokenizer"}]
     jobs += [{"name": name, "config": {}} for name in datasets]
     hub = f"http://127.0.0.1:{free_port()}"
-    results = results_of("read", tmp_path, *jobs, HF_ENDPOINT=hub)
+    results = results_of("read", tmp_path, *jobs, HF_ENDPOINT=f"{hub}/")
     for name, result in zip(("tokenizer", *datasets), results, strict=True):
+        assert f"{hub}//" not in result["error"]
         for part in (f"{name}: {hub}", "cannot be reached", "Connection refused", *FIXES):
             assert part in result["error"]
 
@@ -197,6 +200,45 @@ def test_an_unresponsive_hub_is_reported_without_retries(
         with pytest.raises(DataError, match=complaint):
             Hub(DataConfig(), "fineweb_edu")
         assert server.requests == ["HEAD datasets/HuggingFaceFW/fineweb-edu/resolve/main/README.md"]
+
+
+class BreaksOff:
+    """A stream of `datasets` that breaks off after 130 rows."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.copied_at = error, list[int]()
+
+    def shard(self, *_: int) -> BreaksOff:
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for self.row in range(1, 131):
+            yield {"text": f"row {self.row}"}
+        raise self.error
+
+    def state_dict(self) -> dict[str, int]:
+        self.copied_at.append(self.row)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (ConnectionError("reset"), r"run the same command again to continue, or run `nsa data"),
+        (pa.ArrowInvalid("damaged"), r"the file of this row is broken: repair it"),
+    ],
+)
+def test_a_pass_that_breaks_off_says_at_which_row_and_what_to_do(
+    error: Exception, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = BreaksOff(error)
+    monkeypatch.setattr(Hub, "_open", lambda *_: (stream, "revision"))
+    passed = Hub(DataConfig(), "hf:a/b").read()
+    assert sum(1 for _ in islice(passed, 130)) == 130
+    name, reason = type(error).__name__, str(error)
+    with pytest.raises(DataError, match=rf"hf:a/b: .* after row 130 \({name}: {reason}\); .*{fix}"):
+        next(passed)
+    assert stream.copied_at == [64, 128], "that takes longer than reading a row"
 
 
 def test_a_hub_that_falls_silent_ends_a_run_after_data_timeout(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,7 +34,7 @@ from nsa.data.writer import (
     plan_of,
     prepare,
 )
-from tests.data.odd_sources import Fails, Lists, Opened
+from tests.data.odd_sources import Fails, Opened, Unreached
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import documents_of, train_tokenizer, write_lines
 from tests.disks import flip_a_bit, mount, mounted
@@ -198,6 +200,8 @@ def test_a_finished_folder_is_not_rewritten(
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
     index = read_index(out)
     write_index(out, replace(index, finished=False))  # as if stopped at the end
+    for draft in (".train-000-00099.bin.9", f".{INDEX}.9"):  # of a process that was killed
+        (out / draft).touch()
     assert prepare(config, out, shard_tokens=10_000) == index
     assert contents(out) == uninterrupted
     moved = replace(index, stamp=replace(index.stamp, tokenizer="hf:/moved"))
@@ -398,8 +402,11 @@ def test_mistakes_are_one_line_and_exit_code_2(
     body: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--out", tmp_path / "out")
+    source = ["prepare", "--source", body, "--tokenizer", "byte"]
     for arguments, expected in (
-        (["prepare", "--source", body, "--tokenizer", "byte", *out], "--text-field"),
+        ([*source, *out], "--text-field"),
+        ([*source, *out, "--shard-tokens=0"], "--shard-tokens 0: must be 1 or more"),
+        ([*source, "--text-field=body", "--out", body / "out"], "out: cannot be written or locked"),
         (["prepare", "--source", "synthetic", "--tokenizer", "word", *out], "--tokenizer"),
         (["check", tmp_path / "nowhere"], "nowhere"),
     ):
@@ -410,8 +417,18 @@ def test_mistakes_are_one_line_and_exit_code_2(
         assert expected in line
 
 
-def writer_of(folder: Path, kind: type[Opened]) -> Writer:
-    source = kind(DataConfig(source="books"), "books", HeldOut(0.1))
+def test_every_flag_of_prepare_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Mock(side_effect=DataError("recorded"))
+    monkeypatch.setattr("nsa.data.writer.prepare", prepared)
+    values: dict[str, Any] = {"source": "hf:a/b", "subset": "c", "split": "d", "pattern": "*.e"}
+    values |= {"on_error": "skip", "text_field": "f", "tokenizer": "hf:g", "held_out": 0.25}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    assert call("prepare", *flags, "--out", tmp_path / "out", "--shard-tokens=7") == 2
+    prepared.assert_called_once_with(DataConfig(**values), tmp_path / "out", shard_tokens=7)
+
+
+def writer_of(folder: Path, kind: type[Opened], name: str = "books") -> Writer:
+    source = kind(DataConfig(source=name), name, HeldOut(0.1))
     locked = lock(folder)
     assert locked is not None
     return Writer(
@@ -441,13 +458,22 @@ def test_an_unexpected_error_is_a_crash_below_its_traceback(
     assert not output.out
 
 
+def test_a_process_that_ends_before_it_reads_its_job_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    error = error_of(writer_of(tmp_path / "out", Fails, "x" * 1_000_000))  # no pipe holds that
+    assert "its worker ended with exit code 1" in str(error)
+
+
 def test_it_starts_in_any_folder_and_without_slow_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if sys.version_info >= (3, 11):  # earlier versions always search the working directory first
         (tmp_path / "numpy.py").write_text("raise ImportError('wrong numpy')")
     monkeypatch.chdir(tmp_path)
-    assert "holds no documents" in str(error_of(writer_of(tmp_path / "out", Lists)))
+    error = error_of(writer_of(tmp_path / "out", Unreached))
+    assert repr(error) == "SourceUnreachable('no hub')", "a dry run only notes that"
     modules = set(capfd.readouterr().err.split())
     assert "nsa.data.shards" in modules
     assert not modules & {"torch", "deepspeed", "transformers", "datasets", "pyarrow", "pandas"}
@@ -455,7 +481,7 @@ def test_it_starts_in_any_folder_and_without_slow_imports(
 
 def test_a_closed_writer_leaves_no_process(tmp_path: Path) -> None:
     """Not even a zombie, of which a run that opens cache after cache would gather many."""
-    writer = writer_of(tmp_path / "out", Lists)
+    writer = writer_of(tmp_path / "out", Unreached)
     (pid,) = workers_of(os.getpid())
     writer.close()
     assert not Path(f"/proc/{pid}").exists()

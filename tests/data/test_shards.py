@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from nsa.data.shards import (
     Stamp,
     TokenStore,
     is_prepared,
+    open_shard,
     open_shards,
     read_index,
     verify_shards,
@@ -106,6 +108,26 @@ def test_a_shard_larger_than_a_read_is_intact_and_verified_to_its_last_token(
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="its content changed since it was written"):
             verify_shards(tmp_path, index)
+
+
+def test_a_store_opens_each_shard_once_and_keeps_few_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have 1,024 open files, and a corpus more shards."""
+    monkeypatch.setattr("nsa.data.shards.OPEN_SHARDS", 3)
+    names = [f"train-000-{number:05}.bin" for number in range(9)]
+    tokens = [np.array([1, STAMP.eos_id])]
+    shards = [write_shard(tmp_path, name, "train", STAMP, tokens, 1) for name in names]
+    store = TokenStore(tmp_path, "many", Index(STAMP, {}, shards), "train")
+    opened = Mock(side_effect=open_shard)
+    monkeypatch.setattr("nsa.data.shards.open_shard", opened)
+    for _ in range(2):
+        for start in (0, 2, 4):
+            store.read(start, start + 2)
+    assert opened.call_count == 3
+    store.read(0, len(store))
+    links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    assert len({link for link in links if link.startswith(str(tmp_path))}) == 3
 
 
 def test_the_fingerprint_is_of_a_splits_tokens(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
 
 from nsa.data.builtin import ListSource
 from nsa.data.config import DataConfig
@@ -142,9 +145,9 @@ def test_a_giant_text_without_spaces_is_encoded_in_bounded_pieces(
 
 
 def word_tokenizer(words: int) -> HubTokenizer:
-    """A tokenizer with ids for w0, w1, ... and above them one for the end of text."""
+    """A tokenizer with ids for w0, w2, w3, ... and above them one for the end of text."""
     eos = {"id": words, "content": "<eos>", "special": True, "single_word": False}
-    vocabulary = {f"w{number}": number for number in range(words)}
+    vocabulary = {f"w{number}": number for number in range(words) if number != 1} | {"<eos>": words}
     definition = {
         "version": "1.0",
         "added_tokens": [{**eos, "lstrip": False, "rstrip": False, "normalized": False}],
@@ -169,6 +172,7 @@ def test_fingerprints_differ_if_ids_differ(
     monkeypatch.setenv("HOME", str(folder.parent))
     named = build_tokenizer(DataConfig(tokenizer=f"hf:~/{folder.name}"))
     assert named.fingerprint == trained.fingerprint
+    assert build_tokenizer(DataConfig(tokenizer=named.name)) is named, "for each source of a run"
     definition = json.loads((folder / "tokenizer.json").read_text())
     same = HubTokenizer("elsewhere", json.dumps(definition), "<|endoftext|>")
     assert same.fingerprint == trained.fingerprint
@@ -295,6 +299,27 @@ def test_a_fresh_process_loads_a_folder_without_network_or_warning(
     home = {"HF_HOME": str(tmp_path)}
     run = spawn_ranks(tmp_path / "load.py", str(folder), ranks=0, environment=home)
     assert (run.codes(60), run.text("out"), run.text("err")) == ([0], "True\n", "")
+
+
+def test_a_tokenizer_of_the_hub_is_looked_for_in_the_cache_and_then_downloaded_without_its_code(
+    trained: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offline = []
+
+    def from_pretrained(name: str, local_files_only: bool, trust_remote_code: bool) -> Any:
+        assert name == "some/name"
+        assert not trust_remote_code
+        offline.append(local_files_only)
+        if local_files_only:
+            raise OSError("not in the cache")
+        return AutoTokenizer.from_pretrained(folder)
+
+    loader = SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setattr("transformers.AutoTokenizer", loader)
+    monkeypatch.setattr("nsa.data.tokenizer.probe", Mock())
+    loaded = build_tokenizer(DataConfig(tokenizer="hf: some/name"))
+    assert loaded.fingerprint == trained.fingerprint
+    assert offline == [True, False]
 
 
 def test_an_unreachable_hub_is_reported_by_its_address(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -18,6 +19,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.cache import TokenCache, ValidationData
 from nsa.data.config import DataConfig
 from nsa.data.dataset import DividedSource, open_dataset
+from nsa.data.files import TextFile
 from nsa.data.shards import open_shards
 from nsa.data.source import DataError, HeldOut
 from nsa.data.writer import prepare
@@ -147,7 +149,8 @@ def test_validation_reports_fewer_samples_than_requested(
     validation = validation_of(configure(source), 50, 2, ranks)
     assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
     (note,) = validation.notes
-    assert f"ends after {available} sequences" in note
+    of = f"the validation split of {source} ends after {available} sequences; lower train.eval_sam"
+    assert note.startswith(f"train.eval_samples = 50: {of}ples")
 
 
 @pytest.fixture
@@ -199,21 +202,28 @@ def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
     assert source.division.fraction == pytest.approx(16_384 / 1e6, 1e-3)
 
 
-@pytest.mark.parametrize(("count", "few"), [(24, True), (25, False)])
+@pytest.mark.parametrize(("limit", "held_out"), [(25, HELD_OUT), (1_000, 0.001)])
 def test_documents_are_few_if_a_hash_is_expected_to_hold_out_fewer_than_five(
-    count: int, few: bool, tmp_path: Path
+    limit: int, held_out: float, tmp_path: Path
 ) -> None:
-    source = write_lines(tmp_path / "a.jsonl", texts(count))
-    (opened,) = open_dataset(DataConfig(source=source, held_out=HELD_OUT)).sources
-    assert opened.division.by_position == few
+    """Or below a thousand; no more documents than the limit are read."""
+    for count in (limit - 1, limit):
+        source = write_lines(tmp_path / "a.jsonl", texts(count))
+        if count == limit:
+            with Path(source).open("a") as lines:
+                lines.write("{broken\n")
+        (opened,) = open_dataset(DataConfig(source=source, held_out=held_out)).sources
+        assert opened.division.by_position == (count < limit)
 
 
 @pytest.mark.parametrize(("size", "small"), [(1 << 24, True), ((1 << 24) + 1, False)])
 def test_a_source_of_at_most_16_mib_is_shuffled_as_a_whole(
-    size: int, small: bool, tmp_path: Path
+    size: int, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(TextFile, "open", Mock(side_effect=AssertionError("read for its size")))
     path = tmp_path / "book.txt"
-    path.write_bytes(b"x" * size)
+    path.touch()
+    os.truncate(path, size)
     (opened,) = open_dataset(DataConfig(source=str(path))).sources
     assert opened.division.by_position
     assert opened.is_small == small

@@ -156,6 +156,8 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("data.source={a: 0}", ["data.source", "'a' weighs 0"]),
         ("data.source={a: 2, b: -1}", ["data.source", "'b' weighs -1"]),
         ("data.source=", ["data.source", "text or names with weights"]),
+        ("data.source={}", ["data.source = {}: name one, such as embedded"]),
+        ("data.seq_len=16777217", ["data.seq_len = 16777217: must be 16,777,216 or less"]),
         ("data.tokenizer=gpt2", ["data.tokenizer", "'gpt2'", "hf:gpt2"]),
         ("data.held_out=1", ["data.held_out", "1", "between 0 and 1"]),
         ("data.held_out=0", ["data.held_out = 0.0", "between 0 and 1"]),
