@@ -151,7 +151,8 @@ class CachedSource:
         if math.isfinite(tokens):
             self.need(split, int(tokens))
         progress, since = (0, ""), time.monotonic()
-        while not ((index := self._refresh()).finished or index.tokens(split) >= tokens):
+        index = self._refresh()
+        while not index.finished and index.tokens(split) < tokens:
             if self._writer is None or not self._writer.is_running():
                 self.close()
                 self.start()
@@ -164,6 +165,7 @@ class CachedSource:
                     f"{PREPARE}"
                 )
             time.sleep(POLL_SECONDS)
+            index = self._refresh()
         if index.skipped.number and config.on_error == "stop":
             raise DataError(f"{index.skipped.first}, or set data.on_error=skip")
         return index
@@ -202,21 +204,22 @@ class ValidationData:
     @property
     def notes(self) -> list[str]:
         """Return a note for the log if there are fewer samples than requested."""
-        text = (
+        if self._exhausted is None:
+            return []
+        return [
             f"train.eval_samples = {self._requested}: the validation split of {self._exhausted} "
             f"ends after {self.sequences} sequences; lower train.eval_samples, take a larger "
             "source, or raise data.held_out if it is below 0.5 (of a prepared folder: prepare it "
             "again with a larger --held-out)"
-        )
-        return [] if self._exhausted is None else [text]
+        ]
 
     def batches(self, rank: int) -> list[Batch]:
         """Return a rank's batches, equally many on all ranks; unlabelled rows pad the last."""
         total, ranks = self.sequences, self._world_size
         positions = range(rank * total // ranks, (rank + 1) * total // ranks)
-        longest = -(-total // ranks)  # range of a rank
+        most = math.ceil(total / ranks)  # samples of any rank
         batches = []
-        for start in range(0, longest, self._micro_batch):
+        for start in range(0, most, self._micro_batch):
             rows = [*positions[start : start + self._micro_batch]]
             batch = self._samples.batch([*rows, *[0] * (self._micro_batch - len(rows))])
             batch.labels.view(self._micro_batch, -1)[len(rows) :] = IGNORE_INDEX

@@ -78,7 +78,7 @@ class HealthRecorder:
 
         def work() -> _Sample:
             batch, seq_len = blocks.shape[:2]
-            stride = -(-batch * seq_len // MAX_QUERIES)
+            stride = math.ceil(batch * seq_len / MAX_QUERIES)
             selector_statistics = None
             if selector_loss is not None:
                 queries, target = layer.selector_target
@@ -194,7 +194,7 @@ def _entropy(blocks: Tensor, free: Tensor, own: Tensor, seq_len: int, spec: NSAS
     Before scaling, a head's lowest entropy is the logarithm of the number of free blocks per query.
     """
     layers, heads = len(blocks), blocks.shape[3]
-    columns = -(-seq_len // spec.select_len)
+    columns = math.ceil(seq_len / spec.select_len)
     rows = torch.arange(layers * heads, device=blocks.device).view(layers, 1, 1, heads, 1)
     cells = (rows * columns + blocks.clamp(min=0)).flatten()
     counts = torch.zeros(layers * heads * columns, device=blocks.device, dtype=torch.int64)

@@ -165,5 +165,6 @@ class Observers(Observer):
             writer.submit(partial(getattr(observer, callback), *values))
 
 
+# Each callback of Observer, passed on to all observers.
 for _name in [name for name in vars(Observer) if name.startswith("on_")]:
     setattr(Observers, _name, partialmethod(Observers._call, _name))
