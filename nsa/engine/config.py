@@ -99,7 +99,7 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the rate of step `step`, from 0: after selector_steps linear warmup, then cosine."""
+    """Return the rate of step `step`, counted from 0: selector_rate, linear warmup, then cosine."""
     if step < train.selector_steps:
         return train.selector_rate
     step, steps = step - train.selector_steps, train.steps - train.selector_steps
@@ -272,7 +272,7 @@ def _adapt_to_attention(tree: dict[str, Any], given: set[str]) -> None:
     has_index = attention["branches"] == "sel"
     has_three_branches = attention["branches"] == "+".join(BRANCHES)
     if "train.value_rate" not in given and sparse and not has_index:
-        tree["train"]["value_rate"] = 1.0  # another rate helps one set of values only
+        tree["train"]["value_rate"] = 1.0  # other rates were measured with one set of values only
     compresses = has_index or "cmp" in str(attention["branches"])
     if "model.attention.compressor" not in given and not compresses:
         attention["compressor"] = "mean"
