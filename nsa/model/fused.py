@@ -169,10 +169,7 @@ def head_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 
 def norm_columns(packed: Tensor, parts: Sequence[tuple[int, nn.RMSNorm | None]]) -> Tensor:
-    """Normalize the heads of packed [.., P]. Each part is (columns, its norm or None).
-
-    Columns after the last part stay as they are.
-    """
+    """Normalize the heads in packed [.., P]; `parts` are (columns, norm or None) from its left."""
     columns, norms = zip(*parts, strict=True)
     *first, rest = packed.split([*columns, packed.shape[-1] - sum(columns)], -1)
     pairs = zip(first, norms, strict=True)

@@ -68,8 +68,7 @@ class KernelResult:
 
     operation: str
     problem: str  # empty: none
-    # Of the output or gradient whose error is the largest fraction of what is allowed.
-    error: float  # norm of the error, relative to the norm of the exact result
+    error: float  # relative, of the output or gradient whose error / allowed is largest
     allowed: float
     seconds: float
 
@@ -93,11 +92,10 @@ def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
         # Kernels multiply float32 in three TF32 passes, which round more often than PyTorch.
         roundings = 4 if dtype == torch.float32 else 1
         problem = ""
-        for result, repeated, in_pytorch, reference in zip(
-            actual, again, usual, exact, strict=True
-        ):
-            wrong = _relative_error(result, reference)
-            limit = TIMES * _relative_error(in_pytorch, reference)
+        outputs = zip(actual, again, usual, exact, strict=True)
+        for result, repeated, in_pytorch, precise in outputs:
+            wrong = _relative_error(result, precise)
+            limit = TIMES * _relative_error(in_pytorch, precise)
             limit += roundings * torch.finfo(dtype).eps
             if not wrong <= limit:  # a NaN is a problem too
                 problem = problem or f"its error is {wrong:.2g}, and {limit:.2g} is allowed"
@@ -207,8 +205,8 @@ def _attention(
         for size, angles in pooled[:1] if layer.index is not None else pooled:
             learned = random(heads, size, size) / 8, random(heads, spec.block_len, size)
             block = random(1, total, heads, size), *learned, random(heads * size)
-            by_block = {"block_tokens": tables[0], "token_blocks": tables[1]}
-            yield Operation("pool", block, partial(pool, rotary=angles, **by_block))
+            run = partial(pool, rotary=angles, block_tokens=tables[0], token_blocks=tables[1])
+            yield Operation("pool", block, run)
 
     yield from _branches(config, metadata, layer, total, random)
 
@@ -228,12 +226,12 @@ def _branches(
     q, k_cmp = random(1, total, config.heads, key), random(1, blocks, heads, key)
     k, v = (random(1, total, heads, size) for size in (key, value))
     q_cmp = None if layer.index is None else random(1, total, heads, key)
-    how: dict[str, Any] = {"spec": spec, "cu_seqlens": cu_seqlens}
-    usual: dict[str, Any] = {**how, "backend": "blockwise"}
+    common: dict[str, Any] = {"spec": spec, "cu_seqlens": cu_seqlens}
+    in_pytorch: dict[str, Any] = {**common, "backend": "blockwise"}
     triton_blocks: list[Tensor] = []  # what Triton selected last
 
     def select(queries: Tensor, keys: Tensor, backend: str) -> Tensor:
-        index = select_blocks(queries, keys, None, **how, backend=backend)
+        index = select_blocks(queries, keys, None, **common, backend=backend)
         return _selected_importance(index, queries, keys, None, spec, cu_seqlens)
 
     def attend(q: Tensor, *x: Any, backend: str) -> tuple[Tensor, Tensor]:
@@ -242,15 +240,15 @@ def _branches(
         Return o and the importance of the blocks that `backend` selected.
         """
         k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
-        compressed, lse = compressed_attention(q, k_cmp, v_cmp, **usual)
+        compressed, lse = compressed_attention(q, k_cmp, v_cmp, **in_pytorch)
         if backend == "triton":
             pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
             inputs = GatedInputs(q, *pairs, gates, cu_seqlens, spec, q.shape[-1] ** -0.5)
             o, index = nsa_attention_and_blocks(inputs, backend)
             triton_blocks[:] = [index]
         else:
-            index = select_blocks(q, k_cmp, lse, **usual)
-            selected = selected_attention(q, k_sel, v_sel, triton_blocks[0], **usual)
+            index = select_blocks(q, k_cmp, lse, **in_pytorch)
+            selected = selected_attention(q, k_sel, v_sel, triton_blocks[0], **in_pytorch)
             window = window_attention(
                 q, k_win, v_win, spec.window, cu_seqlens=cu_seqlens, backend="blockwise"
             )
@@ -259,8 +257,8 @@ def _branches(
 
     if q_cmp is not None:
         yield Operation("select_blocks", (q_cmp, k_cmp), select)
-        index = select_blocks(q_cmp, k_cmp, None, **usual)
-        run = partial(selected_attention, block_index=index, **how)
+        index = select_blocks(q_cmp, k_cmp, None, **in_pytorch)
+        run = partial(selected_attention, block_index=index, **common)
         yield Operation("selected_attention", (q, k, v), run)
     elif layer.branches == BRANCHES:
         v_cmp = random(1, blocks, heads, value)
@@ -271,7 +269,7 @@ def _branches(
         queries = sample_queries(total, torch.zeros((), dtype=torch.long, device=q.device))
 
         def loss(q: Tensor, k_cmp: Tensor, k: Tensor, q_cmp: Any, backend: str) -> Outputs:
-            return selector_loss(q, k_cmp, k, queries, q_cmp=q_cmp, **how, backend=backend)
+            return selector_loss(q, k_cmp, k, queries, q_cmp=q_cmp, **common, backend=backend)
 
         yield Operation("selector_loss", (q, k_cmp, k, q_cmp), loss)
 

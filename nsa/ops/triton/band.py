@@ -88,10 +88,7 @@ def _first_key(cu, document, token, batch, key_len, C: tl.constexpr):
 
 @triton.jit
 def _bounds(first_row, length, C: tl.constexpr):
-    """Return the bounds (low, all_from, all_to, high) of the keys that a tile of rows sees.
-
-    All its rows see the keys from `all_from` to `all_to`; some rows see the others.
-    """
+    """Return a tile's ranges of keys: some rows see low to high, all see all_from to all_to."""
     t_first = first_row // C.GROUP
     t_last = (tl.minimum(first_row + C.ROWS, length * C.GROUP) - 1) // C.GROUP
     high = visible(t_last, C)
@@ -108,9 +105,9 @@ def _bounds(first_row, length, C: tl.constexpr):
 def _scores(q, k, v, first, high, far_end, future, C: tl.constexpr, PHASE: tl.constexpr):
     """Load keys and values [KEYS, ..] from `first` on; return them and their scores [ROWS, KEYS].
 
-    A query sees the keys far_end < n < future; scores of other keys are -inf. Phase 0 masks the far
-    end and phase 2 the future. Phase 0 masks both if a step of it may contain both: if the window
-    is no longer than KEYS plus the tile's queries.
+    A query sees the keys far_end < n < future; other scores are -inf. Phase 0 masks the far end and
+    phase 2 the future. If the window is no longer than KEYS plus the tile's queries, a step of
+    phase 0 may contain both, so it masks both.
     """
     FAR: tl.constexpr = PHASE == 0
     FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
@@ -462,10 +459,9 @@ def _either(win: Branch, cmp: Branch) -> AttentionInputs:
 def _config(kernel: str, win: Branch, cmp: Branch, gated: bool = False) -> Config:
     """Return the tile sizes of a kernel."""
     x = _either(win, cmp)
+    name = "compressed" if win is None else "window"
     if gated or (win is not None and cmp is not None):
         name = "gated"
-    else:
-        name = "compressed" if win is None else "window"
     sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
     return choose_config(f"{name}_{kernel}", sizes, x.q)
 

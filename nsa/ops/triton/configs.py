@@ -216,8 +216,7 @@ def candidates(
         table, by_chip = _FLOAT32, {}
     kind = next(name for name in (operation, branch, kernel) if name in table)
     key_size, value_size = sizes
-    large_keys_small_values = key_size > 128 >= value_size > 0
-    size = 192 if large_keys_small_values else max(sizes)
+    size = 192 if key_size > 128 >= value_size > 0 else max(sizes)
     size = min(limit for limit in table[kind] if limit >= size)
     own = by_chip.get((operation, size)) or by_chip.get((kind, size), [])
     if chip != similar_chip:  # a limit on registers is measured on one chip
