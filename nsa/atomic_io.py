@@ -31,12 +31,13 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
 
 
 def no_symlink(path: str, flags: int) -> int:
-    """Refuse a symbolic link, as `opener` of open().
+    """Refuse a symbolic link and a pipe without a reader, as `opener` of open().
 
-    A link in a run's folder would let others append to or truncate a file of the run's owner.
+    A link in a run's folder would let others append to or truncate a file of the run's owner; a
+    pipe would block.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             reason = "is a symbolic link, whose target would be written; remove it"

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from nsa.atomic_io import append, atomic_write_text, draft_folder, fsync_dir, no_symlink
+from nsa.system import with_timeout
 from tests.monitor.records import files_no_longer_than
+from tests.ranks import PATIENCE
 
 
 def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_no_draft(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_a_folder_that_cannot_be_synced_is_an_error_unless_its_file_system_never
     assert os.listdir("/proc/self/fd") == open_files, "the folder is closed"
 
 
-def test_no_file_is_written_through_a_symbolic_link(tmp_path: Path) -> None:
+def test_no_file_is_written_through_a_symbolic_link_and_no_pipe_blocks(tmp_path: Path) -> None:
     (target := tmp_path / "target").write_text("precious")
     (tmp_path / "link").symlink_to(target)
     (tmp_path / f".file.{os.getpid()}").symlink_to(target)  # the draft's name can be guessed
@@ -78,10 +80,14 @@ def test_no_file_is_written_through_a_symbolic_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="is a symbolic link"):
         atomic_write_text(tmp_path / "file", "new")
     assert target.read_text() == "precious"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device"):  # nobody reads it
+        with_timeout(PATIENCE, lambda: no_symlink(str(tmp_path / "pipe"), os.O_WRONLY))
     with open(tmp_path / "new", "w", opener=no_symlink) as file:
         file.write("text")
     assert (tmp_path / "new").read_text() == "text"
-    assert not (tmp_path / "new").stat().st_mode & 0o111
+    (tmp_path / "other").write_text("text")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_all_of_a_folder_is_on_disk_before_it_has_its_name(

@@ -238,6 +238,8 @@ def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(
     launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
     flags = ["--profile", "demo", "--set", "train.steps=3"]
     assert words == [*launcher, str(ROOT / "recipes/m7c.py"), *flags]
+    main(["train", "m7c", "--help"])
+    assert calls[1][-2:] == [str(ROOT / "recipes/m7c.py"), "--help"], "which the recipe prints"
     capsys.readouterr()
     assert main(["train", "--num_gpus", "2", "m7b"]) == 2
     assert "names no recipe; write nsa train" in capsys.readouterr().err

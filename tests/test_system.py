@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from nsa.system import (
     in_background,
     interface_towards,
     is_alive,
+    isolated_environment,
     output_of,
     package_version,
     with_timeout,
@@ -51,6 +53,7 @@ def test_work_returns_its_result_or_error_and_a_block_ends() -> None:
         with_timeout(60, lambda: 1 // 0)
     with pytest.raises(SystemExit):
         in_background(sys.exit).result(60)
+    assert in_background(threading.current_thread).result(60).daemon, "no exit waits for it"
     block = threading.Event()
     with pytest.raises(TimeoutError, match=r"no response within 0\.01 seconds"):
         with_timeout(0.01, block.wait)
@@ -58,11 +61,25 @@ def test_work_returns_its_result_or_error_and_a_block_ends() -> None:
 
 
 def test_a_zombie_is_not_alive() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen([sys.executable, "-c", "open(0).read()"], stdin=subprocess.PIPE) as child:
         process = psutil.Process(child.pid)
         assert is_alive(process)
-        child.communicate(b"\n")
+        assert child.stdin is not None
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its exit code stays unread
+        assert process.status() == psutil.STATUS_ZOMBIE
         assert not is_alive(process)
+    assert not is_alive(process)
+
+
+def test_a_child_imports_what_its_parent_does_and_nothing_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "lib", str(ROOT)])
+    environment = isolated_environment()
+    assert environment["PYTHONPATH"].split(os.pathsep) == [f"{tmp_path}/lib", str(ROOT)]
+    assert environment["PYTHONSAFEPATH"] == "1"
 
 
 def test_a_missing_package_has_no_version() -> None:
@@ -112,7 +129,8 @@ def test_an_error_is_one_line() -> None:
 def test_a_containers_memory_is_that_of_its_limit(
     limit: str, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.untrusted.text_or_empty", lambda path: limit)
+    files = {"/sys/fs/cgroup/memory.max": limit}
+    monkeypatch.setattr("nsa.untrusted.text_or_empty", files.__getitem__)
     assert (available_memory() == 10**6) == limited
     monkeypatch.setattr("nsa.untrusted.text_or_empty", lambda path: f"{2**60}\n")
     assert 10**6 < available_memory() <= psutil.virtual_memory().total

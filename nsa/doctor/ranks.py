@@ -140,7 +140,7 @@ def _facts(config: str, device: torch.device) -> Facts:
             model, gpu = properties.name, str(properties.uuid)
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         except (AssertionError, RuntimeError) as error:  # the other ranks wait for the facts
-            model = f"{device} that cannot be used: {error}"
+            model = f"{device} that cannot be used: {first_line(error)}"
     return {
         "code": {"": code_fingerprint()},
         "config": {f"line {n}": line.strip() for n, line in enumerate(config.splitlines(), 1)},

@@ -200,8 +200,9 @@ def _recall(inputs: GateInputs) -> Measurement:
     rows = [row for row in inputs.selection.rows if row["step"] <= inputs.step]
     newest = sorted({row["step"] for row in rows})[-RECALL_STEPS:]
     layers: dict[float, list[Row]] = {}
+    cells = {"layer", "recall", "recall_random"}
     for row in rows:
-        if row["step"] >= newest[0] and row.get("recall_random"):
+        if row["step"] >= newest[0] and row.keys() >= cells and row["recall_random"]:
             layers.setdefault(row["layer"], []).append(row)
     if not layers:
         raise NotMeasured(

@@ -34,6 +34,7 @@ from nsa.monitor.observer import (
     warn,
 )
 from nsa.text import printable
+from nsa.untrusted import read_text
 
 _MIN_SECONDS = 10.0  # between two lines
 
@@ -133,7 +134,7 @@ class CsvObserver(Observer):
         """Drop the rows after `step` and those that a crash cut off."""
         if not path.exists():
             return
-        header, *lines = path.read_text(errors="replace").split("\n")
+        header, *lines = read_text(path, "replace").split("\n")
         if header and header != self._header:
             numbered = (path.with_suffix(f".{number}.csv") for number in itertools.count(1))
             aside = next(name for name in numbered if not name.exists())

@@ -83,7 +83,10 @@ def compare_runs(runs: Mapping[str, Summary], out: Path) -> list[str]:
             raise ValueError(
                 f"{run.run_dir}: {run.metrics.problem}; choose a run with logged steps"
             )
-    draw(curve_panels(runs), out)
+    panels = curve_panels(runs)
+    if not panels:
+        raise ValueError("metrics.csv holds no finite figure of any run; choose a run that has one")
+    draw(panels, out)
     return align([_HEADER, *(_row(label, run) for label, run in runs.items())])
 
 

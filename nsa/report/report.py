@@ -72,11 +72,8 @@ class Summary:
 
     @property
     def tokens_per_step(self) -> int | None:
-        rows = self.metrics.rows
-        last = rows[-1] if rows else {}
-        if not last.get("step") or "tokens" not in last:
-            return None
-        return round(last["tokens"] / last["step"])
+        steps, tokens = self.points("tokens")
+        return round(tokens[-1] / steps[-1]) if steps and steps[-1] else None
 
     @cached_property
     def config(self) -> object:

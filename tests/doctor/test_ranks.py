@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.doctor.node import FAIL, OK, WARN, Check
-from nsa.doctor.ranks import Facts, all_reduce_check, compare, rank_checks
+from nsa.doctor.node import FAIL, OK, SKIP, WARN, Check
+from nsa.doctor.ranks import Facts, _facts, all_reduce_check, compare, rank_checks
 from tests.ranks import launch
 
 Results = dict[str, dict[str, Check]]
@@ -81,6 +81,37 @@ def test_a_check_of_one_of_several_hosts_names_its_host() -> None:
 
     one, other, *_ = rank_checks(device=torch.device("cpu"), gather=gather, node_checks=[WARNING])
     assert one.name == other.name == f"disk ({platform.node()})"
+
+
+def test_two_ranks_on_one_gpu_never_meet_in_an_all_reduce() -> None:
+    def gather(value: Any, kind: Any) -> list[Any]:
+        return [value | {"place": {"host": "node1", "gpu": "a"}}] * 2 if kind is Facts else [value]
+
+    checks = rank_checks(device=torch.device("cpu"), gather=gather)
+    assert [(check.name, check.status) for check in checks[-2:]] == [
+        ("devices", FAIL),
+        ("all-reduce", SKIP),
+    ]
+
+
+def test_one_rank_has_nothing_to_compare_and_no_link_to_warn_about() -> None:
+    checks = rank_checks(
+        device=torch.device("cpu"), gather=lambda value, _: [value], node_checks=[WARNING]
+    )
+    assert checks == [WARNING, Check("ranks", SKIP, "one rank: nothing to compare")]
+
+
+def test_a_rank_whose_gpu_cannot_be_used_reports_it_as_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other ranks wait for its facts."""
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: device busy\nFor debugging consider more.")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    facts = _facts("", torch.device("cuda", 1))
+    assert facts["devices"] == {"": "cuda:1 that cannot be used: CUDA error: device busy"}
 
 
 def check_of(name: str, *ranks: Facts) -> Check:

@@ -159,6 +159,10 @@ def test_a_loss_that_does_not_fall_is_a_no_go_from_the_second_gate_on(tmp_path: 
     fell = criterion(tmp_path, "final / initial loss")  # 31 rows: the means of six
     assert (fell.ok, fell.value) == (True, 0.5)
     assert fell.evidence.endswith("means of the first and last 6: 4, 2")
+    write_metrics(tmp_path, change=lambda step: {"loss": 0.0})
+    zero = judge_files(tmp_path, SMOKE, CONFIG)
+    record_result(tmp_path, zero)
+    assert (zero.criteria[2].ok, read_results(tmp_path)[0].criteria[2].value) == (False, None)
     write_metrics(tmp_path, 1_000, log_every=5)
     many = criterion(tmp_path, "final / initial loss", EXTENDED)
     assert "means of the first and last 20: " in many.evidence
@@ -321,6 +325,7 @@ def test_recall_is_the_mean_of_the_newest_forty_logged_steps_up_to_the_gate(tmp_
         for i in range(1, 121)
     ]
     rows += [dict(row, recall=9.0) for row in rows if row["step"] > 1_000]  # after the gate
+    rows += [{"step": 1_000.0, "recall_random": 0.4, name: 9.0} for name in ("layer", "recall")]
     inputs = load_inputs(write_run(tmp_path, 1_000), EXTENDED)
     result = judge(EXTENDED, replace(inputs, selection=Table(rows)), CONFIG)
     (recall,) = [x for x in result.criteria if "recall" in x.name]

@@ -20,7 +20,8 @@ def test_env_json_records_hardware_and_code_but_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    for name in ("HF_TOKEN", "TORCH_HUB_TOKEN", "NCCL_API_KEY", "TORCH_PROXY"):
+    secrets = "API_KEY AUTH CREDENTIALS DSN HUB_TOKEN PASSWORD PROXY SECRET URI URL"
+    for name in ("HF_TOKEN", *(f"NCCL_{secret}" for secret in secrets.split())):
         monkeypatch.setenv(name, "hf_do_not_tell")
     returned = write_env(tmp_path, hosts=["one", "two"])
     text = (tmp_path / "env.json").read_text()
@@ -122,3 +123,4 @@ def test_layers_with_different_dtypes_are_counted_separately(name: str, tmp_path
         ["*", "Linear", "bfloat16+float32"],
     ]
     assert table["accumulated"][-1] == "float64"
+    assert table["optimizer:"] == ["SimpleNamespace", ">", "AdamW"]

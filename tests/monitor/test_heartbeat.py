@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -299,7 +300,9 @@ def test_a_process_that_only_wrote_where_it_resumes_has_done_nothing(tmp_path: P
     """A killed run that resumes at 200 without having recorded steps 101 to 200."""
     late = beats(300, start=200, pid=900)
     late[0]["step"] = 0
-    write_beats(tmp_path, beats(100), late)
+    write_beats(tmp_path, beats(100), late[:1])
+    assert read_rank(tmp_path, 0).step == 100, "the highest that was completed"
+    write_beats(tmp_path, late[1:])
     assert read_rank(tmp_path, 0).spans == [(0, 100), (200, 300)]
 
 
@@ -312,12 +315,22 @@ def test_the_first_step_of_each_process_which_compiles_is_no_pause(tmp_path: Pat
         assert read_rank(tmp_path, 0).pause == 0.1
 
 
-def test_only_the_highest_peaks_and_the_mean_utilization_are_kept(tmp_path: Path) -> None:
+class Blocks(io.FileIO):
+    """A file that is read in blocks, into a buffer: a line of an unbuffered file is bytes."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        raise AssertionError(f"it reads {size} bytes")
+
+
+def test_only_the_highest_peaks_and_the_mean_utilization_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = beats(500)
     for line in lines:
         line["memory_gb"] = 10.0 + (line["step"] >= 200) - (line["step"] >= 300)
         line["gpu_busy"] = line["step"] / 500
     write_beats(tmp_path, lines)
+    monkeypatch.setattr("nsa.monitor.artifacts.open_limited", lambda path, _: Blocks(path))
     history = read_rank(tmp_path, 0)
     assert history.memory == [(0, 10.0), (200, 11.0)]
     assert history.gpu_utilization == pytest.approx(0.5, abs=2e-3)
@@ -341,7 +354,10 @@ def count_forever():
 count_forever()
 """
 WAITING = """
-import signal, time
+import signal, threading, time
+def prefetch():
+    threading.Event().wait()
+threading.Thread(target=prefetch, daemon=True).start()
 def stop(*_):
     print("stopped cleanly", flush=True)
     raise SystemExit(0)
@@ -393,10 +409,15 @@ def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
 
 def test_each_signal_adds_a_dump_and_other_handlers_still_work(tmp_path: Path) -> None:
     path = tmp_path / "stacks/rank5.txt"
+
+    def counted(lines: Iterable[str]) -> dict[str, int]:
+        return {line: path.read_text().count(line) for line in lines}
+
     with rank(tmp_path, WAITING) as process:
         for number in (1, 2):
             process.send_signal(signal.SIGUSR1)
-            wait_for(lambda number=number: path.read_text().count("in wait_forever") == number)
+            expected = {"in wait_forever": number, "in prefetch": number}  # of every thread
+            wait_for(lambda expected=expected: counted(expected) == expected)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=PATIENCE)
     assert (output, errors, process.returncode) == ("stopped cleanly\n", "", 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +33,7 @@ from nsa.monitor.outputs import (
     selection_csv,
 )
 from nsa.spec import NSASpec
+from nsa.system import with_timeout
 from tests.engine.runs import read_metrics
 from tests.monitor.records import (
     NO_FREE_BLOCKS,
@@ -39,6 +42,7 @@ from tests.monitor.records import (
     make_layers,
     make_record,
 )
+from tests.ranks import PATIENCE
 
 HEADER = "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds"
 REASON = 'it has no "float64", and commas'
@@ -125,13 +129,17 @@ def test_a_file_with_other_columns_is_moved_and_never_written_into(
         )
 
 
-def test_lines_that_are_no_rows_do_not_lose_the_file(tmp_path: Path) -> None:
+def test_lines_that_are_no_rows_do_not_lose_the_file_and_no_pipe_blocks(tmp_path: Path) -> None:
     records = [make_record(step) for step in range(1, 3)]
     path = log(metrics_csv(), tmp_path, records[:1])
     expected = path.read_text()
     path.write_bytes(expected.encode() + b"\xff\xfe" + b"," * 10 + b"\n" + b"x" + b"," * 10 + b"\n")
     log(metrics_csv(), tmp_path, [], start_step=1)
     assert path.read_text() == expected
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is no regular file"):
+        with_timeout(PATIENCE, lambda: metrics_csv().on_start(tmp_path, 1))
 
 
 def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
@@ -408,7 +416,7 @@ def show(
     progress.on_start(run_dir, 0)
     for record in records:
         progress.on_step(record)
-    progress.on_message("saved")
+    progress.on_message("sa\x1bved")
     progress.on_end(status)
     return capsys.readouterr().out.splitlines()
 
@@ -431,7 +439,7 @@ def test_a_short_run_that_logs_every_step_prints_few_lines(
     assert last.startswith("step 300/300")
     assert "ETA 00:00" in last
     assert all("142,857 tokens/s" in line for line in steps)
-    assert lines[-2:] == ["saved", "done"]
+    assert lines[-2:] == ["sa\\x1bved", "done"]
 
 
 def test_the_last_step_of_a_run_that_ends_early_is_printed(
@@ -441,6 +449,9 @@ def test_the_last_step_of_a_run_that_ends_early_is_printed(
     lines = show(records, tmp_path, capsys)
     assert [line.split()[1] for line in lines if "/300" in line] == ["1/300", "7/300"]
     assert lines[-1] == "done"
+    with redirect_stdout(io.TextIOWrapper(file := io.BytesIO())):
+        Progress(last_step=300).on_message("saved")
+        assert file.getvalue() == b"saved\n", "it does not wait for more lines"
     lines = show(records, tmp_path / "my run", capsys, "finished")
     assert lines[-4] == f"  nsa report '{tmp_path}/my run'"
     assert lines[-2] == f"  nsa export '{tmp_path}/my run' --to 'exports/my run'"

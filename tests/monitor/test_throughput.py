@@ -209,15 +209,21 @@ def test_snapshots_are_taken_around_the_first_step_and_every_tenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = "memory_allocated", "memory_reserved", "max_memory_allocated"
-    gpu = {name: lambda gb=gb: gb * 1e9 for gb, name in enumerate(names, 1)}
+    gpu: dict[str, Any] = {name: lambda gb=gb: gb * 1e9 for gb, name in enumerate(names, 1)}
+    traces: list[str] = []  # for PyTorch's memory viewer
+    gpu["memory"] = SimpleNamespace(_dump_snapshot=traces.append)
     monkeypatch.setattr("nsa.monitor.memory.initialized_cuda", lambda: SimpleNamespace(**gpu))
     memory = MemorySnapshots(tmp_path, rank=2, every=10)
     for step in range(7, 24):
         memory.take(step, "before")
         memory.take(step, "after")
     memory.close()
+    memory.out_of_memory(MemoryError())
+    assert traces == [str(tmp_path / "memory/rank2.pickle")]
     taken = [(line["step"], line["when"]) for line in lines(tmp_path, rank=2)]
-    assert taken == [(step, when) for step in (7, 10, 20) for when in ("before", "after")]
+    whens = ("before", "after")
+    expected = [(step, when) for step in (7, 10, 20) for when in whens]
+    assert taken == [*expected, (23, "out of memory")]
     total = psutil.virtual_memory().total / 1e9
     for line in lines(tmp_path, rank=2):
         assert line["resident_gb"] > 0.01

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -260,6 +261,11 @@ def test_a_slower_network_between_nodes_limits_the_rate() -> None:
     near = forecast(model, zero, batch, replace(A100, network=1e9, nodes=1), 8)
     far = forecast(model, zero, batch, replace(A100, network=1e9, nodes=2), 8)
     assert far.exposed > 10 * near.exposed
+    fast = forecast(model, zero, batch, replace(A100, network=1e12, nodes=2), 8)
+    assert fast.exposed == near.exposed, "a ring is as slow as its slowest connection"
+    sent = traffic(model, zero, batch, 8)
+    started, _ = communication_seconds(sent, zero, batch, replace(A100, link=math.inf), 8, 1.0)
+    assert started == pytest.approx(3 * 20e-6 * sent.collectives), "log2 of 8 ranks"
 
 
 def test_checkpointing_costs_one_more_forward_pass() -> None:

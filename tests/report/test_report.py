@@ -72,7 +72,8 @@ def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     lines = beats(300, start=150, pid=900, mono=1_000.0)
     write_beats(tmp_path, beats(160), [*lines, {**lines[-1], "event": "end", "status": "done"}])
-    write_beats(tmp_path, beats(300, rank=1, skipped=2, memory_gb=12.5))
+    waits = {200: ("data", 30.0)}
+    write_beats(tmp_path, beats(300, rank=1, skipped=2, memory_gb=12.5, waits=waits))
     write_env(tmp_path, recipe="m7c", profile="production", notes=["a | note"])
     halt = {"time": "now", "reason": "no step for 600 s", "rank": 1, "phase": "forward"}
     (tmp_path / "halt.json").write_text(json.dumps(halt))
@@ -81,6 +82,7 @@ def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
         b'selected_attention,triton,"no GPU, here",12\nswiglu,triton,"no GPU, here",1\ntorn\xff'
     )
     (tmp_path / "config.yaml").write_text("train: {precision: bf16}\nmodel: {layers: 4}\n")
+    (tmp_path / "ds_config.json").write_text('{"zero_optimization": {"stage": 0}}')
     text = write_report(tmp_path).read_text()
     run = table(text, "Run")
     assert run["recipe, profile"] == ["m7c, production"]
@@ -95,9 +97,7 @@ def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     finals = ("tokens", "final training loss", "final validation loss", "final bits per byte")
     assert [*map(run.get, finals)] == [["1,228,800"], ["3.0100"], ["3.1100"], ["1.1100"]]
     assert run["ranks, engine"] == ["2, deepspeed-zero1"]
-    assert run["longest pause since the last start"] == [
-        "0.1 s (rank 0, in backward after step 151)"
-    ]
+    assert run["longest pause since the last start"] == ["30.0 s (rank 1, in data after step 200)"]
     assert run["peak memory of a rank, GB"] == ["12.50"]
     assert run["skipped steps"] == ["2"], "the most of any rank"
     assert "torch 2" in run["versions"][0]
@@ -105,13 +105,17 @@ def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     assert "\na / note\n" in text
     settings = table(text, "Settings")
     assert (settings["train.precision"], settings["model.layers"]) == (["bf16"], ["4"])
+    assert settings["ZeRO stage"] == ["0"]
 
 
 @undrawn
 def test_a_run_that_begins_dense_has_a_speed_for_each_phase(tmp_path: Path) -> None:
     write_metrics(tmp_path, change=lambda step: {"tokens_per_s": 300.0 if step <= 200 else 100.0})
     (tmp_path / "config.yaml").write_text("train: {dense_steps: 200}\n")
+    gpus = {"host": "node", "cuda": {"devices": ["A100", "H100"]}, "cpu": {"model": "Xeon"}}
+    (tmp_path / "env.json").write_text(json.dumps(gpus))
     text = write_report(tmp_path).read_text()
+    assert table(text, "Run")["hardware"] == ["node, A100, H100"]
     assert table(text, "Run")["median tokens/s"] == ["300; dense steps 300, sparse 100"]
     assert table(text, "Settings")["train.dense_steps"] == ["200"]
 
@@ -145,12 +149,15 @@ def test_only_recorded_values_are_plotted(
 
 
 @undrawn
-def test_a_heartbeat_file_too_large_to_be_read_is_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     write_run(tmp_path, 20)
     with (tmp_path / "heartbeat_rank1.jsonl").open("ab") as file:
         file.truncate(200 * 10**9)
+    with (tmp_path / "metrics.csv").open("a") as table_file:
+        table_file.write("torn\n")
     run = table(write_report(tmp_path).read_text(), "Run")
-    assert "heartbeat_rank1.jsonl cannot be read: " in run["unreadable"][0]
+    problems = "metrics.csv: 1 lines could not be read; heartbeat_rank1.jsonl cannot be read: "
+    assert run["unreadable"][0].startswith(problems)
     assert run["steps"] == ["20"]
 
 
@@ -185,6 +192,13 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no config\.yaml, metrics\.csv or gates\.json"):
         write_report(tmp_path)
+    write_metrics(tmp_path / "run", 20)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=r"other: metrics\.csv cannot be read: No such file"):
+        compare_runs(read_runs([tmp_path / "run", tmp_path / "other"]), tmp_path / "out.png")
+    (tmp_path / "other/metrics.csv").write_text("step,loss\n1,nan\n")
+    with pytest.raises(ValueError, match=r"metrics\.csv holds no finite figure of any run"):
+        compare_runs(read_runs([tmp_path / "other"]), tmp_path / "out.png")
 
 
 @pytest.mark.parametrize("steps", [99, 100])
@@ -229,9 +243,8 @@ def test_a_validation_loss_of_an_earlier_step_names_the_step(tmp_path: Path) -> 
     assert "| final validation loss | 3.1300 (step 100) |" in text
 
 
-@undrawn
 def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drawn: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig()
     for name, steps, tokens in (("a", 20, 4_096), ("b", 20, 4_096), ("c", 30, 8_192)):
@@ -240,12 +253,13 @@ def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning
         )
         (tmp_path / name / "config.yaml").write_text(to_yaml(config))
     runs = [str(tmp_path / name) for name in "abc"]
-    assert main(["compare", *runs[:2]]) == 0
+    assert main(["compare", *runs[:2], "--out", str(tmp_path / "two.png")]) == 0
     assert capsys.readouterr().err == ""
     config.data.tokenizer, config.data.source, config.train.steps = "hf:gpt2", {"x": 1.0}, 30
     config.data.held_out = 0.1
     (tmp_path / "c" / "config.yaml").write_text(to_yaml(config))
     assert main(["compare", *runs]) == 0
+    assert drawn == ["two.png", "compare.png"]
     output = capsys.readouterr()
     assert len(output.out.splitlines()) == 5
     lines = output.err.splitlines()
