@@ -26,11 +26,11 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **values: Any) -
     Raise a ValueError, one line, if the template fails or exceeds a limit.
     """
     arguments = {
+        **tokenizer.special_tokens_map,
+        **values,  # of a request, which may not replace the template or the messages
         "chat_template": tokenizer.get_chat_template(tools=values.get("tools")),
         "conversations": [messages],
         "add_generation_prompt": True,
-        **tokenizer.special_tokens_map,
-        **values,
     }
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "transformers.utils.chat_template_utils"])

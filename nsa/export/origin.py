@@ -14,11 +14,13 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 from transformers import PretrainedConfig
+from yaml import YAMLError
 
 from nsa.data.tokenizer import ORIGIN
 from nsa.export.from_hf import HUB_NAME, rope_settings
 from nsa.model.config import ModelConfig
 from nsa.model.hf_config import SHAPE, NSAConfig
+from nsa.system import user_path
 from nsa.text import printable
 from nsa.untrusted import matches, read_object, read_text, short_repr
 
@@ -64,7 +66,7 @@ def _license(source: Path) -> str | None:
         return None
     try:
         stated = ModelCard(read_text(source / "README.md"), ignore_metadata_errors=True).data
-    except ValueError:
+    except (ValueError, YAMLError):
         return None
     value = stated.get("license")
     return value if isinstance(value, str) else None
@@ -72,7 +74,7 @@ def _license(source: Path) -> str | None:
 
 def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
     """Return the origin of the model that a run started from, if it was imported."""
-    for folder in (run_folder, *([Path(start_from)] if start_from else [])):
+    for folder in (run_folder, *([user_path(start_from)] if start_from else [])):
         file = folder / ORIGIN
         if file.is_file():
             saved = {"config": None} | read_object(file)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -101,8 +102,11 @@ def test_a_terminal_gets_no_control_character(texts: int) -> None:
 
 def test_a_character_of_several_bytes_is_printed_at_once() -> None:
     text = "Zoë: 😀, 世界"
-    pieces = list(decode_stream(list(text.encode()), ByteTokenizer()))
+    decode = ByteTokenizer.decode
+    with mock.patch.object(ByteTokenizer, "decode", autospec=True, side_effect=decode) as decoded:
+        pieces = list(decode_stream(list(text.encode()), ByteTokenizer()))
     assert [piece for piece in pieces if piece] == list(text)
+    assert max(len(call.args[1]) for call in decoded.call_args_list) <= 8, "two characters"
 
 
 def test_invalid_bytes_are_printed_as_replacement_characters() -> None:
@@ -162,7 +166,7 @@ def test_wrong_flags_are_one_line_before_anything_is_loaded(
     prompt = ["--prompt", "It"]
     for flags, message in (
         ([], "there is no prompt; give --prompt TEXT or --file F"),
-        (["--prompt", ""], "the prompt '' is empty; give at least one character"),
+        ([*prompt, "--prompt", ""], "the prompt '' is empty; give at least one character"),
         ([*prompt, "--max-new-tokens", "0"], "max_new_tokens = 0: must be 1 or more"),
         ([*prompt, "--temperature", "-1"], "temperature = -1.0: must be 0 (greedy) or more"),
         ([*prompt, "--top-p", "1.5"], "top_p = 1.5: must be above 0 and at most 1"),

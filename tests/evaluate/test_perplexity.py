@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Samples
+from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.tokenizer import ByteTokenizer
@@ -78,8 +79,12 @@ def evaluate(folder: Path, *arguments: str, code: int = 0) -> list[dict]:
 
 @pytest.mark.parametrize("run", ["nsa", "dense"])
 def test_results_equal_the_trainers_own_figures(
-    folder: Path, run: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    run: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("nsa.data.cache.Writer", None)  # the run's cache has all tokens
     (result,) = evaluate(folder, str(folder / run))
     last = read_metrics(folder / run)[-1]
     assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
@@ -94,7 +99,10 @@ def test_runs_and_lengths_are_compared_on_the_same_tokens(
 ) -> None:
     flags = ("--seq-len", "192", "48", "--tokens", "959")  # of 192 and fewer
     both = [str(folder / "nsa"), "--compare", str(folder / "dense")]
-    results = evaluate(folder, *both, *flags)
+    with mock.patch("nsa.evaluate.perplexity.eval_batches", wraps=eval_batches) as batched:
+        results = evaluate(folder, *both, *flags)
+    tokens_of_batches = {call.args[1] * call.args[2] for call in batched.call_args_list}
+    assert len(tokens_of_batches) == 1, "a longer context takes no more memory"
     assert [(result["run"], result["seq_len"]) for result in results] == [
         ("nsa", 48),
         ("nsa", 192),
@@ -144,8 +152,10 @@ def test_the_default_split_of_a_dataset_that_a_run_read_is_what_is_held_out(
     monkeypatch.chdir(folder)
     Path("li\x1bnes.jsonl").symlink_to("lines.jsonl")
     both = (str(folder / "nsa"), "--compare", str(folder / "dense"))
-    evaluate(folder, *both, "--source", "./li\x1bnes.jsonl", "--tokens", "96")
-    assert "./li\\x1bnes.jsonl, split held_out" in capsys.readouterr().out
+    evaluate(folder, *both, "--source", "./li\x1bnes.jsonl", "--seq-len", "192")
+    output = capsys.readouterr().out
+    assert "./li\\x1bnes.jsonl, split held_out" in output
+    assert "768 tokens in 4 samples" in output, "as many tokens as training evaluates"
 
 
 def test_sources_are_compared_by_resolved_path_and_by_folder(
@@ -182,7 +192,8 @@ def test_the_held_out_split_of_prepared_data_is_evaluated(
     (result,) = evaluate(folder, *flags)
     held_out = sum(len(text) + 1 for text in split(LINES, 0.05)[1])
     assert result["tokens"] == (held_out - 1) // 96 * 96
-    assert "was split when it was prepared" in refusal("eval", *flags, "--split", "all")
+    mixture = ("--set", f"data.source={{embedded: 0.5, {prepared}: 0.5}}", "--split", "all")
+    assert "prepared' was split when it was prepared" in refusal("eval", flags[0], *mixture)
 
 
 def test_each_run_reads_the_data_with_its_own_tokenizer(folder: Path) -> None:
@@ -224,8 +235,9 @@ def test_results_are_written_though_stdout_is_closed(
         (["--source", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
         (["--seq-len", "64", "96"], "--seq-len 64 does not divide 96"),
         (["--seq-len", "64", "0"], "--seq-len 0: must be 1 or more"),
-        (["--tokens", "95"], "--tokens 95: fewer than the 96 of one sequence"),
-        (["--set", "model.layers=1"], "--set model.layers=1: only data.*"),
+        (["--seq-len", "192", "48", "--tokens", "191"], "--tokens 191: fewer than the 192 of one"),
+        (["--set", "data.seq_len=64", "--set", "model.layers=1"],
+         "--set model.layers=1: only data.*"),
         (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run uses its tokenizer"),
         (["--device", "tpu9"], "--device tpu9: "),
         (["--compare", "nowhere"], "'nowhere': there is no such folder"),
@@ -365,9 +377,13 @@ def test_data_of_another_tokenizer_is_refused(folder: Path) -> None:
     dataset = open_dataset(DataConfig(source=str(folder / "lines.jsonl"), seq_len=16))
     other = ByteTokenizer()
     other.fingerprint = "another"
-    with pytest.raises(ValueError, match=r"lines\.jsonl was prepared with the tokenizer 'byte'"):
-        open_eval_data(dataset, "val", 64, other, folder / "data-cache")
-    assert open_eval_data(dataset, "val", 64, ByteTokenizer(), folder / "data-cache").count == 4
+    close = TokenCache.close
+    with mock.patch.object(TokenCache, "close", autospec=True, side_effect=close) as closed:
+        with pytest.raises(ValueError, match=r"lines\.jsonl was prepared with the tokenizer"):
+            open_eval_data(dataset, "val", 64, other, folder / "data-cache")
+        data = open_eval_data(dataset, "val", 64, ByteTokenizer(), folder / "data-cache")
+    assert data.count == 4
+    assert closed.call_count == 2, "a writer would go on"
 
 
 ROW = {
@@ -470,6 +486,10 @@ def test_a_loss_without_end_or_error_is_a_dash() -> None:
     assert (perplexity.perplexity(701.0), perplexity.perplexity(0.5)) == (math.inf, math.exp(0.5))
 
 
-def test_a_sample_without_tokens_does_not_count() -> None:
+def test_a_sample_or_a_range_of_positions_without_tokens_does_not_count() -> None:
     sums = torch.tensor([2.0, 4.0, 0.0], dtype=torch.float64)
-    assert Mean.of(sums, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)) == Mean(3.0, 1.0)
+    counts = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+    assert Mean.of(sums, counts) == Mean(3.0, 1.0)
+    none = torch.zeros_like(sums)  # every document is short
+    losses = Losses(torch.stack((sums, none), 1), torch.stack((counts, none), 1), [0, 64, 128])
+    assert losses.buckets() == [(range(64), 2, Mean(3.0, 1.0))]

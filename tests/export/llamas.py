@@ -46,7 +46,7 @@ LLAMA_3 |= {"original_max_position_embeddings": 64}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LINEAR |= {"partial_rotary_factor": 1.0}  # without effect
 YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-YARN |= {"original_max_position_embeddings": 32}
+YARN |= {"original_max_position_embeddings": 32, "attention_factor": None}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type and what differs from SHAPE
     "llama 2": ("llama", {"tie_word_embeddings": False}),
     "llama 3": ("llama", {"rope_parameters": LLAMA_3, "head_dim": 24}),

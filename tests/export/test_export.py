@@ -14,6 +14,7 @@ import sysconfig
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export import remote_code as exporter
 from nsa.export.hf_tokenizer import write_tokenizer
+from nsa.export.model_card import TO_SERVERS
 from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
 from nsa.export.to_hf import dense_config, dense_family
@@ -159,6 +161,7 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
         data = ModelCard(written).data
         assert data.get("datasets") == datasets, source
         assert (data.license, data.library_name) == ("apache-2.0", "transformers")
+        assert (data.pipeline_tag, data.tags) == ("text-generation", ["native-sparse-attention"])
         assert data.get("model-index") is data.get("metrics") is None
         assert ("| dataset | notes.txt (local) |" in written) == (source == str(text))
     assert "| dataset | secret (local) |" in written
@@ -168,6 +171,8 @@ def test_the_card_omits_what_the_run_did_not_record(exported: Path, tmp_path: Pa
     """An export knows no step, so the card of its export knows no training."""
     assert main(["export", str(exported), "--to", str(tmp_path / "again")]) == 0
     assert card(tmp_path / "again") == {}
+    assert TO_SERVERS in (exported / "README.md").read_text()
+    assert TO_SERVERS not in card_of(load_run(write_model(tmp_path / "three branches")))
     for name in ("model.safetensors", "config.json", "config.yaml", "tokenizer.json"):
         assert (tmp_path / "again" / name).read_bytes() == (exported / name).read_bytes()
 
@@ -337,28 +342,6 @@ def test_saving_with_the_package_drops_auto_map(exported: Path, tmp_path: Path) 
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
-def exported_densely(run: Path, to: Path, *flags: str) -> LlamaForCausalLM:
-    assert main(["export", str(run), "--to", str(to), "--attention=dense", *flags]) == 0
-    model, report = LlamaForCausalLM.from_pretrained(to, output_loading_info=True)
-    assert not any(report.values()), report  # no missing, unexpected or mismatched weight
-    assert not [*to.glob("*.py"), *to.glob("*.yaml")]
-    assert "trust_remote_code" not in (to / "README.md").read_text()
-    return model.eval()
-
-
-def test_a_dense_run_has_the_same_logits_as_a_llama(tmp_path: Path) -> None:
-    write_model(tmp_path / "dense", "model.attention.kind=dense", "model.tied_head=false")
-    model = exported_densely(tmp_path / "dense", tmp_path / "hf", "--dtype=fp32")
-    run = load_run(tmp_path / "dense", device="cpu", dtype=torch.float32)
-    expected = logits(run.model, tokens(96) % 256)
-    assert (logits(model, tokens(96) % 256) - expected).norm() < 1e-5 * expected.norm()
-    assert "auto_map" not in json.loads((tmp_path / "hf/config.json").read_text())
-    assert "native-sparse-attention" not in (tmp_path / "hf/README.md").read_text()
-    text = AutoTokenizer.from_pretrained(tmp_path / "hf")("def f", return_tensors="pt")
-    assert text.input_ids.tolist() == [list(b"def f")]
-    model.generate(**text, max_new_tokens=2)
-
-
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
@@ -389,8 +372,13 @@ def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
     spec = ("block_len=8", "block_stride=8", "select_len=8", "select_top=6")
     settings = [f"model.attention.spec.{setting}" for setting in spec]
     settings += ["model.attention.branches=sel", "model.attention.compressor=pool"]
-    write_model(tmp_path / "run", *settings, "model.heads=4", "data.seq_len=256")
-    model = exported_densely(tmp_path / "run", tmp_path / "hf", "--dtype=fp32")
+    settings += ["model.heads=4", "model.tied_head=false", "data.seq_len=256"]
+    write_model(tmp_path / "run", *settings)
+    to, flags = tmp_path / "hf", ["--attention=dense", "--dtype=fp32"]
+    assert main(["export", str(tmp_path / "run"), "--to", str(to), *flags]) == 0
+    model, report = LlamaForCausalLM.from_pretrained(to, output_loading_info=True)
+    assert not any(report.values()), report  # no missing, unexpected or mismatched weight
+    assert not [*to.glob("*.py"), *to.glob("*.yaml")]
     run = load_run(tmp_path / "run", device="cpu", dtype=torch.float32)
     ids = tokens(250) % 256
     sparse = logits(run.model, ids)
@@ -398,8 +386,18 @@ def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
     expected = logits(run.model, ids)
     assert (logits(model, ids) - expected).norm() < 1e-5 * expected.norm()
     assert (sparse - expected).norm() > 1e-4 * expected.norm()
-    card = (tmp_path / "hf/README.md").read_text()
+    assert "auto_map" not in json.loads((to / "config.json").read_text())
+    text = AutoTokenizer.from_pretrained(to)("def f", return_tensors="pt")
+    assert text.input_ids.tolist() == [list(b"def f")]
+    model.generate(**text, max_new_tokens=2)
+    card = (to / "README.md").read_text()
+    assert "native-sparse-attention" not in card
+    assert "trust_remote_code" not in card
     assert "dense causal attention, trained with sparse attention, which the figures below" in card
+    m7c: Any = SimpleNamespace(config=load_profile("m7c", "production"), step=None, tokenizer=None)
+    m7c.folder = Path("m7c")
+    assert "of 125.0M parameters with sparse" in card_of(m7c)
+    assert "of 122.4M parameters with dense" in card_of(m7c, dense=True), "without its index"
 
 
 def test_heads_that_do_not_divide_the_width_make_a_mistral(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -198,11 +197,13 @@ SCRATCH = TrainConfig()
 def test_an_import_continues_with_a_tenth_of_the_rate_and_of_the_steps(
     llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = imported(llama_folder, tmp_path / "run").config
+    run = imported(llama_folder, tmp_path / "run")
+    config, parameters = run.config, sum(x.numel() for x in run.model.parameters())
     assert config.train.learning_rate == pytest.approx(SCRATCH.learning_rate / 10)
     assert config.train.min_learning_rate == pytest.approx(SCRATCH.min_learning_rate / 10)
     assert (config.train.steps, config.train.warmup_steps) == (5_000, 200)
     output = capsys.readouterr().out
+    assert output.startswith(f"{tmp_path / 'run'}: {parameters:,} parameters, nsa attention\n")
     settings = f"--config {tmp_path / 'run' / 'config.yaml'}"
     assert f"start a recipe from it: {settings} (5,000 steps at 6e-05)\n" in output
     recipe = f"python recipes/sparsify.py --set train.start_from={tmp_path / 'run'}\n"
@@ -273,6 +274,7 @@ def test_layers_without_rope_must_be_every_nth(llama_folder: Path, tmp_path: Pat
     [
         ("missing", "blocks.1.mlp.up.weight is None there"),
         ("nan", "weight blocks.1.mlp.up.weight has infinite or NaN elements"),
+        ("-inf", "weight blocks.1.mlp.up.weight has infinite or NaN elements"),
         ("other", "weight layers.1.mlp.router.weight: this model has no such weight"),
         ("fp8", "blocks.1.mlp.up.weight is torch.float8_e4m3fn; save the model in bfloat16"),
     ],
@@ -284,8 +286,8 @@ def test_a_weight_that_cannot_be_imported_is_named(
     weights, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
     if change == "missing":
         del weights[name]
-    elif change == "nan":
-        weights[name][3, 4] = math.nan
+    elif change in ("nan", "-inf"):
+        weights[name][3, 4] = float(change)
     elif change == "other":
         weights["model.layers.1.mlp.router.weight"] = torch.ones(2)
     else:
@@ -324,6 +326,8 @@ def test_folders_that_cannot_be_imported_are_refused_with_the_reason(
     (folder / "config.json").write_text("[]")
     assert "not the JSON of a configuration" in refused(folder)
     assert "already exists" in refusal("import", folder, "--to", folder)
+    error = refused(write_model(tmp_path / "run"), "--attention=dense")
+    assert "has the keys and values of several branches, which cannot become dense; omit" in error
 
 
 def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(

@@ -17,6 +17,7 @@ from nsa.data.config import DataConfig
 from nsa.data.tokenizer import build_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.evaluate.chat import render_chat
+from nsa.export.from_hf import read_model
 from nsa.export.to_hf import export
 from nsa.model.hf import NSAForCausalLM
 from tests.data.texts import open_store, write_lines
@@ -42,6 +43,10 @@ def test_a_folder_without_a_tokenizer_is_refused_unless_one_is_named(
     error = refusal("import", folder, "--to", tmp_path / "to")
     assert f"{folder}: has no tokenizer.json; save the model's tokenizer" in error
     assert not (tmp_path / "to").exists()
+    for name in ("vocab.json", "tokenizer.model"):  # each is enough for some tokenizers
+        (folder / name).touch()
+        assert read_model(folder).has_tokenizer
+        (folder / name).unlink()
     assert "data.tokenizer = 'bytes': choose byte" in refused(folder, "--tokenizer=bytes")
     for flag in ("--tokenizer=byte", "--set=data.tokenizer=byte"):
         run = imported(folder, tmp_path / flag[2:5], flag)
@@ -198,8 +203,11 @@ def test_a_chat_template_that_fails_or_never_ends_is_one_line_with_its_file(
 
 
 def test_a_chat_may_have_as_many_characters_as_the_limit() -> None:
-    tokenizer = SimpleNamespace(get_chat_template=lambda tools: LONGEST, special_tokens_map={})
-    assert len(render_chat(tokenizer, [])) == 2**24
+    """And a template of its own for tools."""
+    tokenizer = SimpleNamespace(
+        get_chat_template=lambda tools: LONGEST if tools else "", special_tokens_map={}
+    )
+    assert len(render_chat(tokenizer, [], tools=[{"name": "weather"}])) == 2**24
 
 
 def test_a_tokenizer_that_panics_at_a_rendered_chat_is_one_line(

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from nsa.cli import main
 from nsa.data.tokenizer import ORIGIN
+from nsa.export.model_card import NO_TOKENIZER
 from nsa.export.origin import Origin, find_origin, write_origin
 from nsa.export.to_hf import export
 from nsa.model.hf import NSAForCausalLM
@@ -126,6 +127,7 @@ def test_a_model_whose_tokenizer_is_lost_keeps_its_ids(
     lines = capsys.readouterr().out.splitlines()[-2:]
     assert lines[0].startswith(f"{tmp_path / 'hf'}: {size:.1f} MB of weights")
     assert lines[1].startswith("no tokenizer files")
+    assert NO_TOKENIZER in (tmp_path / "hf/README.md").read_text()
     config = settings(tmp_path / "hf")
     assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [0, 3, 2]
 
@@ -157,8 +159,9 @@ def test_the_card_of_an_untrained_import_claims_no_training(
     ):
         named = settings(source) | {"_name_or_path": "someone/tiny"}
         (source / "config.json").write_text(json.dumps(named))
-        stated = f"---\nlicense: {license}\nmodel-index: wrong\n---\n" if license else ""
-        (source / "README.md").write_text(stated)
+        stated = license or "[no YAML"
+        metadata = f"---\nlicense: {stated}\nmodel-index: wrong\n---\n"
+        (source / "README.md").write_text(metadata)
         imported(source, tmp_path / f"run-{license}", *SMALL)
         folder = export(tmp_path / f"run-{license}", tmp_path / f"hf-{license}")
         assert "_name_or_path" not in capsys.readouterr().out, "no change to report"
@@ -183,15 +186,18 @@ def test_a_link_out_of_the_folder_is_refused(
     secret.write_text("a key")
     (folder / "merges.txt").symlink_to("tokenizer.json")  # stays inside
     imported(folder, tmp_path / "run")
-    for name in ("merges.txt", "chat_template.jinja", "config.json", "additional_chat_templates"):
+    nested = "additional_chat_templates/other.jinja"
+    for name in ("merges.txt", "chat_template.jinja", "config.json", nested):
         shutil.rmtree(folder)
         shutil.copytree(original, folder)
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
         assert name == "config.json" or "is a link to a file outside" in refused(folder)
     folder = tmp_path / "run"  # and an import of someone else's, at its export
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").symlink_to(secret)
+    assert "is a link to a file outside" in refused(folder)
     error = refusal("export", folder, "--to", tmp_path / "hf")
     assert "chat_template.jinja: is a link to a file outside" in error
     assert not (tmp_path / "hf").exists()
@@ -260,6 +266,12 @@ def test_a_tokenizer_without_an_origin_is_exported_without_the_machines_settings
     tree = settings(tmp_path / "written", "tokenizer_config.json")
     assert not {"local_files_only", "is_local"} & tree.keys()
     assert (tree["model_max_length"], tree["padding_side"]) == (96, "left")
+    (tmp_path / "chat").rename(tmp_path / "plain")
+    (tmp_path / "plain/chat_template.jinja").unlink()
+    tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path / 'plain'}"))
+    write_tokenizer(tokenizer, tmp_path / "again", 96)
+    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert {"<|im_start|>", "<|im_end|>"} <= {*again.all_special_tokens}
 
 
 @pytest.mark.parametrize("saved", ["owner/model", "/home/me/model", None])
@@ -272,8 +284,12 @@ def test_a_model_is_named_as_on_the_hub_else_by_its_folder(
     assert find_origin(tmp_path, None) == Origin(name, None, None)
 
 
-def test_an_import_of_an_earlier_version_keeps_its_origin(tmp_path: Path) -> None:
+def test_an_import_of_an_earlier_version_keeps_its_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ORIGIN).write_text('{"name": "owner/model", "license": "mit"}')
     origin = Origin("owner/model", "mit", None)
-    assert find_origin(tmp_path / "run", str(tmp_path)) == origin, "which the run started from"
+    for start_from in (str(tmp_path), "~"):
+        assert find_origin(tmp_path / "run", start_from) == origin, "which the run started from"
     assert find_origin(tmp_path, None) == origin

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -123,7 +125,13 @@ def test_a_template_that_loops_is_refused_while_others_are_answered(
 ) -> None:
     served = ServedModel(sparse, "cpu")
     request = {"messages": MESSAGES, "max_tokens": 1}
-    ended = []
+    ended, rendering, at_once = [], threading.Lock(), list[bool]()
+
+    def render(*_: Any, **__: Any) -> str:
+        at_once.append(not rendering.acquire(blocking=False))
+        time.sleep(0.1)
+        rendering.release()
+        return "hello"
 
     def chat(client: TestClient, seconds: float, template: str = CHAT) -> Any:
         monkeypatch.setattr("nsa.evaluate.chat.TEMPLATE_SECONDS", seconds)
@@ -141,6 +149,9 @@ def test_a_template_that_loops_is_refused_while_others_are_answered(
         reason = "the chat template ends with TimeoutError: no text after 2 seconds"
         assert reason in body["error"]["message"]
         assert chat(client, 100)[0] == 200
+        monkeypatch.setattr("nsa.export.serve.render_chat", render)
+        assert {status for status, _ in pool.map(chat, [client] * 3, [100] * 3)} == {200}
+        assert at_once == [False] * 3, "each may take a gigabyte"
 
 
 def test_a_request_chooses_what_the_template_reads_and_no_other_program(
@@ -159,11 +170,12 @@ def test_a_request_chooses_what_the_template_reads_and_no_other_program(
     served = ServedModel(tmp_path / "hf", "cpu")
     request = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"name": "weather"}]}
     with TestClient(build_app(served)) as client:
-        chosen = request | {"chat_template_kwargs": {"thinks": " yes"}}
+        replaced = {"chat_template": "another program", "conversations": []}
+        chosen = request | {"chat_template_kwargs": {"thinks": " yes", **replaced}}
         answer = client.post("/v1/chat/completions", json=chosen)
         assert "TemplateError: weather yes" in answer.json()["error"]["message"]
         served.tokenizer.chat_template = CHAT
-        assert client.post("/v1/chat/completions", json=request).status_code == 200
+        assert client.post("/v1/chat/completions", json=chosen).status_code == 200
 
 
 def test_an_import_is_served_by_an_export_of_it(
