@@ -74,20 +74,18 @@ def check_kernels_on_all_ranks(
 ) -> tuple[Check, list[dict[str, Any]]]:
     """Compare the run's kernels with PyTorch; return the result, and a row per operation."""
     backend = config.model.attention.backend
-    skipped = {
-        "no GPU here": device.type != "cuda",
-        f"model.attention.backend={backend}": backend not in ("auto", "triton"),
-    }
-    for reason, applies in skipped.items():
-        if applies:
-            return Check("kernels", SKIP, reason), []
+    if device.type != "cuda":
+        return Check("kernels", SKIP, "no GPU here"), []
+    if backend not in ("auto", "triton"):
+        return Check("kernels", SKIP, f"model.attention.backend={backend}"), []
     packed, dtype = config.data.packing == "documents", DTYPES[config.train.precision]
     results = check_kernels(config.model, dtype, device, packed, config.data.seq_len)
     check = fall_back(collectives.gather(results, list[KernelResult]), backend)
     rows = [asdict(result) for result in results]
-    # JSON has no NaN (of a wrong kernel) and no infinity (of a kernel that raised).
-    finite = ({name: finite_number(row[name]) for name in ("error", "allowed")} for row in rows)
-    return check, [row | figures for row, figures in zip(rows, finite, strict=True)]
+    for row in rows:  # JSON has no NaN (of a wrong kernel) and no infinity (of one that raised)
+        row["error"] = finite_number(row["error"])
+        row["allowed"] = finite_number(row["allowed"])
+    return check, rows
 
 
 def fall_back(results: Sequence[Sequence[KernelResult]], backend: str) -> Check:

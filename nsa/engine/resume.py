@@ -61,7 +61,7 @@ def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
         ("dense_steps", before.train.switch_step, config.train.switch_step),
         ("selector_steps", before.train.selector_steps, config.train.selector_steps),
     ):
-        if new == old or (step <= old and step <= new):
+        if new == old or step <= min(new, old):  # every step so far was dense, with either
             continue
         fix = f"{step} or more" if step <= old else f"{old}, as before"
         raise ValueError(

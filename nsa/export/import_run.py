@@ -64,8 +64,17 @@ def import_run(args: argparse.Namespace) -> int:
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
     """Return the source's config, overridden by --config and --set; training starts from --to."""
     folder, base = args.to.absolute(), deepcopy(source.config)
-    if base.train.start_from is None:  # else the source's schedule is short already
-        _continue_training(base)
+    train = base.train
+    if train.start_from is None:  # a tenth of the steps and rates of training from random weights
+        base.train = replace(
+            train,
+            steps=max(1, train.steps // 10),
+            warmup_steps=train.warmup_steps // 10,
+            learning_rate=float(f"{train.learning_rate / 10:.6g}"),
+            min_learning_rate=float(f"{train.min_learning_rate / 10:.6g}"),
+            selector_steps=0,
+            dense_steps=0,
+        )
     if source.has_tokenizer and base.data.tokenizer != "byte":
         base.data.tokenizer = f"hf:{folder}"
     if args.tokenizer is not None:
@@ -104,20 +113,6 @@ def _converted(attention: AttentionConfig, kind: str) -> AttentionConfig:
         selector_loss=1.0,
         spec=replace(sizes, window=NSASpec.window),
         backend=attention.backend,
-    )
-
-
-def _continue_training(config: RunConfig) -> None:
-    """Set a tenth of the steps and rates of training from random weights."""
-    train = config.train
-    config.train = replace(
-        train,
-        steps=max(1, train.steps // 10),
-        warmup_steps=train.warmup_steps // 10,
-        learning_rate=float(f"{train.learning_rate / 10:.6g}"),
-        min_learning_rate=float(f"{train.min_learning_rate / 10:.6g}"),
-        selector_steps=0,
-        dense_steps=0,
     )
 
 
