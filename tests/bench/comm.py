@@ -8,6 +8,7 @@ The difference is exposed communication.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -81,6 +82,7 @@ def _start_rank(rank: int, backend: str, link: Link | None, address: tuple[str, 
     global _this_rank
     os.setsid()  # Ctrl-C is for the benchmark, which then ends its ranks
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
+    gc.freeze()  # DeepSpeed collects garbage often: half a second with all imported modules
     if link:
         link.enter(rank)
     from tests.bench.comm_ranks import Rank, join  # late: it imports DeepSpeed

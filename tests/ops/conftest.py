@@ -40,10 +40,10 @@ def interpreter() -> Iterator[None]:
     """Patch the interpreter, if kernels are interpreted; results change only in bfloat16.
 
     A grid's last program runs first, as on a GPU no program may need what another one wrote.
-    Triton patches its language at each call of a function, where once per kernel is enough, and
-    checks each sum of two indices for overflow, which test_addresses.py covers. It computes names
-    and sizes of a type again for each tensor. It stores bfloat16 as integers of the same bits,
-    multiplies matrices of these integers, and truncates casts.
+    Triton patches its language at each call of a function, where once is enough, and checks each
+    sum of two indices for overflow, which test_addresses.py covers. It computes names and sizes of
+    a type again for each tensor. It stores bfloat16 as integers of the same bits, multiplies
+    matrices of these integers, and truncates casts.
     """
     if DEVICE.type == "cuda":
         yield
@@ -55,7 +55,7 @@ def interpreter() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (builder, "options", options),
-            *_patching_once(interpreter),
+            *_patching_once(interpreter, stack),
             *_in_reverse(interpreter),
             *_with_known_types(interpreter),
             *_with_bfloat16(interpreter),
@@ -64,9 +64,9 @@ def interpreter() -> Iterator[None]:
         yield
 
 
-def _patching_once(interpreter: Any) -> list[Patch]:
-    """Patch the language once per kernel, and without copying the arguments of each call."""
-    patch, run, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+def _patching_once(interpreter: Any, stack: ExitStack) -> list[Patch]:
+    """Patch the language once for all kernels; `stack` restores it."""
+    patch, scope_type, patched = interpreter._patch_lang, interpreter._LangPatchScope, set()
     semantic = interpreter.interpreter_semantic
 
     @cache
@@ -77,11 +77,8 @@ def _patching_once(interpreter: Any) -> list[Patch]:
     def patch_once(function: Any) -> Any:
         if languages(function) not in patched:
             patched.add(languages(function))
-            return patch(function)
-
-    def run_kernel(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
-        run(self, *args, **kwargs)
+            stack.callback(patch(function).restore)
+        return scope_type()  # the end of a kernel restores nothing
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)  # without the check for `_semantic`
@@ -92,11 +89,7 @@ def _patching_once(interpreter: Any) -> list[Patch]:
 
         scope.set_attr(obj, name, call)
 
-    return [
-        (interpreter, "_patch_lang", patch_once),
-        (interpreter, "_patch_attr", patch_attr),
-        (interpreter.GridExecutor, "__call__", run_kernel),
-    ]
+    return [(interpreter, "_patch_lang", patch_once), (interpreter, "_patch_attr", patch_attr)]
 
 
 def _in_reverse(interpreter: Any) -> list[Patch]:
@@ -117,7 +110,9 @@ def _with_known_types(interpreter: Any) -> list[Patch]:
     numpy_types: dict[str, Any] = {}
     init_block, np_dtype = core.block_type.__init__, interpreter._get_np_dtype
     check_types, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    expand_dims, handle = semantic.expand_dims, interpreter.TensorHandle
     operands: dict[Any, Any] = {}  # by kinds of two operands: both with the result's type
+    expanded: dict[Any, Any] = {}  # by kind of the operand, and axis: the result's type
 
     @cache
     def shape_of(*sizes: int) -> Any:
@@ -165,15 +160,24 @@ def _with_known_types(interpreter: Any) -> list[Patch]:
     def operand(self: Any, given: Any, known: Any) -> Any:
         if not isinstance(given, core.tensor):
             return known
-        if given.shape is known.shape and given.dtype is known.dtype:
-            return given
-        return self.tensor(self.cast(given, known.dtype).handle, known.type)
+        if given.dtype is not known.dtype:
+            given = self.cast(given, known.dtype)
+        return given if given.shape is known.shape else self.tensor(given.handle, known.type)
+
+    def expand_known(self: Any, x: Any, axis: int) -> Any:
+        key = x.dtype.name, id(x.shape), axis
+        if key not in expanded:
+            expanded[key] = expand_dims(self, x, axis).type
+        at = (*[slice(None)] * axis, None)
+        return self.tensor(handle(x.handle.data[at], x.dtype), expanded[key])
 
     return [
         (core.block_type, "__init__", init_known_block),
         (core.tensor, "__init__", init_tensor),
+        (handle, "__post_init__", lambda self: None),  # checks the size of the data
         (semantic, "broadcast_impl_value", broadcast_unequal),
         (semantic, "binary_op_type_checking_impl", known_operands),
+        (semantic, "expand_dims", expand_known),
         (interpreter, "_get_np_dtype", known_np_dtype),
     ]
 
