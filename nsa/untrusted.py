@@ -208,11 +208,11 @@ def matches(value: Any, shape: Any) -> bool:
 
 @contextlib.contextmanager
 def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
-    """Make every torch.load of the block restricted; raise a ValueError if a file needs more.
+    """Restrict every torch.load in the block; raise a ValueError if a file needs more.
 
     DeepSpeed calls torch.load(weights_only=False), which calls any function that a pickle names.
-    PyTorch's restricted unpickler reads tensors and plain types. `optimizer`: allow the classes in
-    DeepSpeed's optimizer files too, which only hold values; imports DeepSpeed, which is slow.
+    PyTorch's restricted unpickler reads tensors and plain types. `optimizer` also allows the classes
+    in DeepSpeed's optimizer files, which only hold values; it imports DeepSpeed, which is slow.
     """
     import torch
 

@@ -127,7 +127,7 @@ class Samples:
             consumed = round(samples * fraction)
             if store.grows:
                 size = "size unknown" if store.size is None else f"{store.size:,} bytes"
-                # A lower bound: tokens of one byte each, which are as many as there can be.
+                # At least so many: a token has one byte or more.
                 epochs = consumed * self.seq_len / (store.size or math.inf)
                 read = "tokenised as they are read, shuffled in blocks"
             else:

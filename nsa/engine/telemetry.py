@@ -90,7 +90,7 @@ def trackers(request: RunRequest) -> dict[str, Any]:
 def build_observers(
     request: RunRequest, engine: Any, csv_files: BackgroundWriter | None
 ) -> Observers:
-    """Return the observers of rank 0; on other ranks `csv_files` is None, and there are none."""
+    """Return rank 0's observers; other ranks, where `csv_files` is None, have none."""
     if csv_files is None:
         return Observers([])
     monitor = request.config.monitor

@@ -142,7 +142,7 @@ def parse_config(tree: dict[str, Any], file: Path) -> Any:
 
 
 def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
-    """Read an export; transformers' save_pretrained drops its config.yaml."""
+    """Read an export, or a copy by transformers' save_pretrained, which has no config.yaml."""
     has_run_config = (folder / "config.yaml").is_file()
     config = read_config(folder) if has_run_config else RunConfig()
     saved = NSAConfig(**tree)
