@@ -44,7 +44,6 @@ def as_one_line(error: OSError) -> ValueError:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
     lines = (header, ("---",) * len(header), *rows)
     return [f"| {' | '.join(plain(cell) for cell in line)} |" for line in lines]
 

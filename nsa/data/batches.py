@@ -208,7 +208,6 @@ def block_of(index: int) -> range:
 
 
 def hash64(*parts: int | str) -> int:
-    """Return a 64-bit hash of `parts`."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 

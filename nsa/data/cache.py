@@ -97,7 +97,6 @@ class TokenCache:
         )
 
     def close(self) -> None:
-        """End the writers."""
         for source in self._cached.values():
             source.close()
 
@@ -171,7 +170,6 @@ class CachedSource:
         return index
 
     def close(self) -> None:
-        """End the writer."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None

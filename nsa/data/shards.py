@@ -188,7 +188,6 @@ def _index(path: Path, content: Any) -> Index:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write the index of a folder."""
     content = {"format": FORMAT, "version": VERSION, **asdict(index)}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     atomic_write_text(folder / INDEX, text)

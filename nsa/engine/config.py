@@ -164,11 +164,9 @@ class RunConfig:
                 )
 
     def samples_per_step(self, ranks: int) -> int:
-        """Return the samples of one optimizer step on `ranks` ranks."""
         return self.train.rows * self.train.accumulation * ranks
 
     def tokens_per_step(self, ranks: int) -> int:
-        """Return the tokens of one optimizer step on `ranks` ranks."""
         return self.samples_per_step(ranks) * self.data.seq_len
 
     def resolved(self) -> RunConfig:

@@ -43,7 +43,6 @@ def resolve_auto(
 
 
 def model_of(config: RunConfig) -> Model:
-    """Return a run's model as planner input."""
     stored = find_teacher(config)
     return Model(
         config.model,
@@ -54,7 +53,6 @@ def model_of(config: RunConfig) -> Model:
 
 
 def batch_of(config: RunConfig) -> BatchShape:
-    """Return a run's batch as planner input."""
     return BatchShape(
         seq_len=config.data.seq_len,
         micro_batch=config.train.rows,

@@ -118,7 +118,6 @@ def _exit_with_error(recipe: Recipe, error: Exception, code: int) -> NoReturn:
 
 
 def build_parser(recipe: Recipe) -> Parser:
-    """Return the parser of a recipe's flags."""
     parser = Parser(
         prog=f"{recipe.name}.py",
         allow_abbrev=False,

@@ -70,7 +70,6 @@ class Telemetry:
         return RankHistory(self._rank, problem="the disk did not take the newest lines")
 
     def close(self, status: str) -> None:
-        """Record the end of the run with `status`."""
         self.profiler.close()
         self.memory.close()
         self.heartbeat.close(status)

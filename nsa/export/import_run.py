@@ -22,7 +22,6 @@ from nsa.spec import NSASpec
 
 
 def import_run(args: argparse.Namespace) -> int:
-    """Run `nsa import`."""
     with output_folder(args.to) as draft:
         source = read_model(args.source)
         old = source.config.model.attention

@@ -74,7 +74,6 @@ def git_commit(source: Path) -> str | None:
 
 
 def cpu_model() -> str:
-    """Return the CPU's model name."""
     from nsa.untrusted import text_or_empty  # late: benchmarks run where PyYAML is not installed
 
     match = re.search(r"^model name\s*: (.*)", text_or_empty("/proc/cpuinfo"), re.M)

@@ -147,7 +147,6 @@ class Traffic:
 
 
 def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
-    """Return what one rank sends."""
     ring = (ranks - 1) / ranks
     weights = ring * model.weight_bytes
     passes = 1 if zero.stage == 3 else 2  # stages 0 to 2 all-reduce
@@ -230,7 +229,6 @@ class Forecast:
         return self.tokens / self.seconds
 
     def days(self, steps: int) -> float:
-        """Return the days of a run."""
         dense = self.dense_steps * self.dense_seconds
         return (dense + (steps - self.dense_steps) * self.seconds) / 86_400
 

@@ -124,7 +124,6 @@ def lookup(tree: object, name: str) -> object:
 
 
 def summarise(run_dir: Path) -> Summary:
-    """Read the files of a run."""
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: no such folder; give a run folder, for example runs/m7c-demo")
     return Summary(
