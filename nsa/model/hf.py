@@ -46,8 +46,8 @@ from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.language_model import LanguageModel
 from nsa.ops.inputs import check_documents
 
-# Servers that replace attention, by the name of theirs. They pass only the newest tokens, so with
-# its own attention a model would answer from those alone.
+# Servers that replace a model's attention, by the name of their attention. They pass only the
+# newest tokens, from which alone a model with its own attention would answer.
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -173,8 +173,8 @@ class NSAModel(NSAPreTrainedModel):
         self.__dict__["core"] = core
         if not core.embed.weight.is_meta:
             if config.initializer_range != INIT_STD:
-                core.initialize(config.initializer_range)  # so post_init must not
-            for parameter in core.parameters():
+                core.initialize(config.initializer_range)
+            for parameter in core.parameters():  # post_init() must not initialize them again
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         self.post_init()
 
@@ -210,7 +210,8 @@ class NSAModel(NSAPreTrainedModel):
         if "cache" in kwargs:
             raise ValueError("generate_batch: its paged cache does not fit NSA; use generate()")
         tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
-        if tokens.dim() != (2 if inputs_embeds is None else 3) or tokens.shape[1] < 1:
+        dimensions = 2 if inputs_embeds is None else 3
+        if tokens.dim() != dimensions or tokens.shape[1] < 1:
             raise ValueError(
                 f"input_ids or inputs_embeds has shape {tuple(tokens.shape)}; it must be [B, T] "
                 f"or [B, T, {self.config.width}]"
@@ -391,7 +392,8 @@ def pack(
     if real is None and starts is not None:
         real = torch.ones_like(starts)
     if real is not None:
-        starts = _first_tokens(real) if starts is None else _first_tokens(real) | starts
+        first = _first_tokens(real)
+        starts = first if starts is None else first | starts
         tokens = tokens[real][None]
         offsets = starts[real].nonzero()[:, 0]
         cu_seqlens = F.pad(offsets, (0, 1), value=tokens.shape[1]).int()
@@ -427,7 +429,7 @@ def real_tokens(mask: Tensor | None, tokens: Tensor, cached: int | None = None) 
         return None
     if cached:
         raise ValueError("attention_mask: with a filled cache every sequence needs new tokens")
-    if cached is not None or not real.any():  # else a row may be empty
+    if cached is not None or not real.any():  # without a cache some rows may be empty
         check_rows(real)
     return real
 
@@ -473,9 +475,9 @@ def _first_tokens(real: Tensor) -> Tensor:
 
 
 def keep_columns(states: Tensor, mask: Tensor | None, keep: int | Tensor) -> Tensor:
-    """Return the last `keep` columns (0: all) of states [B, T, width], or those in `keep`.
+    """Return the last `keep` columns (0: all) of states [B, T, width], or the columns `keep`.
 
-    For keep = 1, return each sequence's last token, also if right padding follows it.
+    For keep = 1, return each sequence's last token, even if right padding follows it.
     """
     if mask is not None and isinstance(keep, int) and keep == 1:
         return last_tokens(states, mask)

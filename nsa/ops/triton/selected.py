@@ -4,17 +4,17 @@
                             ->  members: per block and 32 queries, a word with a bit per query
                             ->  lists:   per block, queries ascending (compressed sparse rows)
 
-A list holds a query once, even if the query names the block twice. A query that names a block
-which begins after it is not in that block's list. With packed documents, block 0 of a document that
-begins at position `start` has number start // SELECT + document, as in `locate`.
+A list holds a query once, even if the query names the block twice. A block's list holds no query
+before the block, even if the query names the block. With packed documents, block 0 of a document
+that begins at position `start` has number start // SELECT + document, as in `locate`.
 
-Forward, and for the gradient of queries, a tile of neighbouring queries loops over the union of
-their blocks; a bit per query and block says whether the query selected it. With few queries per
-tile this is gathering; with many, which together select most blocks, it is dense attention that
+For the output and the gradient of queries, a tile of neighbouring queries loops over the union of
+their blocks; a bit per query and block says whether the query selected the block. A tile of few
+queries gathers blocks. Many queries together select most blocks: their tile is dense attention that
 skips the rest. For the gradients of keys and values a program sums over at most CHUNK queries of
 one block's list, so that blocks which every query selected do not dominate the run time. Longer
-lists give float32 parts, which another kernel sums in a fixed order: no atomics, and gradients are
-bitwise reproducible.
+lists give float32 parts, which another kernel sums in a fixed order and without atomics, so that
+gradients have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _members(
     index, t, row, valid, first, stride,
     TOP: tl.constexpr, SELECT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks from `first` on, [BLOCK_WORDS, 32], and the queries that selected each as bits.
+    """Return blocks from `first` on [BLOCK_WORDS, 32], and the queries that selected each as bits.
 
-    Builds one word per query and 32 blocks, then transposes. Comparing each selected block with
+    It builds one word per query and 32 blocks, then transposes. Comparing each selected block with
     each block would take 32 times as many comparisons.
     """
     word = first // 32 + tl.arange(0, BLOCK_WORDS)
@@ -87,7 +87,7 @@ def union_kernel(
     TOP: tl.constexpr, SELECT: tl.constexpr,
     QUERIES: tl.constexpr, QUERIES_P: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The union of the blocks of a tile's queries, ascending, and each block's queries as bits."""
+    """Store the blocks that a tile's queries selected, ascending, and their queries as bits."""
     grid_tile = tl.program_id(0)
     heads = tl.num_programs(1)
     head = tl.program_id(1)
@@ -203,7 +203,7 @@ def blocks_by_tile(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unite the blocks of each tile of `queries`: (blocks, members, counts).
 
-    blocks and members [B, tiles, Hkv, list_len]; counts [B, tiles, Hkv] of them are written.
+    blocks and members are [B, tiles, Hkv, list_len]; the first counts [B, tiles, Hkv] are written.
     """
     batch, seq_len, groups, top = block_index.shape
     tiles = max_tiles(seq_len, queries, cu_seqlens)
@@ -224,7 +224,7 @@ def blocks_by_tile(
 def queries_by_block(
     block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
 ) -> tuple[Tensor, Tensor]:
-    """The queries of each block, ascending: offsets [B, Hkv, blocks + 1] into [B, Hkv, T * n].
+    """Return offsets [B, Hkv, blocks + 1] into each block's ascending queries [B, Hkv, T * n].
 
     The table of members has a word per block and 32 queries: T²/512 bytes per key/value head at
     blocks of 64, which is 8 KB at 2,048 tokens, 8 MB at 65,536 and 2 GB at a million.
@@ -259,19 +259,19 @@ def queries_by_block(
 
 
 def _block_words(blocks: int, queries: int) -> int:
-    """Words of 32 blocks per step: no more than exist, and at most 4,096 bits per tile."""
+    """Return words of 32 blocks per step: no more than exist, and at most 4,096 bits per tile."""
     return min(next_power_of_2(cdiv(blocks, 32)), max(1, 4096 // (32 * queries)))
 
 
 @triton.jit
 def _query_tile(cu, documents, seq_len, C: tl.constexpr):
-    """A program's tile of queries, those with the longest lists first.
+    """Find a program's tile of queries. Return:
 
-    Returns the tile's number in the grid; its first position t0 and its document's length; `token`,
-    the document's first position counted over all batches; the tile's first `row` in memory; and
-    for each row: `local`, its query in the tile, its offset `at` from `row`, and whether it exists.
+    - the tile's number in the grid, its first position, its document's length, the document's
+      first token over all batches, and the tile's first row in memory;
+    - for each row: its query in the tile, its offset from the first row, and whether it exists.
     """
-    grid_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    grid_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # longest lists first
     head = tl.program_id(1)
     _document, tile, start, length = document_tile(cu, documents, grid_tile, seq_len, 1, C.QUERIES)
     t0 = tile * C.QUERIES
@@ -304,16 +304,17 @@ def _block_list(blocks, counts, grid_tile, t0, list_len, C: tl.constexpr):
 def _scores(
     q, k, v, blocks, members, step, t, local, token, length, C: tl.constexpr, PAST: tl.constexpr
 ):  # fmt: skip
-    """Keys and values [KEYS, ..] of one step of a tile's list, their scores [ROWS, KEYS], and rows.
+    """Load keys and values [KEYS, ..] of one step of a tile's list.
 
-    `rows` [ROWS] says which rows selected the block. In a PAST step, scores are not masked. In the
-    others, keys after a row's bound `seen` are: all keys if the row did not select the block.
+    Return them, their scores [ROWS, KEYS], and which rows selected the block. Scores of a PAST step
+    are not masked; a row that did not select the block has scores too. In other steps, scores after
+    the last key that a row sees are -inf: all scores if the row did not select the block.
     """
     PIECES: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # the last step's keys may be the next block's
     first = tl.load(blocks + step // PIECES) * C.SELECT + step % PIECES * C.KEYS
     bits = tl.load(members + step // PIECES)
-    rows = ((bits >> local) & 1) == 1
+    selects = ((bits >> local) & 1) == 1  # [ROWS]
     i = tl.arange(0, C.KEYS)
     left = C.SELECT - step % PIECES * C.KEYS
     own = i < left
@@ -322,7 +323,7 @@ def _scores(
         inside = own if PARTIAL else None
     else:
         inside = i < length - first
-        seen = tl.where(rows, t - first, -1)
+        seen = tl.where(selects, t - first, -1)  # the last key that a row sees
         if PARTIAL:
             inside = inside & own
             seen = tl.minimum(seen, left - 1)
@@ -332,7 +333,7 @@ def _scores(
         s = tl.where(i[None, :] <= seen[:, None], s, float("-inf"))
     elif PARTIAL:
         s = tl.where(own[None, :], s, float("-inf"))
-    return k_tile, v_tile, s, rows
+    return k_tile, v_tile, s, selects
 
 
 @kernel
@@ -340,7 +341,7 @@ def selected_forward_kernel(
     q, k, v, o, lse, o_cmp, o_win, gates, gated_sum, cu, blocks, members, counts,
     seq_len, documents, list_len, scale, C: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile of queries; with `gates` also the gated sum of all branches."""
+    """Store o and lse of one tile of queries; with `gates` also the gated sum of all branches."""
     grid_tile, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
     if t0 < length:
         list_at, past, steps = _block_list(blocks, counts, grid_tile, t0, list_len, C)
@@ -348,12 +349,12 @@ def selected_forward_kernel(
         m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
         for phase in tl.static_range(2):  # first the past steps, then the others
             for step in range(past * phase, past if phase == 0 else steps):
-                _, v_tile, s, rows = _scores(
+                _, v_tile, s, selects = _scores(
                     q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local,
                     token, length, C, phase == 0,
                 )  # fmt: skip
                 if phase == 0:
-                    m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, rows)
+                    m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, selects)
                 else:
                     m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
         out, logsum = finish_softmax(m, total, acc)
@@ -372,7 +373,7 @@ def selected_queries_kernel(
     q, k, v, do, lse2, delta, dq, cu, blocks, members, counts,
     seq_len, documents, list_len, scale, scale_out, C: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries."""
+    """Store dq of one tile of queries."""
     ROWS: tl.constexpr = C.ROWS
     KEY_P: tl.constexpr = C.KEY_P
     grid_tile, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
@@ -384,20 +385,20 @@ def selected_queries_kernel(
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
         for phase in tl.static_range(2):  # first the past steps, then the others
             for step in range(past * phase, past if phase == 0 else steps):
-                k_tile, v_tile, s, rows = _scores(
+                k_tile, v_tile, s, selects = _scores(
                     q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local,
                     token, length, C, phase == 0,
                 )  # fmt: skip
                 lse = row_lse
                 if phase == 0:
-                    lse = tl.where(rows, row_lse, float("inf"))  # p = 0
+                    lse = tl.where(selects, row_lse, float("inf"))  # p = 0
                 acc = add_query_gradient(s, k_tile, v_tile, do_tile, lse, row_delta, acc, scale)
         store_query_gradient(dq + row * C.KEY, at, acc, scale_out, valid, C, ADD)
 
 
 @triton.jit
 def _part_number(begin, chunk, CHUNK: tl.constexpr):
-    """The number, among all parts in the buffer, of one part of a long list.
+    """Return the number, among all parts in the buffer, of one part of a long list.
 
     A list longer than CHUNK has at most 2 · length // CHUNK chunks, so no two lists share a part.
     """
@@ -429,9 +430,9 @@ def selected_keys_kernel(
     seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out,
     C: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one piece of a block, KEYS positions, from one chunk of its list of queries.
+    """Store dk and dv of one piece of a block, KEYS positions, from one chunk of the block's list.
 
-    HEADS_FIRST: the grid's first axis is heads of all batch rows, else chunks.
+    The grid's first axis is the heads of all sequences if HEADS_FIRST, else chunks.
     """
     AXIS: tl.constexpr = 0 if HEADS_FIRST else 1
     PIECES: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
@@ -516,17 +517,17 @@ def add_parts_kernel(
         store_pair(dk, dv, first, n.to(tl.int64), dk_sum, dv_sum, C, inside)
 
 
-# A program adds up at most CHUNK queries of a block's list; in small batches fewer, so that no long
-# program ends last, but at least MIN_CHUNK, as parts are written to memory and read again.
+# A program adds up at most CHUNK queries of a block's list. In small batches it adds fewer, so that
+# no long program ends last, but at least MIN_CHUNK: each part is written to memory and read again.
 CHUNK, MIN_CHUNK = 2048, 512
-# Most queries select the first blocks, so in sequences of at most SHORT tokens the first blocks of
-# all heads start first. In longer ones heads follow each other instead: the queries of all heads
-# would not fit in L2.
+# The first blocks have the longest lists, so in sequences of at most SHORT tokens the first blocks
+# of all heads start first. In longer sequences one head follows another, because the queries of all
+# heads would not fit into L2.
 SHORT = 4096
 # A sequence of at most DENSE_BLOCKS · `select_top` blocks takes large tiles: neighbouring queries
 # together select most of its blocks. An estimate, derived in docs/design/kernels.md.
 DENSE_BLOCKS = 4
-MAX_QUERIES = 32  # of a tile: a bit each
+MAX_QUERIES = 32  # of a tile: each is a bit of an int32
 
 
 def selected_forward(
@@ -536,7 +537,7 @@ def selected_forward(
     gates: Tensor | None = None,
     gated_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse). With gates and the other branches' o, `gated_sum` is written too."""
+    """Return (o, lse). With gates and the other branches' o, also write `gated_sum`."""
     o, lse = x.empty_outputs()
     grid, config, inputs = _query_tiles("forward", x)
     launch(
@@ -549,7 +550,7 @@ def selected_forward(
 def selected_backward(
     do: Tensor, x: AttentionInputs, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, bitwise reproducible."""
+    """Return the gradients of q, k and v, with the same bits in every run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     do = do.contiguous()
     delta, lse2 = backward_rows(do, o, lse)
@@ -639,7 +640,7 @@ def _key_gradients(
 
 
 def _block_keys(config: Config, spec: NSASpec) -> int:
-    """Keys of one step, no more than a block has."""
+    """Return the keys of one step, no more than a block has."""
     return max(16, min(config.keys, next_power_of_2(spec.select_len)))
 
 
