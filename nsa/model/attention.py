@@ -316,7 +316,7 @@ class NSAttention(Attention):
         self.layout = self.layout._replace(first_set=first_set, mean=mean, pre_rope=not mean)
 
     def start_index(self) -> None:
-        """Start the index with the layer's own projections."""
+        """Initialize the index with the layer's own projections."""
         assert self.index is not None
         start = index_start(self.state_dict(), self.kv_heads)
         self.index.load_state_dict(start, strict=False)  # without φ, which starts as the mean
@@ -347,7 +347,10 @@ class NSAttention(Attention):
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         assert metadata.sampled is not None
-        q_cmp, k_cmp = kv["index"] if self.index else (None, self.ranking_keys(x, metadata))
+        if self.index is not None:
+            q_cmp, k_cmp = kv["index"]
+        else:
+            q_cmp, k_cmp = None, self.ranking_keys(x, metadata)
         inputs = q, k_cmp, kv["sel"][0], metadata.sampled, self.spec
         return selector_loss(*inputs, q_cmp=q_cmp, **self._common(metadata))
 
@@ -358,7 +361,8 @@ class NSAttention(Attention):
         ranking and not the hidden states that other layers read. For M7C this is a twelfth of the
         work of projection and φ.
         """
-        x, rows = x.detach(), self.kv_heads * self.key_dim  # of the first set, which φ reads
+        x = x.detach()
+        rows = self.kv_heads * self.key_dim  # of the first set, which φ reads
         if is_plain(self.k, nn.Linear):
             bias = None if self.k.bias is None else self.k.bias[:rows]
             k = F.linear(x, self.k.weight[:rows], bias)

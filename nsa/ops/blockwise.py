@@ -3,7 +3,7 @@
 All branches run the same computation over different tiles: query rows against a slice of keys, with
 a mask. A tile's softmax is merged into the running softmax of its rows; the backward pass goes over
 the same tiles again. Sums are float32 (float64 for float64 inputs) in a fixed order, so results and
-gradients are bitwise reproducible.
+gradients have the same bits in every run.
 
     compressed   rows of a tile x all compressed keys that any of them sees
     window       rows of a tile x the positions from the first row's window to the last row
@@ -33,10 +33,10 @@ HEADS = 4
 # Rows of one tile, queries x heads: enough to keep matrix products busy, few enough that a tile's
 # scores stay in the CPU's cache.
 TILE_ROWS = 768
-GATHERED_ROWS = 3072  # the same of a tile of gathered rows
-# Selected branch: rows at the first EARLY_BLOCKS · n · l' positions, or EARLY_PAIRS / l' if that is
-# more, attend densely with a mask. There computing unselected blocks costs less than gathering the
-# rows of each block, which also has a fixed cost per block.
+GATHERED_ROWS = 3072  # of a tile of later rows in the selected branch
+# Early rows of the selected branch are the first EARLY_BLOCKS · n · l' positions, or the first
+# EARLY_PAIRS / l' if that is more. They attend densely with a mask: it costs less to compute their
+# unselected blocks than to gather the rows of each block, which also has a fixed cost per block.
 EARLY_BLOCKS = 2
 EARLY_PAIRS = 8_192
 # Added to a masked score; finite, so that a fully masked row gives no NaN. On a CPU, `add_` is 5 to
@@ -55,7 +55,7 @@ class Tile:
     complete: bool = True  # its rows see no keys outside this tile
 
     def scores(self, q_KTGD: Tensor, k_KND: Tensor) -> tuple[Tensor, Tensor]:
-        """The tile's queries [K, R*G, D] and their masked scores [K, R*G, N]."""
+        """Return the tile's queries [K, R*G, D] and their masked scores [K, R*G, N]."""
         q = self.rows_of(q_KTGD)
         group, q = q.shape[2], q.flatten(1, 2)
         score = q @ k_KND[self.heads, self.keys].mT
@@ -65,32 +65,33 @@ class Tile:
         return q, score
 
     def rows_of(self, x_KT: Tensor) -> Tensor:
-        """The tile's heads and rows of x."""
+        """Return x in the tile's heads and rows."""
         x = x_KT[self.heads]
         return x[:, self.rows] if isinstance(self.rows, slice) else x.index_select(1, self.rows)
 
 
 def queries_per_tile(heads: int, group: int) -> int:
-    """Queries per tile, for `heads` KV heads in the tile."""
+    """Return the queries of a tile with `heads` KV heads."""
     return max(1, TILE_ROWS // (heads * group))
 
 
 def band_tiles(
     seq_len: int, length: int, stride: int, window: int, step: int, device: torch.device
 ) -> list[Tile]:
-    """Tiles of the compressed branch and of the window; rows that see no key are in none.
+    """Return the tiles of the compressed branch or of the window; rows that see no key are in none.
 
     A row sees key n iff n · stride + length - 1 <= row and n > row - window. Only the first and the
-    last keys of a tile need a mask.
+    last keys of a tile need a mask, because some rows of the tile do not see them.
     """
     tiles = []
     for start in range(length - 1, seq_len, step):
         stop = min(start + step, seq_len)
         low = max(0, start - window + 1)
-        first, last = ((t + 1 - length) // stride + 1 for t in (start, stop - 1))
+        seen_by_all = (start + 1 - length) // stride + 1
+        last = (stop - length) // stride + 1
         row = torch.arange(start, stop, device=device)[:, None]
         biases = []
-        for keys in (range(low, stop - window), range(first, last)):
+        for keys in (range(low, stop - window), range(seen_by_all, last)):
             if keys:
                 key = torch.arange(keys.start, keys.stop, device=device)
                 outside = (key * stride + length - 1 > row) | (key <= row - window)
@@ -101,10 +102,10 @@ def band_tiles(
 
 
 def selected_tiles(block_index_KTn: Tensor, spec: NSASpec, group: int) -> Iterator[Tile]:
-    """Tiles of the selected branch for K KV heads and one document."""
+    """Yield the tiles of the selected branch for K KV heads and one document."""
     heads, seq_len = block_index_KTn.shape[:2]
-    size = spec.select_len
-    switch = min(seq_len, max(EARLY_BLOCKS * spec.select_top * size, EARLY_PAIRS // size))
+    early = max(EARLY_BLOCKS * spec.select_top * spec.select_len, EARLY_PAIRS // spec.select_len)
+    switch = min(seq_len, early)
     yield from _early_tiles(block_index_KTn, switch, spec, queries_per_tile(heads, group))
     if switch < seq_len:
         for head in range(heads):
@@ -132,7 +133,7 @@ def _bias(mask: Tensor) -> Tensor:
 
 
 def _one_hot(block_index_KRn: Tensor, blocks: int) -> Tensor:
-    """Mask of selected blocks among the first M = `blocks`: bool [K, R, M]."""
+    """Return which of the first M = `blocks` blocks each row selected: bool [K, R, M]."""
     outside = (block_index_KRn < 0) | (block_index_KRn >= blocks)
     index = torch.where(outside, blocks, block_index_KRn).long()
     selected = torch.zeros(*index.shape[:2], blocks + 1, dtype=torch.bool, device=index.device)
@@ -145,7 +146,7 @@ def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int)
     row = torch.arange(switch, seq_len, device=device)[:, None]
     index = block_index[switch:].long()
     pair = (index * seq_len + row)[(index >= 0) & (index <= row // spec.select_len)]
-    pair = pair.unique()  # by block, then by row; duplicates count once
+    pair = pair.unique()  # ascending by block, then by row; a duplicate counts once
     rows = pair % seq_len
     counts = torch.bincount(pair // seq_len, minlength=blocks).tolist()
     step = max(1, GATHERED_ROWS // group)
@@ -164,14 +165,14 @@ def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], o: Tensor, lse: Tensor) -> None:
-    """Fill `o` [K, T, G, Dv] and `lse` [K, T, G] (0 and -inf before) from the tiles."""
+    """Fill `o` [K, T, G, Dv], which holds 0, and `lse` [K, T, G], which holds -inf, from tiles."""
     group = q.shape[2]
     for tile in tiles:
         _, score = tile.scores(q, k)
-        top = score.amax(-1)
+        highest = score.amax(-1)
         p = score.softmax(-1)
-        # The largest probability is exp(top - lse): lse without another pass over the scores.
-        tile_lse = (top - p.amax(-1).log()).unflatten(1, (-1, group))
+        # The largest probability is exp(highest - lse), which gives lse without another pass.
+        tile_lse = (highest - p.amax(-1).log()).unflatten(1, (-1, group))
         tile_o = (p @ v[tile.heads, tile.keys]).unflatten(1, (-1, group))
         if not tile.complete:
             old_lse = tile.rows_of(lse)
@@ -190,7 +191,7 @@ def attend_backward(
     tiles: Iterable[Tile],
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Add to the gradients of (q, k, v); `saved` is (do, Σ do·o − dlse, lse)."""
+    """Add to `grads`, those of (q, k, v); `saved` is (do, delta = Σ do·o − dlse, lse)."""
     do, delta, lse = saved
     q, k, v = inputs
     dq, dk, dv = grads
@@ -214,7 +215,7 @@ def attend_backward(
 
 
 def _by_head(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the dtype of sums."""
+    """Return q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the dtype of sums."""
     q = by_group(x.q, x.k.shape[2]).mul(x.scale)
     return q, by_group(x.k)[:, :, 0], by_group(x.v)[:, :, 0]
 
@@ -245,7 +246,7 @@ def _tiles(
 
 
 def head_slices(count: int) -> list[slice]:
-    """Slices of at most HEADS out of `count` KV heads."""
+    """Return slices of `count` KV heads, at most HEADS in each."""
     return [slice(start, start + HEADS) for start in range(0, count, HEADS)]
 
 
@@ -310,7 +311,7 @@ attention = register(  # one branch's attention: (o, lse)
 
 
 def _select(x: SelectionInputs) -> Tensor:
-    """The blocks that each query selects: int32 [B, T, K, n]."""
+    """Return the blocks that each query selects, int32 [B, T, K, n]."""
     groups, (batch, queries) = x.k_cmp.shape[2], x.q.shape[:2]
     with torch.autocast(x.q.device.type, enabled=False):
         q, k = by_group(x.q, groups).mul(x.scale), by_group(x.k_cmp)[:, :, 0]
@@ -331,7 +332,7 @@ def _select(x: SelectionInputs) -> Tensor:
 def _fill_index(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spec: NSASpec, seq_len: int, index: Tensor
 ) -> None:
-    """Fill `index` [K, T, n] for K of the KV heads and one document."""
+    """Fill `index` [K, T, n] for K KV heads and one document."""
     heads, queries, group = q.shape[:3]
     step = queries_per_tile(heads, group)
     blocks, weights = overlap_table(seq_len, spec, q.dtype, q.device)
@@ -359,7 +360,7 @@ def _fill_index(
 
 
 def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
-    """Importance [.., M] from probabilities [.., N] of compressed blocks and an overlap table."""
+    """Return importance [.., M] from probabilities [.., N] of compressed blocks."""
     padded = torch.nn.functional.pad(p, (0, 1))  # indices past the last block read this 0
     total = p.new_zeros(*p.shape[:-1], blocks.shape[1])
     for index, weight in zip(blocks, weights, strict=True):  # in a fixed order: ties stay exact
@@ -368,25 +369,25 @@ def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
 
 
 def log_sum_overlaps(score: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
-    """The logarithm of `sum_overlaps` of exp(score), which cannot overflow."""
+    """Return the logarithm of `sum_overlaps` of exp(score), without overflow."""
     padded = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)
     scores = padded[..., blocks.T.clamp(max=score.shape[-1])]  # [.., M, c]
     return (scores + weights.T.log()).logsumexp(-1)
 
 
 def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
-    """The top n blocks per row of `importance` [K, R, M] with M > n, ascending, padded with -1.
+    """Return the top n blocks of each row of `importance` [K, R, M], M > n; ascending, then -1.
 
-    `topk` may return either of two equal scores, so it only provides the n-th score: blocks above
-    it are selected, then the lowest indices among blocks equal to it.
+    `topk` may return either of two equal scores, so only its n-th score is used: blocks above this
+    score are selected, and of the blocks with this score those with the lowest indices.
     """
     block = torch.arange(importance.shape[-1], device=importance.device)
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
     score = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
     least = score.topk(spec.select_top, -1).values[..., -1:]
     above, equal = score > least, score == least
-    places = spec.select_top - above.sum(-1, keepdim=True)
-    selected = (above | (equal & (equal.cumsum(-1) <= places))) & (block <= own)
+    left = spec.select_top - above.sum(-1, keepdim=True)
+    selected = (above | (equal & (equal.cumsum(-1) <= left))) & (block <= own)
     index = torch.where(selected, block, importance.shape[-1])
     index = index.topk(spec.select_top, -1, largest=False).values.sort(-1).values
     return torch.where(index < importance.shape[-1], index, -1)
@@ -396,7 +397,7 @@ def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
 def overlap_table(
     seq_len: int, spec: NSASpec, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The c compressed blocks that overlap each selection block, and overlap/d: both [c, M]."""
+    """Return the c compressed blocks that overlap each selection block, and overlap/d: [c, M]."""
     length, stride, size = spec.block_len, spec.block_stride, spec.select_len
     first = torch.arange(spec.select_blocks_len(seq_len), device=device) * size
     low = torch.div(first - length, stride, rounding_mode="floor") + 1
