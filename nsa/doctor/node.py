@@ -107,7 +107,7 @@ def version_check(package: str, version: str | None) -> Check:
     if version is None:
         return Check(package, FAIL, "is not installed", "bash launch/setup.sh")
     minimum = _MINIMUM[package]
-    release = Version(version).base_version  # NVIDIA's 2.8.0a0+… is that release
+    release = Version(version).base_version  # NVIDIA's 2.8.0a0+… counts as 2.8.0
     if Version(release) < Version(minimum):
         fix = f"pip install '{package}>={minimum}'"
         return Check(package, FAIL, f"{version} is older than {minimum}", fix)
