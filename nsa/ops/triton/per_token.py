@@ -29,7 +29,7 @@ SWIGLU_TILE = Config(rows=4, keys=512, warps=4, stages=1)
 
 @triton.jit
 def _swiglu_tile(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """This program's row numbers [ROWS], columns [COLS] and mask [ROWS, COLS]."""
+    """Return this program's row numbers [ROWS], columns [COLS] and mask [ROWS, COLS]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     return row, col, (row < rows)[:, None] & (col < WIDTH)[None, :]
@@ -40,7 +40,7 @@ def swiglu_kernel(
     gate_up, out, rows,
     WIDTH: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up; gate and up are columns of gate_up."""
+    """Store silu(gate) * up; gate and up are columns of gate_up."""
     row, col, mask = _swiglu_tile(rows, WIDTH, ROWS, COLS)
     at = gate_up + (row * PACKED)[:, None] + col[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [ROWS, COLS]
@@ -55,7 +55,7 @@ def swiglu_backward_kernel(
     WIDTH: tl.constexpr, PACKED: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and up side by side; zeros in the padding."""
+    """Store the gradients of gate and up side by side, and zeros in the padding."""
     row, col, mask = _swiglu_tile(rows, WIDTH, ROWS, COLS)
     inside = (row * PACKED)[:, None] + col[None, :]
     gate = tl.load(gate_up + inside, mask=mask, other=0.0).to(tl.float32)  # [ROWS, COLS]
@@ -86,7 +86,7 @@ class SwiGLUInputs(NamedTuple):
 
 
 def swiglu_forward(x: SwiGLUInputs) -> Tensor:
-    """silu(gate) · up: [.., width]."""
+    """Return silu(gate) · up, [.., width]."""
     out = _swiglu_output(x)
     packed, rows, grid = _swiglu_sizes(x)
     launch(
@@ -98,7 +98,7 @@ def swiglu_forward(x: SwiGLUInputs) -> Tensor:
 
 
 def swiglu_backward(d_out: Tensor, x: SwiGLUInputs) -> Tensor:
-    """The gradient of gate_up; 0 in the padding."""
+    """Return the gradient of gate_up, with 0 in the padding."""
     d_gate_up = torch.empty_like(x.gate_up, memory_format=torch.contiguous_format)
     packed, rows, grid = _swiglu_sizes(x)
     launch(
@@ -111,7 +111,7 @@ def swiglu_backward(d_out: Tensor, x: SwiGLUInputs) -> Tensor:
 
 
 def _swiglu_sizes(x: SwiGLUInputs) -> tuple[int, int, tuple[int, int]]:
-    """Columns and rows of gate_up, and the grid of programs."""
+    """Return columns and rows of gate_up, and the grid of programs."""
     packed = x.gate_up.shape[-1]
     rows = x.gate_up.numel() // packed
     return packed, rows, (cdiv(rows, SWIGLU_TILE.rows), cdiv(x.width, SWIGLU_TILE.keys))
@@ -130,26 +130,26 @@ triton_swiglu = register(
 )
 
 
-ELEMENTS = 2048  # of RMSNorm's rows that a program holds at a time: 16 per thread of four warps
+ELEMENTS = 2048  # of RMSNorm's tile of rows: 16 per thread of four warps
 ROWS_PER_PART = 32  # rows that one program of the backward kernel sums over
 
 
 @triton.jit
 def _load(base, at, mask, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Rows [ROWS, PADDED] in float32."""
+    """Load rows [ROWS, PADDED] in float32."""
     return load_rows(base, at, WIDTH, WIDTH, PADDED, mask).to(tl.float32)
 
 
 @triton.jit
 def _load_weight(weight, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """[1, PADDED] in float32."""
+    """Load the weight [1, PADDED] in float32."""
     d = tl.arange(0, PADDED)
     return tl.load(weight + d, mask=d < WIDTH, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def _inverse_rms(h, valid, eps, WIDTH: tl.constexpr):
-    """[ROWS, 1]; 0 for rows past the end, also if eps is 0."""
+    """Return 1 / RMS of each row, [ROWS, 1]; 0 for rows past the end, even if eps is 0."""
     inverse = tl.rsqrt(tl.sum(h * h, 1) / WIDTH + eps)
     return tl.where(valid, inverse, 0.0)[:, None]
 
@@ -159,7 +159,7 @@ def add_rms_norm_kernel(
     x, delta, weight, total, normed, rows, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """total = x, or x + delta, and its norm times weight."""
+    """Store total = x + delta, or x without a delta, and total's norm times weight."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     h = _load(x, row, valid, WIDTH, PADDED)  # [ROWS, PADDED]
@@ -176,7 +176,7 @@ def rms_norm_backward_kernel(
     d_normed, d_total, total, weight, dx, parts, rows, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PER_PART: tl.constexpr,
 ):  # fmt: skip
-    """dx = (w*dy - unit * mean(w*dy*unit)) / rms, plus d_total; one row of dw per program."""
+    """Store dx = (w*dy - unit * mean(w*dy*unit)) / rms + d_total, and a row of dw per program."""
     w = _load_weight(weight, WIDTH, PADDED)  # [1, PADDED]
     dw = tl.zeros([ROWS, PADDED], tl.float32)
     for first in range(0, PER_PART, ROWS):
@@ -206,39 +206,40 @@ class AddRMSNormInputs(NamedTuple):
 
 
 def add_rms_norm_forward(x: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm times weight); without a delta the first is a copy of x.
+    """Return (total = x + delta, total's norm times weight); without a delta, total is a copy of x.
 
-    It is a copy because a custom op cannot return its input. Use it instead of x: otherwise x has
-    two gradients, which another kernel must add.
+    It is a copy because a custom op cannot return its input. Callers go on with the copy, because x
+    would otherwise have two gradients, which another kernel must add.
     """
     total, normed = (torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in range(2))
     rows, width = normed.numel() // normed.shape[-1], normed.shape[-1]
-    padded, held, config = _norm_tile(width)
+    padded, tile_rows, config = _norm_tile(width)
     launch(
-        add_rms_norm_kernel, (cdiv(rows, held),), config,
+        add_rms_norm_kernel, (cdiv(rows, tile_rows),), config,
         x=x.x.contiguous(), delta=None if x.delta is None else x.delta.contiguous(),
         weight=x.weight.contiguous(), total=total, normed=normed,
-        rows=rows, eps=x.eps, WIDTH=width, PADDED=padded, ROWS=held,
+        rows=rows, eps=x.eps, WIDTH=width, PADDED=padded, ROWS=tile_rows,
     )  # fmt: skip
     return total, normed
 
 
 @lru_cache(maxsize=64)
 def _norm_tile(width: int) -> tuple[int, int, Config]:
-    """The padded width, the rows that a program holds at a time, and a config."""
+    """Return the padded width, the rows of a tile, and a config."""
     padded = next_power_of_2(width)
-    held = min(max(1, ELEMENTS // padded), ROWS_PER_PART)
-    return padded, held, Config(held, 0, min(16, max(4, held * padded // 512)), 1)
+    tile_rows = min(max(1, ELEMENTS // padded), ROWS_PER_PART)
+    warps = min(16, max(4, tile_rows * padded // 512))
+    return padded, tile_rows, Config(tile_rows, 0, warps, 1)
 
 
 def add_rms_norm_backward(
     d_total: Tensor | None, d_normed: Tensor | None, x: AddRMSNormInputs, total: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients of x, equal to delta's, and of weight."""
+    """Return the gradient of x, which is also delta's, and the gradient of weight."""
     if d_normed is None:
         d_normed = torch.zeros_like(total)
     rows, width = total.numel() // total.shape[-1], total.shape[-1]
-    padded, held, config = _norm_tile(width)
+    padded, tile_rows, config = _norm_tile(width)
     count = cdiv(rows, ROWS_PER_PART)
     parts = total.new_empty(count, width, dtype=torch.float32)
     dx = torch.empty_like(total, memory_format=torch.contiguous_format)
@@ -246,7 +247,7 @@ def add_rms_norm_backward(
         rms_norm_backward_kernel, (count,), config,
         d_normed=d_normed.contiguous(), d_total=None if d_total is None else d_total.contiguous(),
         total=total.contiguous(), weight=x.weight.contiguous(), dx=dx, parts=parts,
-        rows=rows, eps=x.eps, WIDTH=width, PADDED=padded, ROWS=held, PER_PART=ROWS_PER_PART,
+        rows=rows, eps=x.eps, WIDTH=width, PADDED=padded, ROWS=tile_rows, PER_PART=ROWS_PER_PART,
     )  # fmt: skip
     return dx, *sum_parts(parts, [x.weight])
 
@@ -277,7 +278,7 @@ def cross_entropy_kernel(
     logits, labels, losses, vocabulary,
     GRADIENT: tl.constexpr, IGNORE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """-log p[label] of one row, and with GRADIENT p - 1 at the label and p elsewhere."""
+    """Store -log p[label] of one row, and with GRADIENT p - 1 at the label and p elsewhere."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     label = tl.load(labels + row)
@@ -314,7 +315,7 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, with_gradients: bool) -> Tensor:
-    """-log softmax(logits)[label] in float32, [rows]; `with_gradients` overwrites the logits."""
+    """Return -log softmax(logits)[label], float32 [rows]; `with_gradients` overwrites logits."""
     rows, vocabulary = logits.shape
     assert logits.is_contiguous()
     losses = logits.new_empty(rows, dtype=torch.float32)

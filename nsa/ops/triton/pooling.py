@@ -28,7 +28,7 @@ TOKENS_PER_PART = 128  # tokens of a backward program
 
 @triton.jit
 def _columns(SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
-    """Columns of a head and whether they exist, [PADDED]; the halves of keys begin at PADDED/2."""
+    """Return a head's columns and whether they exist, [PADDED]; half 2 of keys is at PADDED/2."""
     c = tl.arange(0, PADDED)
     if HALF > 0:
         HALF_P: tl.constexpr = PADDED // 2
@@ -39,14 +39,14 @@ def _columns(SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _load_weight(weight, col, inside, SIZE: tl.constexpr):
-    """The weight of one head, [PADDED, PADDED]."""
+    """Load the weight of one head, [PADDED, PADDED]."""
     at = col[:, None] * SIZE + col[None, :]
     return tl.load(weight + at, mask=inside[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
 def _load(base, row, col, mask):
-    """float32 [ROWS, PADDED]: columns of the rows that begin at base + row."""
+    """Load columns of the rows that begin at base + row: float32 [ROWS, PADDED]."""
     return tl.load(base + row[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
@@ -56,7 +56,7 @@ def pool_forward_kernel(
     HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     LEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One block's y; `pooled` (before scale and RoPE) and the softmax's lse are for backward."""
+    """Store one block's y; for the backward pass also `pooled`, before scale and RoPE, and lse."""
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     col, inside = _columns(SIZE, HALF, PADDED)
@@ -103,7 +103,7 @@ def pool_backward_kernel(
     LEN: tl.constexpr, LEN_P: tl.constexpr, COVER: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """dx of a run of tokens, and the run's part of the gradients of weight, position and scale."""
+    """Store dx of a run of tokens, and the run's part of d_weight, d_position and d_scale."""
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     parts += (batch * tl.num_programs(0) + run) * (HEADS * SIZE * (SIZE + LEN + 1))
     col, inside = _columns(SIZE, HALF, PADDED)
@@ -124,7 +124,7 @@ def pool_backward_kernel(
             block = tl.load(token_blocks + t.to(tl.int64) * COVER + c, mask=valid, other=-1)
             covered = block >= 0
             mask = covered[:, None] & inside[None, :]
-            i = t - tl.load(block_tokens + block * LEN, mask=covered, other=0)  # place in the block
+            i = t - tl.load(block_tokens + block * LEN, mask=covered, other=0)  # index in the block
             at = ((batch * key_len + block) * HEADS + head) * SIZE
             g = _load(dy, at, col, mask)
             if HALF > 0:  # rotate back
@@ -143,8 +143,8 @@ def pool_backward_kernel(
             d_score = p * (k.to(tl.float32) - mean) * g
             dk += p * g
             ds += d_score
-            place = (tl.arange(0, LEN_P)[:, None] == i[None, :]) & covered[None, :]
-            d_position = dot(place.to(k.dtype), d_score.to(k.dtype), d_position)
+            at_i = (tl.arange(0, LEN_P)[:, None] == i[None, :]) & covered[None, :]
+            d_position = dot(at_i.to(k.dtype), d_score.to(k.dtype), d_position)
         d_weight = dot(tl.trans(k), ds.to(k.dtype), d_weight)
         dk = dot(ds.to(k.dtype), tl.trans(w), dk)
         mask = valid[:, None] & inside[None, :]
@@ -160,7 +160,7 @@ def pool_backward_kernel(
 
 
 def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
-    """(y, pooled, lse), the last two in float32 for the backward pass."""
+    """Return (y, pooled, lse); the last two are float32, for the backward pass."""
     y, pooled, lse = _empty_outputs(x)
     batch, _, heads, size = x.x.shape
     config = Config(32, 0, 8 if size > 64 else 4, 1)
@@ -172,7 +172,7 @@ def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
 
 
 def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, position and scale."""
+    """Return the gradients of x, weight, position and scale."""
     batch, seq_len, heads, size = x.x.shape
     runs = cdiv(seq_len, TOKENS_PER_PART)
     sizes = [parameter.numel() for parameter in x[1:4]]
@@ -190,7 +190,7 @@ def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tup
 
 
 def _inputs(x: PoolInputs, config: Config) -> dict[str, Any]:
-    """The arguments that both kernels take."""
+    """Return the arguments that both kernels take."""
     (_, seq_len, heads, size), (blocks, length) = x.x.shape, x.block_tokens.shape
     half, padded = 0, padded_size(size)  # of values, which RoPE does not rotate
     if x.cos is not None:

@@ -39,7 +39,7 @@ TAKEN = tl.constexpr(-3e30)  # the score of a block that is no candidate, or is 
 
 @triton.jit
 def first_overlap(j, C: tl.constexpr):
-    """The first compressed block to overlap selection block j: the least i with i·d + l > j·l'."""
+    """Return the first compressed block that overlaps j: the least i with i·d + l > j·l'."""
     BACK: tl.constexpr = (C.LEN + C.STRIDE - 1) // C.STRIDE  # no negative dividend
     return (j * C.SELECT - C.LEN + BACK * C.STRIDE) // C.STRIDE - BACK + 1
 
@@ -53,10 +53,10 @@ def overlap(i, j, C: tl.constexpr):
 
 @triton.jit
 def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
-    """Σ over heads and overlapping visible blocks i of p[i] · overlap(i, j): [QUERIES, BLOCKS].
+    """Return Σ p[i] · overlap(i, j) over heads and visible blocks i: [QUERIES, BLOCKS].
 
-    Not divided by the stride: a common factor does not change the ranking. Summed in the order of
-    i, so that two blocks with the same overlaps get bitwise equal importance.
+    The sum is not divided by the stride: a common factor does not change the ranking. It is added
+    in the order of i, so that two blocks with the same terms get the same bits.
     """
     QUERIES: tl.constexpr = C.QUERIES
     BLOCKS: tl.constexpr = C.BLOCKS
@@ -88,9 +88,9 @@ def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def _log_importance(q, k, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
-    """log2 Σ over overlapping visible blocks i of 2^score[i] · overlap(i, j): [QUERIES, BLOCKS].
+    """Return log2 Σ 2^score[i] · overlap(i, j) over visible blocks i: [QUERIES, BLOCKS].
 
-    For one query head per KV head: its lse changes no rank. Summed in the order of i.
+    It is for one query head per KV head, whose lse changes no rank, and added in the order of i.
     """
     QUERIES: tl.constexpr = C.QUERIES
     BLOCKS: tl.constexpr = C.BLOCKS
@@ -128,7 +128,7 @@ def _log_importance(q, k, t, j, valid, scale, C: tl.constexpr, MASKED: tl.conste
 def _keep_best(score, j, best, index):
     """Merge a tile of scores into the running top-n of each row: (scores, indices), unsorted.
 
-    Tiles come in ascending j and an equal score never replaces one, so ties go to the lower index.
+    Tiles come in ascending j, and a score replaces only lower ones, so ties go to the lower index.
     """
     least = tl.min(best, 1)
     top = tl.max(score, 1)
@@ -204,7 +204,7 @@ def select_kernel(
 
 
 def select_forward(x: SelectionInputs) -> Tensor:
-    """The blocks that each query selects: int32 [B, T, Hkv, n]."""
+    """Return the blocks that each query selects, int32 [B, T, Hkv, n]."""
     (batch, queries, _, size), groups, spec = x.q.shape, x.k_cmp.shape[2], x.spec
     out = x.empty_index()
     summed = x.lse is None and spec.max_overlaps > 1  # a running maximum and sum take registers

@@ -5,9 +5,9 @@
     keys_kernel         the gradient of compressed keys; a program sums it over all queries
     queries_kernel      the gradient of an index's queries, if there is an index
 
-Rows are the sampled queries times the heads of a group, of q or of q_cmp. A compressed block counts
-in each selection block by the positions that both cover, l in all, so a row's compressed masses add
-up to l times its softmax's denominator.
+Rows are the sampled queries times the heads of a group, of q or of q_cmp. A compressed block adds
+exp(score) to a selection block once for each position that both blocks cover. Its positions are l
+in all, so a row's compressed masses add up to l times its softmax's denominator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEP = 512  # masses, heads x blocks, that divergence_kernel reads at a time
 
 @triton.jit
 def _documents_of(cu, documents, t, C: tl.constexpr):
-    """First token and first compressed key of the documents of tokens t: int32 [rows]."""
+    """Return the first token and first compressed key of each t's document: int32 [rows]."""
     start, first_key = t * 0, t * 0
     if cu is not None:
         for first in range(0, documents, 64):
@@ -56,13 +56,13 @@ def _documents_of(cu, documents, t, C: tl.constexpr):
 
 @triton.jit
 def _query_rows(t, row, seq_len, batch, head, C: tl.constexpr):
-    """Where the rows of tokens t are in queries [B, T, Hkv · GROUP, Dk]."""
+    """Return where the rows of tokens t are in queries [B, T, Hkv · GROUP, Dk]."""
     return ((batch * seq_len + t) * C.HEADS + head) * C.GROUP + row % C.GROUP
 
 
 @triton.jit
 def _sampled_rows(queries, q, cu, first, rows, seq_len, documents, batch, head, C: tl.constexpr):
-    """Rows from `first`: valid, position, their documents' first token and key, q [ROWS, KEY_P].
+    """Return a tile's rows: (valid, position, document's first token and key, q [ROWS, KEY_P]).
 
     A row that does not exist has position -1, so it sees no key.
     """
@@ -86,13 +86,13 @@ def _add(s, m, total):
 
 @triton.jit
 def _log_sum(m, total):
-    """The base-2 logarithm of the sum; -inf if nothing was added."""
+    """Return the base-2 logarithm of the sum; -inf if nothing was added."""
     return tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
 
 
 @triton.jit
 def _selected_mass(q_tile, k, block, position, reach, scale, C: tl.constexpr):
-    """A block's mass from its keys at `k`, the first key of the rows' document: [ROWS]."""
+    """Return a block's mass for each row [ROWS]; `k` points to the document's first key."""
     ROWS: tl.constexpr = C.ROWS
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for first in range(0, C.SELECT, C.KEYS):
@@ -108,7 +108,7 @@ def _selected_mass(q_tile, k, block, position, reach, scale, C: tl.constexpr):
 
 @triton.jit
 def _compressed_mass(q_tile, k, j, seen_by, high, scale, C: tl.constexpr):
-    """Masses of blocks j from the document's compressed keys at `k`: [ROWS, BLOCKS]."""
+    """Return masses of blocks j [ROWS, BLOCKS]; `k` points to the document's compressed keys."""
     ROWS: tl.constexpr = C.ROWS
     BLOCKS: tl.constexpr = C.BLOCKS
     low = first_overlap(j, C)
@@ -134,9 +134,9 @@ def mass_kernel(
     seq_len, key_len, documents, rows, total_blocks, scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Masses of C.BLOCKS blocks for a tile of rows; blocks after a row's own are not written.
+    """Store masses of C.BLOCKS blocks for a tile of rows, except of blocks after a row's own.
 
-    From k_sel, or without it from k_cmp. A tile's rows may be of several documents, which are
+    Masses come from k_sel, or from k_cmp if k_sel is None. The documents of a tile's rows are
     computed one after another.
     """
     BLOCKS: tl.constexpr = C.BLOCKS
@@ -173,7 +173,7 @@ def mass_kernel(
 
 @triton.jit
 def _block_masses(mass, row, first, own, total_blocks, HEADS: tl.constexpr, C: tl.constexpr):
-    """Masses [heads, BLOCKS] of blocks from `first` on; -inf for those after `own`.
+    """Load masses [heads, BLOCKS] of blocks from `first` on; -inf for blocks after `own`.
 
     `row` [heads] are the rows of one query, of which the first HEADS exist.
     """
@@ -190,9 +190,10 @@ def divergence_kernel(
     documents, total_blocks,
     C: tl.constexpr, HEADS_P: tl.constexpr, RANKING: tl.constexpr, RANKING_P: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one query and KV head, its target, and what the gradient needs.
+    """Store the loss of one query and KV head, its target, and what the gradient needs.
 
-    Names with a: of `sel_mass`, C.GROUP rows; with b: of `cmp_mass`, RANKING rows.
+    Names with `a` belong to the C.GROUP rows of `sel_mass`, names with `b` to the RANKING rows of
+    `cmp_mass`.
     """
     TINY: tl.constexpr = 1.1754943508222875e-38
     s, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -244,7 +245,7 @@ def divergence_kernel(
         tl.store(target + j, wanted, mask=j < total_blocks)
         tl.store(dp + j, d, mask=j < total_blocks)
     tl.store(losses + query, loss * 0.6931471805599453)
-    # The lse over compressed keys, not over the positions of blocks.
+    # The lse over compressed keys: `lse_b` counts each key once for each of its positions.
     lse = tl.sum(lse_b, 1) - tl.log2(tl.zeros([RANKING_P], tl.float32) + C.LEN)
     tl.store(by_head + row_b, lse, mask=g < RANKING)
     size = tl.num_programs(2).to(tl.int64) * C.HEADS * count * RANKING  # of lse; delta follows
@@ -256,7 +257,7 @@ def _score_gradient(
     k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, size, total_blocks,
     scale, C: tl.constexpr,
 ):  # fmt: skip
-    """∂loss/∂score of compressed keys i [KEYS] and rows, not divided by `size`: [KEYS, ROWS]."""
+    """Return ∂loss/∂score of compressed keys i [KEYS] and rows, times `size`: [KEYS, ROWS]."""
     KEYS: tl.constexpr = C.KEYS
     ROWS: tl.constexpr = C.ROWS
     OVERLAPS: tl.constexpr = (C.LEN + C.SELECT - 2) // C.SELECT + 1
@@ -281,7 +282,7 @@ def keys_kernel(
     seq_len, key_len, documents, rows, total_blocks, scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of compressed keys; every program sums over rows in their order."""
+    """Store the gradient of a tile of compressed keys, a sum over all rows in ascending order."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * C.KEYS + tl.arange(0, C.KEYS)
     at, inside = (batch * key_len + i) * C.HEADS + head, i < key_len
@@ -311,7 +312,7 @@ def queries_kernel(
     seq_len, key_len, documents, rows, total_blocks, scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of queries, which a program sums over the keys that they see."""
+    """Store the gradient of a tile of queries, a sum over the keys that they see."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_row = tl.program_id(0) * C.ROWS
     valid, position, _start, first_key, q_tile = _sampled_rows(
@@ -340,7 +341,7 @@ def queries_kernel(
 
 
 def selector_loss_forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
-    """The outputs in the order of `SelectorLossInputs.empty_outputs`."""
+    """Return the outputs in the order of `SelectorLossInputs.empty_outputs`."""
     _, target, dp, by_head = x.empty_outputs()
     batch, groups, count, blocks = target.shape
     losses = target.new_empty(batch, groups, count)
@@ -377,9 +378,10 @@ def selector_loss_forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
 def selector_loss_backward(
     dloss: Tensor, x: SelectorLossInputs, dp: Tensor, by_head: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of k_cmp and q_cmp (empty if None); bitwise reproducible."""
+    """Return the gradients of k_cmp and q_cmp (empty if None), with the same bits in every run."""
     dk = torch.empty_like(x.k_cmp, memory_format=torch.contiguous_format)
-    dq = dk.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)  # 0: not sampled
+    # Zeros, because queries that are not sampled have no gradient.
+    dq = dk.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)
     constants, config = _tile(x, x.ranking)
     constants = constants._replace(KEYS=config.rows, ROWS=config.keys, BLOCKS=0, COUNT=0)
     batch, key_len, groups, _ = x.k_cmp.shape
@@ -395,7 +397,7 @@ def selector_loss_backward(
     grid = cdiv(key_len, constants.KEYS), groups, batch
     launch(keys_kernel, grid, config, dk=dk, **common)
     if x.q_cmp is not None:
-        # Few rows: with 64 sm_90's compiler would serialise the product of the transposed gradient.
+        # With 64 rows sm_90's compiler would serialise the product of the transposed gradient.
         small = constants._replace(ROWS=constants.KEYS)
         grid = cdiv(rows, small.ROWS), groups, batch
         launch(queries_kernel, grid, config, dq=dq, **common | {"C": small})
@@ -403,7 +405,7 @@ def selector_loss_backward(
 
 
 def _tile(x: SelectorLossInputs, q: Tensor) -> tuple[Constants, Config]:
-    """The constants of mass_kernel for these queries, and a config."""
+    """Return mass_kernel's constants for these queries, and a config."""
     constants = constants_of(q, x.k_cmp, spec=x.spec, TOP=0)
     config = choose_config("selector", constants.padded, q)
     steps = min(config.keys, max(16, next_power_of_2(x.spec.select_len)))
