@@ -161,6 +161,7 @@ def test_profiled_times_and_launches_are_per_step_and_overlaps_count_once() -> N
         profile.summary([], steps=2)
 
 
+@pytest.mark.full
 def test_a_production_step_is_profiled_in_both_phases_plain_and_in_deepspeeds_engine(
     tmp_path: Path,
 ) -> None:

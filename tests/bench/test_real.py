@@ -30,6 +30,7 @@ def packages(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_each_stage_is_trained_evaluated_and_compared_with_the_dense_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,16 +58,6 @@ def test_a_kernel_within_every_limit_passes_on_every_chip_and_is_compiled_once()
         assert row["shared"] >= 64 * 64 * 2
 
 
-def test_a_sample_compiles_for_amd() -> None:
-    """Decoding, whose kernels compile fast."""
-    case, chip = Case("decode_attention", *SUBSET[0], "bf16", False), "gfx942"
-    recorded = [(case, one, chip) for one in record_launches(case, 1, chip)]
-    rows, failures = check.check(recorded, max_spilled=MAX_SPILLED_FIRST)
-    assert failures == []
-    assert len({row["kernel"] for row in rows}) > 3
-    assert all(row["tensor_core"] for row in rows if row["products"])
-
-
 def thirty_two_warps() -> None:
     """1,024 threads of NVIDIA's chips and 2,048 of AMD's."""
     arguments = toys.every_kind_of_argument("meta")

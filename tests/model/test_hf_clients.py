@@ -133,6 +133,7 @@ def test_copies_of_a_model_are_independent() -> None:
     assert model.model.core.embed is model.model.embed is not replica.embed
 
 
+@pytest.mark.full
 def test_padded_batches_break_a_compiled_graph_in_one_place() -> None:
     torch._dynamo.reset()
     counters.clear()
