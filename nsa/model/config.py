@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -160,7 +161,7 @@ class ModelConfig:
             raise ValueError(f"model.head_dim = {self.head_dim}: RoPE rotates pairs; make it even")
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or value <= 0:
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"model.{name} = {value!r}: must be a number above 0")
         whole_numbers(0, "model", self, "no_rope_every")
         self._validate_rope()
@@ -179,5 +180,5 @@ class ModelConfig:
             if name not in needed and name not in options:
                 raise ValueError(f"{where} does not read {name}; remove it")
             least = 1 if name == "factor" else 0
-            if not isinstance(value, int | float) or value < least:
+            if not isinstance(value, int | float) or not least <= value < math.inf:
                 raise ValueError(f"{where}: {name} = {value!r} must be a number, {least} or more")

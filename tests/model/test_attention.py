@@ -21,6 +21,7 @@ from nsa.model.attention_metadata import AttentionMetadata, Rotary, apply_rotary
 from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, IMPORTED, NAMED, SPEC, build, packed, tiny
 from tests.ops import naive
+from tests.ops.cases import Calls
 
 LENGTH, SCALE = 21, 6**-0.5
 X = 3 * torch.randn(1, LENGTH, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -161,15 +162,22 @@ def test_flash_attn_is_called_with_the_documents_of_a_row(monkeypatch: pytest.Mo
         assert options == {"causal": True, "deterministic": True}  # a run's bits are the same
         assert (longest, offsets.dtype, offsets.tolist()) == ([9, 9], torch.int32, [0, 4, 9])
         assert of_keys is offsets
-        return layers.causal_attention(q[None], k[None], v[None], offsets)[0]
+        assert all(map(torch.equal, (q, k, v), given[:, 0]))
+        return packed_expected[0]
 
-    q, k, v = torch.randn(3, 1, 9, 2, 8).unbind()
+    given = torch.randn(3, 1, 9, 2, 8)
     cu_seqlens = torch.tensor([0, 4, 9])
-    expected = layers.causal_attention(q, k, v, cu_seqlens)
-    assert not torch.equal(expected, layers.causal_attention(q, k, v, None))
+    packed_expected = layers.causal_attention(*given, cu_seqlens)
+    with Calls() as recorded:
+        expected = layers.causal_attention(*given, None)
+    assert not torch.equal(packed_expected, expected)
+    assert "cat" not in recorded.names, "a copy"
     module = SimpleNamespace(flash_attn_varlen_func=attend)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    assert torch.equal(layers._flash_attention(q, k, v, cu_seqlens), expected)
+    monkeypatch.setattr(layers, "flash_attn_supports", lambda q, v: True)
+    flash = layers.causal_attention(*given, cu_seqlens)
+    assert flash.data_ptr() == packed_expected.data_ptr()
+    assert torch.equal(layers.causal_attention(*given, None), expected), "one document: PyTorch's"
 
 
 def by_hand(x: Tensor, position: int, theta: float = 10_000.0) -> Tensor:
@@ -305,6 +313,12 @@ def test_under_autocast_input_and_layer_may_differ_in_dtype() -> None:
         for dtype in (torch.long, torch.float64):  # which autocast does not convert
             with pytest.raises(ValueError, match=rf"x has dtype {dtype} and the layer"):
                 attention(torch.ones(1, 20, 24, dtype=dtype))
+
+
+def test_quantized_weights_take_an_input_of_any_dtype() -> None:
+    for weight in (torch.zeros(24, 24, dtype=torch.int8), None):
+        for dtype in (torch.bfloat16, torch.float64):
+            layers.check_hidden_states(hidden(20).to(dtype), 24, weight, None)
 
 
 def test_an_attention_mask_is_refused_with_what_to_give_instead() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +27,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"value_dim": 4.5}, r"^model\.value_dim = 4\.5: "),
     ({"activation_checkpointing": "full"}, "'full': choose one of none, reentrant, "),
     ({"rope_theta": 0.0}, r"^model\.rope_theta = 0\.0: "),
+    ({"rope_theta": math.nan}, r"^model\.rope_theta = nan: must be a number above 0$"),
     ({"rope_type": "linear"}, r"^model\.rope_extension = None: rope_type linear needs factor; add"),
     *(
         ({"rope_type": "linear", "rope_extension": {"factor": 2.0} | other}, message)
         for other, message in (
             ({"factor": 0.5}, r": factor = 0\.5 must be a number, 1 or more$"),
             ({"factor": "2"}, r": factor = '2' must be a number, 1 or more$"),
+            ({"factor": math.nan}, r": factor = nan must be a number, 1 or more$"),
             ({"beta_fast": 1.0}, "rope_type linear does not read beta_fast; remove it$"),
         )
     ),
@@ -53,6 +56,7 @@ OF_ATTENTION: list[tuple[dict[str, Any], str]] = [
     ({"selector_loss": 1.0, "branches": "cmp+sel"}, r"selector_loss = 1\.0: needs kind"),
     ({"selector_loss": 1.0, "kind": "dense"}, r"selector_loss = 1\.0: needs kind"),
     ({"selector_loss": -1.0}, r"selector_loss = -1\.0: must be 0 or more"),
+    ({"selector_loss": math.nan}, r"selector_loss = nan: must be 0 or more"),
 ]
 OF_AN_INDEX: list[tuple[NSASpec, str, str]] = [
     (SPEC, "mean", "spec.window = 6: branches=sel has no window; remove it and set local_blocks"),

@@ -155,13 +155,19 @@ def test_selected_rows_of_a_cache_are_independent() -> None:
 
 def test_a_step_never_synchronizes_with_the_device() -> None:
     model, ids = model_of(tiny("mlp")), tokens(30, batch=2)
-    _, cache = prefill(model, cut(ids, [9, 20]))
+    logits, cache = prefill(model, cut(ids, [8, 20]))
+    compressed: list[int] = []
+    for layer in model.sparse_layers().values():
+        layer.compress.register_forward_hook(lambda *_: compressed.append(1))
     with Calls() as mode:
         for at in range(8):
             step(model, ids[:, at], cache)
+    buffers = [buffer for layer in cache.layers for buffer in layer.buffers.values()]
+    assert not any(x.requires_grad for x in (logits, *buffers)), "the graph grows with each step"
     # The id check reads two numbers on a CPU; with a GPU it is skipped.
     assert mode.host_syncs <= {"_local_scalar_dense", "item"}
     assert mode.names.count("_local_scalar_dense") == 2 * 8
+    assert len(compressed) == 2 * 8 // SPEC.block_stride, "in steps that end a block, per layer"
 
 
 def flops(config: ModelConfig, length: int) -> int:
@@ -197,6 +203,10 @@ def test_samples_depend_on_seed_and_prompt_and_not_on_the_batch() -> None:
     for row, prompt in enumerate(prompts):
         assert torch.equal(generated(model, [prompt], **sampling, seed=1)[0], together[row])
     assert not torch.equal(generated(model, prompts, **sampling, seed=2), together)
+    torch.nn.init.zeros_(model.norm.weight)  # all tokens are as likely after any prompt
+    one, other, again = generated(model, [ids[0], ids[1], ids[0]], **sampling)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.6), (1.0, 0.8)])
@@ -231,7 +241,11 @@ def test_the_lowest_temperature_and_top_p_are_greedy() -> None:
 
 def test_generation_ends_at_the_stop_token_of_the_last_sequence() -> None:
     model, ids = model_of(tiny()), tokens(9, batch=2)
+    passes: list[int] = []
+    hook = model.embed.register_forward_hook(lambda *_: passes.append(1))
     free = generated(model, list(ids), max_new_tokens=12, seed=3)
+    hook.remove()
+    assert len(passes) == 12, "none after the last token"
     defaults = {"temperature": 1.0, "top_p": 1.0}
     assert torch.equal(free, generated(model, list(ids), max_new_tokens=12, seed=3, **defaults))
     stop = int(free[0, 4])
@@ -244,6 +258,10 @@ def test_generation_ends_at_the_stop_token_of_the_last_sequence() -> None:
     assert torch.equal(ended[1], free[1][: ended.shape[1]])
     alone = generated(model, [ids[0]], max_new_tokens=12, seed=3, stop=stop)
     assert alone.shape == (1, 5)
+    torch.nn.init.zeros_(model.norm.weight)  # the first of equally likely tokens is 0
+    assert generated(model, [ids[0]], max_new_tokens=3, temperature=0, stop=0).tolist() == [[0]]
+    long = generate(model, [ids[0]], max_new_tokens=2**50, temperature=0)
+    assert next(long).tolist() == [0], "a cache for all of them fits into no memory"
 
 
 def test_invalid_inputs_are_refused_by_name() -> None:
@@ -265,6 +283,7 @@ def test_invalid_inputs_are_refused_by_name() -> None:
             lambda: step(model, ids[0], cache),
             r"^tokens is torch.int64 \(9,\); give one id for each",
         ),
+        (lambda: step(model, torch.zeros(2, 23), cache), r"^tokens is torch.float32 \(2, 23\)"),
         (lambda: step(other, ids[:, 0], cache), r"^the cache is of another model"),
         (lambda: step(rotated, ids[:, 0], cache), r"^the cache is of another model"),
         (lambda: step(model.float(), ids[:, 0], cache), r"^the cache is of another model \(torch"),
@@ -278,6 +297,7 @@ def test_invalid_inputs_are_refused_by_name() -> None:
                 ({"temperature": math.inf}, r"^temperature = inf: must be 0 \(greedy\) or more"),
                 ({"temperature": math.nan}, r"^temperature = nan: must be 0 \(greedy\) or more"),
                 ({"stop": 61}, r"^stop = 61: this model's"),
+                ({"stop": [3, -1]}, r"^stop = \[3, -1\]: this model's"),
             )
         ),
     ):

@@ -174,6 +174,9 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {  # in place
     "hook": lambda x: x.register_forward_hook(lambda _, given, output: 2 * output),
     "pre-hook": lambda x: x.register_forward_pre_hook(lambda _, given: (2 * given[0],)),
     "backward hook": lambda x: x.register_full_backward_hook(lambda *args: (2 * args[1][0],)),
+    "backward pre-hook": lambda x: x.register_full_backward_pre_hook(
+        lambda _, given: (2 * given[0],)
+    ),
     "forward": replace_forward,
     "parametrization": lambda x: parametrize.register_parametrization(x, "weight", Tripled()),
     "subclass": subclass_weight,
@@ -235,3 +238,8 @@ def test_add_norm_is_the_sum_and_its_norm(delta: bool, kind: str) -> None:
     actual = add_norm(x, added if delta else None, norm)
     for a, b in zip(actual, (total, norm(total)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_norm_without_an_epsilon_takes_pytorchs_on_a_gpu_too() -> None:
+    norm, x = nn.RMSNorm(10, device="meta"), rows(6, torch.float32).to("meta")  # counts as a GPU
+    assert add_norm(x, None, norm)[1].shape == x.shape

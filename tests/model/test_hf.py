@@ -316,6 +316,7 @@ def test_one_forward_pass_gives_all_logits_and_the_cache() -> None:
     out = model(ids, attention_mask=MASK, use_cache=True)
     hook.remove()
     assert read == [(int(MASK.sum()),)]  # once
+    assert not out.logits.requires_grad
     assert torch.equal(out.logits, model(ids, attention_mask=MASK).logits)
     assert out.past_key_values.get_seq_length() == 24
     assert model(ids).past_key_values is None  # only on request
@@ -333,6 +334,7 @@ OFFSETS: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 2, 4])}
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has shape"),
         ({"attention_mask": torch.zeros(1, 4)}, "attention_mask: row 0 has no token"),
         ({"position_ids": torch.arange(5)[None]}, "position_ids has shape"),
+        ({"position_ids": torch.arange(4).expand(2, 4)}, r"position_ids has shape \(2, 4\)"),
         (
             {"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": True},
             r"position_ids\[0, 2\] = 0 starts a second document",
@@ -353,6 +355,8 @@ def test_with_a_filled_cache_every_sequence_needs_new_tokens() -> None:
     mask[1, -1] = 0
     with pytest.raises(ValueError, match="attention_mask: with a filled cache"):
         model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"must be \(3, 25\), including the columns in the cache"):
+        model(ids[:, :1], attention_mask=mask[:, :1], past_key_values=cache)
     with pytest.raises(ValueError, match=r"position_ids\[0, 0\] = 0 starts a second document"):
         model(ids[:, :1], position_ids=torch.zeros(3, 1), past_key_values=cache)
 

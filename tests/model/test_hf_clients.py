@@ -99,6 +99,11 @@ def test_embeddings_give_what_their_ids_give() -> None:
     for wrong in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
         with pytest.raises(ValueError, match="input_ids and inputs_embeds: pass one of them"):
             model(**wrong)
+    for wrong in ({"input_ids": ids[0]}, {"input_ids": ids[:, :0]}, {"inputs_embeds": embeds[0]}):
+        with pytest.raises(
+            ValueError, match=r"input_ids or inputs_embeds has shape .* \[B, T, 24\]"
+        ):
+            model(**wrong)
 
 
 def test_auto_model_loads_what_a_causal_model_saved(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from nsa.model.attention_metadata import (
 )
 from nsa.model.compressor import Compressor, cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.model.index import add_index
 from nsa.spec import NSASpec
 from tests.model.models import IMPORTED, ONE_KEY, build, packed, step, tiny, tokens
 
@@ -48,7 +49,15 @@ def test_it_is_the_dense_model_where_all_blocks_are_selected(
     early = ONE_KEY.select_top * ONE_KEY.select_len
     torch.testing.assert_close(sparse[:, :early], expected[:, :early])
     model.set_dense(True)
+    pooled: list[int] = []
+    hooks = [
+        layer.index.pool.register_forward_hook(lambda *_: pooled.append(1))
+        for layer in layers_of(model)
+    ]
     torch.testing.assert_close(model(ids, cu_seqlens=DOCUMENTS[documents]), expected)
+    assert not pooled, "nothing reads the index"
+    for hook in hooks:
+        hook.remove()
     model.set_dense(False)
     assert torch.equal(model(ids, cu_seqlens=DOCUMENTS[documents]), sparse)
 
@@ -60,6 +69,9 @@ def test_its_queries_and_keys_have_norms_of_their_own() -> None:
     index = layer.index
     torch.testing.assert_close(queries, index.q_norm(index.q(x).unflatten(-1, (2, 6))))
     torch.testing.assert_close(keys, index.k_norm(index.k(x).unflatten(-1, (2, 6))))
+    without_loss = AttentionMetadata.build(model.config, LENGTH, None, x.device)
+    kv = layer.branch_kv(layer.rotary_pool(layer.project(x), without_loss), without_loss)
+    assert not kv["index"][1].requires_grad, "a graph that nothing uses"
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,13 @@ def test_a_new_index_starts_as_the_attention_that_it_predicts(imported: dict[str
         assert phi is not None
         assert not phi.weight.any()
         assert torch.equal(phi.scale, torch.ones_like(phi.scale))
+
+
+def test_an_index_that_is_added_has_the_dtype_of_the_weights() -> None:
+    weights = build(tiny("dense"), torch.bfloat16).state_dict()
+    converted = add_index(weights, tiny("index"))
+    assert {weight.dtype for weight in converted.values()} == {torch.bfloat16}
+    LanguageModel(tiny("index")).load_state_dict(converted)
 
 
 @pytest.mark.parametrize("imported", [{}, IMPORTED], ids=["plain", "imported"])
@@ -411,3 +430,15 @@ def test_a_model_takes_the_loss_of_each_layer() -> None:
     model = build_of(1.0)
     for _ in range(2):
         model(IDS, labels=IDS).backward()
+
+
+def test_a_model_samples_other_queries_for_other_tokens_or_embeddings() -> None:
+    model = build_of(1.0)
+    layer = layers_of(model)[0]
+    first, of_embeddings = set(), set()
+    for seed in range(8):
+        ids = tokens(320, seed=seed)
+        model(ids, labels=ids)
+        first.add(int(layer.selector_target[0][0]))
+        of_embeddings.add(int(model.loss_offset(model.embed(ids) / 1_000) % 10))
+    assert min(len(first), len(of_embeddings)) > 3

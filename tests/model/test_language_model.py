@@ -196,6 +196,19 @@ def test_only_layers_that_can_rank_are_observed() -> None:
         assert build(tiny(attention)).sparse_layers() == {}
 
 
+@pytest.mark.parametrize(
+    ("attention", "dense"), [("mean", False), ("index", False), ("index", True)]
+)
+def test_observers_receive_the_documents_of_each_pass(attention: str, dense: bool) -> None:
+    """Also while an index learns beside dense attention."""
+    model, documents, seen = build(tiny(attention)), packed(20, 3), []
+    model.set_dense(dense)
+    for layer in model.sparse_layers().values():
+        layer.observer = lambda *received: seen.append(received[2])
+    model(tokens(23), cu_seqlens=documents)
+    assert [given is documents for given in seen] == [True, True]
+
+
 @attentions
 def test_bf16_weights_train_too(attention: str) -> None:
     model, ids = build(tiny(attention), torch.bfloat16), tokens(40)

@@ -20,6 +20,7 @@ from nsa.model.loss import (
     token_divergence,
 )
 from tests.model.models import build, tiny, tokens
+from tests.ops.cases import Calls
 from tests.ranks import spawn_ranks
 
 TOKENS, WIDTH, VOCABULARY = 700, 48, 900
@@ -141,9 +142,17 @@ def test_gradients_are_computed_once_and_only_if_needed(chunks: int) -> None:
 
 
 def test_autocast_has_no_effect() -> None:
-    usual = with_gradients(linear_cross_entropy, *inputs(torch.float32))
+    def results() -> list[Tensor]:
+        model, teacher, labels = heads(torch.float32)
+        teacher = [x.float() for x in teacher]
+        return [
+            *with_gradients(linear_cross_entropy, *inputs(torch.float32)),
+            *with_gradients(lambda *x: distillation_loss(x[:2], teacher, x[2]), *model, labels),
+        ]
+
+    usual = results()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = with_gradients(linear_cross_entropy, *inputs(torch.float32))
+        cast = results()
     for a, b in zip(cast, usual, strict=True):
         assert torch.equal(a, b)
 
@@ -238,6 +247,9 @@ def test_distillation_without_labels_is_0_without_a_gradient() -> None:
     value = distillation_loss(model, teacher, torch.full_like(labels, -100))
     assert value == 0
     assert not any(x.any() for x in torch.autograd.grad(value, model))
+    with Calls() as recorded:
+        distillation_loss([x.detach() for x in model], teacher, labels)
+    assert "mm.out" not in recorded.names, "a gradient that nothing needs"
 
 
 def test_divergence_of_known_distributions() -> None:

@@ -55,7 +55,8 @@ def decoded(
     given: dict[str, Any] = {name: y if name in read else None for name, y in vars(x).items()}
     given |= {"q": x.q, "q_cmp": None, "scale": x.q.shape[-1] ** -0.5, "branches": "+".join(names)}
     given["gates"] = x.gates[..., [BRANCHES.index(name) for name in names]]
-    given["lengths"] = torch.tensor(case.lengths, device=x.q.device)
+    lengths = torch.tensor([case.lengths, case.lengths], device=x.q.device)
+    given["lengths"] = lengths.T[:, 0]  # a view that is not contiguous
     return decode_attention(DecodeInputs(**(given | changes), spec=case.spec), backend)
 
 

@@ -59,6 +59,11 @@ def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
     return std * torch.randn(shape, generator=draw, dtype=torch.float64)
 
 
+def with_gaps(x: Tensor) -> Tensor:
+    """The same numbers, of which no two are adjacent in memory."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
 def swiglu(shape: tuple[int, ...], width: int) -> Operation:
     """gate_up of this shape: columns of padding follow gate and up."""
 
@@ -173,7 +178,8 @@ def rotary(layout: PackedLayout, documents: Documents) -> Operation:
     def run(backend: str, packed: Tensor) -> tuple[Tensor, ...]:
         """All outputs that the layout has."""
         tables = (*documents.angles(layout.key_dim), *documents.tables())
-        parts = rotary_pool(packed, layout, *(x.to(packed.device) for x in tables), backend=backend)
+        laid_out = (with_gaps(x.to(packed.device)) for x in tables)
+        parts = rotary_pool(packed, layout, *laid_out, backend=backend)
         outputs = [parts.q] + ([] if parts.gates is None else [parts.gates])
         outputs += parts.compressed or ()
         outputs += (x for pair in parts.kv_sets[layout.first_set : layout.kv_sets] for x in pair)
@@ -244,8 +250,8 @@ def pool(documents: Documents, heads: int, size: int, rotates: bool) -> Operatio
         return cos[last], sin[last]
 
     def run(backend: str, x: Tensor, *parameters: Tensor) -> Tensor:
-        cos, sin = (y.to(x.device) for y in angles())
-        tables = (y.to(x.device) for y in documents.tables())
+        cos, sin = (with_gaps(y.to(x.device)) for y in angles())
+        tables = (with_gaps(y.to(x.device)) for y in documents.tables())
         return ops_pool(x, *parameters, (cos, sin) if rotates else None, *tables, backend=backend)
 
     def defined(x: Tensor, weight: Tensor, position: Tensor, scale: Tensor) -> Tensor:

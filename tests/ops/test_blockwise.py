@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops import nsa_attention, selected_attention
+from nsa.ops import blockwise, nsa_attention, selected_attention
+from nsa.ops.inputs import AttentionInputs
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
@@ -89,3 +90,23 @@ def test_any_block_index_is_valid(lengths: tuple[int, ...]) -> None:
     assert_branches_agree(case, x, block_index)
     out = selected_attention(x.q, x.k_sel, x.v_sel, block_index, case.spec, backend="blockwise")
     assert torch.equal(out[:, ::7], torch.zeros_like(out[:, ::7]))
+
+
+@pytest.mark.parametrize("branch", ["selected", "window"])
+def test_the_scores_of_a_branch_grow_as_the_sequence_does(
+    branch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all earlier keys they would grow with its square."""
+    small_blockwise_tiles(monkeypatch)
+
+    def scores(length: int) -> int:
+        case = Case(NSASpec(4, 2, 4, 3, 1, 1, 9), (length,), kv_heads=1)
+        x, own = Inputs.of(case), torch.arange(length) // 4
+        index = torch.stack([0 * own, own // 2, own], 1).int()[None, :, None]
+        blocks = index if branch == "selected" else None
+        given = AttentionInputs(x.q, x.k_sel, x.v_sel, blocks, None, branch, case.spec, case.scale)
+        (tiles,) = [tiles for _, _, tiles in blockwise._tiles(given)]
+        every = range(length)
+        return sum(len(tile.rows_of(x.q[:, :, 0])[0]) * len(every[tile.keys]) for tile in tiles)
+
+    assert scores(240) - scores(160) == scores(160) - scores(80) > 0

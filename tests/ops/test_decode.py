@@ -18,7 +18,7 @@ from nsa.model.config import SUBSETS
 from nsa.ops.inputs import DecodeInputs
 from nsa.ops.triton import decode
 from nsa.spec import NSASpec
-from tests.kernel_launches import recording
+from tests.kernel_launches import Launch, recording
 from tests.ops import decoding
 from tests.ops.cases import Case, Inputs, check_calls, default, random_spec
 from tests.ops.decoding import buffers, by_own_queries, decoded, defined, defined_by_own_queries
@@ -42,6 +42,7 @@ PATTERNS = {
     "all blocks selected": Case(NSASpec(4, 2, 4, 16, 1, 2, 8), (40, 64), kv_heads=1, group=2),
     "the paper's": Case(NSASpec(select_top=4), (620, 31), kv_heads=1, group=4, key_dim=16),
 }
+SIZES = ("parts", "row_scores", "blocks")  # of buffers, by the name that kernels give them
 backends = pytest.mark.parametrize("backend", ["blockwise", "triton"])
 
 
@@ -226,14 +227,26 @@ def test_launches_depend_on_the_capacity_and_read_no_length() -> None:
     """On `meta` tensors reading a value would raise; so a step can be captured as a CUDA graph."""
     x = buffers(SMALL, sequences(SMALL)).to("meta")
     lengths = torch.empty(len(LENGTHS), dtype=torch.int64, device="meta")
-    with recording() as launches:
-        decode.decode_forward(
-            DecodeInputs(x.q, None, *x.tensors()[1:], lengths, SPEC, "+".join(BRANCHES), 0.5)
-        )
-    names = [launch.kernel.fn.__name__.split("_")[1] for launch in launches]
-    assert names == ["compressed", "importance", "rank", "parts", "mix"]
+
+    def launched(spec: NSASpec, branches: str) -> list[Launch]:
+        with recording() as launches:
+            decode.decode_forward(
+                DecodeInputs(x.q, None, *x.tensors()[1:], lengths, spec, branches, 0.5)
+            )
+        return launches
+
+    def names(launches: list[Launch]) -> list[str]:
+        return [launch.kernel.fn.__name__.split("_")[1] for launch in launches]
+
+    launches = launched(SPEC, "+".join(BRANCHES))
+    assert names(launches) == ["compressed", "importance", "rank", "parts", "mix"]
     assert launches[0].grid == (-(-x.k_cmp.shape[1] // 24), 2, len(LENGTHS))
     assert launches[3].grid == (SPEC.select_top + 1, 2, len(LENGTHS))
+    sizes = [x.arguments[name] for x in launches for name in SIZES if name in x.arguments]
+    assert not any(size % 16 for size in sizes), "each other size would compile again"
+    all_blocks = replace(SPEC, select_top=99)
+    assert names(launched(all_blocks, "+".join(BRANCHES))) == ["compressed", "parts", "mix"]
+    assert names(launched(all_blocks, "sel")) == ["parts", "mix"]
 
 
 @torch.no_grad()
@@ -250,6 +263,9 @@ def test_a_backend_that_cannot_decode_is_refused() -> None:
     for name, message in (("fast", "choose one of auto"), ("triton", "does not support decode_")):
         with pytest.raises(ValueError, match=rf"^backend = '{name}'.* {message}"):
             decoded(SMALL, x, backend=name)
+    wide = buffers(case := replace(SMALL, value_dim=257), sequences(case))
+    with pytest.raises(ValueError, match="decode_attention: a head is larger than 256"):
+        decoded(case, wide, backend="triton")
 
 
 def test_a_backend_by_name_gives_the_same() -> None:

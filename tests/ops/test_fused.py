@@ -150,8 +150,8 @@ def test_results_in_two_bytes_are_rounded_once(
 
 
 def by_column(x: Tensor) -> Tensor:
-    """The same numbers, with the first two dimensions swapped in memory."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else x
+    """The same numbers, with the first two dimensions swapped in memory, or with gaps."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else fused.with_gaps(x)
 
 
 @each
@@ -364,10 +364,15 @@ def test_under_autocast_the_sum_has_the_wider_dtype() -> None:
 def test_x_and_delta_share_one_gradient() -> None:
     """It is computed and stored once."""
     x, weight, delta = (y.float().to(DEVICE).requires_grad_() for y in norm((3, 6)).inputs())
-    stored = []
+    stored, saved = [], []
     for y in (x, delta):
         y.register_hook(lambda gradient: stored.append(gradient.data_ptr()))
-    total, normed = add_rms_norm(x, delta, weight, EPS, backend="triton")
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda y: saved.append(y.untyped_storage().data_ptr()) or y, lambda y: y
+    ):
+        total, normed = add_rms_norm(x, delta, weight, EPS, backend="triton")
+    assert saved
+    assert not {y.untyped_storage().data_ptr() for y in (x, delta)} & {*saved}, "kept: their sum"
     (total.sum() + normed.square().sum()).backward()
     assert len(set(stored)) == 1
     assert torch.equal(x.grad, delta.grad)

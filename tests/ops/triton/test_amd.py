@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ import torch
 from nsa.monitor import environment as run_environment
 from nsa.ops import triton as backend
 from nsa.ops.per_token import cross_entropy_
-from nsa.ops.triton import launch as launcher
-from nsa.ops.triton.configs import Config, amd_chip, candidates, chip_of, warp_size
+from nsa.ops.triton.configs import amd_chip, candidates, chip_of, warp_size
 from tests.kernel_launches import recording
 from tests.ops.tiles import choosing_for
 from tests.ops.triton.parity import KERNELS
@@ -100,32 +98,6 @@ def test_cross_entropy_takes_as_many_threads_as_a_block_may_have(chip: str, warp
     with choosing_for(chip), recording() as launches:
         cross_entropy_(logits, labels.long(), False, backend="triton")
     assert [launch.config.warps for launch in launches] == [warps]
-
-
-@pytest.mark.parametrize(("rocm", "binaries"), [("7.0", 2), (None, 1)])
-def test_a_tensor_of_2_gb_or_at_an_odd_address_has_a_binary_of_its_own(
-    rocm: str | None, binaries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """AMD's compiler takes 32-bit offsets into smaller ones; loads of 16 bytes are aligned."""
-    compiled: list[Any] = []
-
-    def compile_and_run(*_: Any) -> Any:
-        compiled.append(None)
-        return {(1, 1, 1): lambda *values: None}
-
-    monkeypatch.setattr(torch.version, "hip", rocm)
-    monkeypatch.setattr(launcher, "_compile_and_run", compile_and_run)
-    monkeypatch.setattr(launcher, "_compiled", {})
-    kernel: Any = SimpleNamespace(fn=object())
-    for size in (2**31 - 1, 2**31, 64, 2**32):
-        x = torch.empty(size, dtype=torch.int8, device="meta")
-        launcher._run(kernel, (1,), (x,), 1, Config(1, 1, 4, 1))
-    assert len(compiled) == binaries
-    compiled.clear()
-    aligned = torch.empty(64, dtype=torch.int8)
-    for x in (aligned, aligned[16:], aligned[1:], aligned[2:]):
-        launcher._run(kernel, (1,), (x,), 1, Config(1, 1, 4, 1))
-    assert len(compiled) == 2
 
 
 def test_runs_record_amds_chip_and_rocm(on_chip: OnChip, monkeypatch: pytest.MonkeyPatch) -> None:
