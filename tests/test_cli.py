@@ -79,8 +79,9 @@ def test_neither_the_package_nor_a_verb_imports_what_is_slow(
 
 
 def test_a_wrong_value_is_one_line_and_exit_code_2(
-    tmp_path: Path, refusal: Callable[..., str]
+    tmp_path: Path, refusal: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """But for several keys of a DeepSpeed JSON, which have a line each."""
     wrong = tmp_path / "wrong.json"
     wrong.write_text('{"zero_optimisation": {"stage": 1}}')
     for arguments, word in (
@@ -93,6 +94,11 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
         (["check", str(DS_CONFIG), "--set", "a.b"], "write it as path.to.key=value"),
     ):
         assert word in refusal(*arguments)
+    wrong.write_text('{"zero_optimisation": {}, "fp61": {}}')
+    assert main(["check", str(wrong)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"nsa: {wrong}: 2 keys to change:"
+    assert [line.split()[0] for line in lines[1:]] == ["zero_optimisation", "fp61"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 def test_deep_nesting_is_a_value_error(depth: int) -> None:
     for parse, text in (
         (parse_json, "[" * depth + "]" * depth),
-        (parse_json, '{"a":' * depth + "1" + "}" * depth),
+        (parse_json, '{"a": [], "b":' * depth + "1" + "}" * depth),
         (parse_yaml, "[" * depth + "]" * depth),
     ):
         with pytest.raises(ValueError, match=r"nested too deeply"):

@@ -110,6 +110,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
         for length in lengths:
             losses = _evaluate(name, run, run_data, length)
             results.append(Result(name, stored, length, run_data, losses))
+        del run  # else it is in memory beside the next one
     source = {"source": settings.source, "split": split, "packing": settings.packing}
     rows = [result.row(results) for result in results]
     return rows, write(rows, source, out)

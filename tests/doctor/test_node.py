@@ -223,6 +223,7 @@ def test_a_rocm_build_without_a_gpu_reports_its_problem(monkeypatch: pytest.Monk
 CHECKS = [
     Check("torch", OK, "2.13.0"),
     Check("/dev/shm", WARN, "512 MiB free", "docker run --shm-size=8g"),
+    Check("gpu", WARN, "busy"),
     Check("topology", SKIP, "no GPU here", "never shown"),
     Check("disk", FAIL, "1 GB free", "free some"),
 ]
@@ -233,6 +234,7 @@ def test_a_check_is_one_line_with_the_fix_below() -> None:
         "ok   torch     2.13.0",
         "warn /dev/shm  512 MiB free",
         "               -> docker run --shm-size=8g",
+        "warn gpu       busy",
         "skip topology  no GPU here",
         "fail disk      1 GB free",
         "               -> free some",
@@ -241,9 +243,9 @@ def test_a_check_is_one_line_with_the_fix_below() -> None:
 
 def test_only_a_failure_prevents_a_run() -> None:
     assert not passed(CHECKS)
-    assert passed(CHECKS[:3])
+    assert passed(CHECKS[:4])
     assert failures(CHECKS) == "disk: 1 GB free (free some)"
-    assert failures(CHECKS[:3]) == ""
+    assert failures(CHECKS[:4]) == ""
 
 
 def test_this_machine_passes_for_a_small_run_and_nothing_is_written(tmp_path: Path) -> None:

@@ -79,8 +79,10 @@ def test_a_check_of_one_of_several_hosts_names_its_host() -> None:
         other = value | {"place": {"host": "node2", "gpu": ""}} if kind is Facts else value
         return [value, other]
 
-    one, other, *_ = rank_checks(device=torch.device("cpu"), gather=gather, node_checks=[WARNING])
-    assert one.name == other.name == f"disk ({platform.node()})"
+    both = [WARNING, Check("torch", OK, "2.13.0")]
+    checks = rank_checks(device=torch.device("cpu"), gather=gather, node_checks=both)
+    names = [f"{check.name} ({platform.node()})" for check in both]
+    assert [check.name for check in checks[:4]] == 2 * names
 
 
 def test_two_ranks_on_one_gpu_never_meet_in_an_all_reduce() -> None:

@@ -175,7 +175,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("data.files=a.parquet", ["data.files is withdrawn in this version; set data.pattern"]),
         ("model.layers=1000000000", ["model.layers", "1,024 or less"]),
         ("train=" + "[" * 1500, ["--set train=", "nested too deeply"]),
-        ("train={steps: 5, steps: 6}", ["'steps' is written twice"]),
+        ("train={seed: 1, steps: 5, steps: 6}", ["'steps' is written twice"]),
     ],
 )
 def test_an_error_names_the_setting_its_value_and_the_fix(

@@ -17,7 +17,7 @@ from nsa.engine.ds_config import resolve_ds_config
 from nsa.engine.micro_batch import batch_of, model_of, resolved_zero, zero_of
 from nsa.engine.recipe import Recipe
 from nsa.engine.run_request import RunRequest
-from nsa.planner.forecast import memory, required
+from nsa.planner.forecast import MODES, memory, required
 from nsa.planner.inputs import Zero
 from tests.engine.runs import load_profile
 from tests.engine.small import gpus, small
@@ -68,7 +68,15 @@ def batch(one: RunRequest) -> str:
 def test_the_largest_that_fits_keeps_the_sequences_of_a_step(
     memory: float | None, flags: list[str], expected: str, production: Production
 ) -> None:
-    assert batch(production(memory, *flags)) == expected
+    one = production(memory, *flags)
+    assert batch(one) == expected
+    rows, _, accumulation = expected.partition("×")
+    chosen = [note for note in one.notes if note.startswith("micro-batch: ")]
+    assert len(chosen) == ("--set=train.micro_batch=4" not in flags), "a note on each choice"
+    if chosen and memory:
+        sequences = "1 sequence" if rows == "1" else f"{rows} sequences"
+        assert f": {sequences}, accumulation {accumulation} (needs about " in chosen[0]
+        assert ("so it does not fit" in chosen[0]) == (memory == GB)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +210,10 @@ def test_production_takes_the_fastest_mode_that_fits_and_logs_why(
         assert logged == ""
     else:
         assert re.match(f"activation checkpointing: {note}", logged), logged
+    if memory and note:
+        figures = re.findall(r"(?:needs about|(\w+) would need) ([\d.]+)", logged)
+        assert [name or taken for name, _ in figures] == [taken, *(x for x in MODES if x != taken)]
+        assert len({figure for _, figure in figures}) == 3
 
 
 def test_a_resumed_run_keeps_its_mode_on_another_gpu(

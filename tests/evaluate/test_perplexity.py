@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset, open_source
 from nsa.data.tokenizer import ByteTokenizer
+from nsa.engine.load_run import StoredRun, load_run
 from nsa.evaluate import perplexity
 from nsa.evaluate.command import SPLITS, sources_overlap
 from nsa.evaluate.perplexity import (
@@ -428,9 +430,19 @@ def test_documents_are_counted_once_for_all_runs_on_the_same_data(
     source = write_lines(tmp_path / "lines.jsonl", texts(300, 200))
     runs = [write_model(tmp_path / name, f"data.source={source}") for name in ("one", "other")]
     counted = names_of_counted(monkeypatch)
+    models: list[weakref.ref[Any]] = []
+
+    def load(*arguments: Any, **options: Any) -> StoredRun:
+        assert not [model for model in models if model() is not None], "one model at a time"
+        run = load_run(*arguments, **options)
+        models.append(weakref.ref(run.model))
+        return run
+
+    monkeypatch.setattr("nsa.engine.load_run.load_run", load)
     assert main(["eval", str(runs[0]), "--compare", str(runs[1]), "--tokens=192"]) == 0
     assert "split held_out" in capsys.readouterr().out
     assert counted == [source]
+    assert len(models) == 2
 
 
 def result(run: str, seq_len: int, losses: list[list[float]], data: Any) -> Result:
@@ -483,6 +495,7 @@ def test_a_loss_without_end_or_error_is_a_dash() -> None:
     row = diverged.row([diverged])
     assert (row["loss"], row["standard_error"], row["perplexity"]) == (None, None, None)
     assert lines([row])[1].split()[4:8] == ["-"] * 4
+    assert _panel([row]).errors == {"a, 64": [0.0]}, "of a single sample"
     assert (perplexity.perplexity(701.0), perplexity.perplexity(0.5)) == (math.inf, math.exp(0.5))
 
 

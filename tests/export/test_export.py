@@ -21,6 +21,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
@@ -147,6 +148,7 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
     for source, datasets in (
         ("embedded", None),
         ("hf:org/corpus", ["org/corpus"]),
+        ({"hf:org/one": 0.5, "hf:org/two": 0.5}, ["org/one", "org/two"]),
         ("fineweb_edu", ["HuggingFaceFW/fineweb-edu"]),
         ({"embedded": 0.5, "embedded:torch": 0.5}, None),
         ({"fineweb_edu": 0.75, str(text): 0.25}, ["HuggingFaceFW/fineweb-edu"]),
@@ -164,6 +166,7 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
         assert (data.pipeline_tag, data.tags) == ("text-generation", ["native-sparse-attention"])
         assert data.get("model-index") is data.get("metrics") is None
         assert ("| dataset | notes.txt (local) |" in written) == (source == str(text))
+        assert ("| dataset | hf:org/one, hf:org/two |" in written) == ("hf:org/one" in source)
     assert "| dataset | secret (local) |" in written
 
 
@@ -185,6 +188,8 @@ def test_exported_files_share_permissions_and_keep_the_runs_config(
     modes = {stat.S_IMODE(file.stat().st_mode) for file in exported.iterdir()}
     # safetensors leaves its file to the owner alone
     assert modes == {stat.S_IMODE(exported.stat().st_mode) & 0o666}
+    with safe_open(exported / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # which transformers reads
 
 
 @pytest.mark.parametrize("kind", ["byte", "learned"])

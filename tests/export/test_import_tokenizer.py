@@ -63,6 +63,8 @@ def test_the_byte_tokenizer_is_refused_for_a_smaller_vocabulary(
     error = refused(tmp_path / "llama", "--tokenizer=byte")
     assert "--tokenizer byte: has 259 ids, but the vocabulary of" in error
     assert "has 258" in error
+    llama(tmp_path / "enough", vocab_size=259)
+    assert imported(tmp_path / "enough", tmp_path / "run").config.data.tokenizer == "byte"
 
 
 def test_a_llamas_tokenizer_is_copied(tmp_path: Path) -> None:

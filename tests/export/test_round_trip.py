@@ -266,6 +266,7 @@ def test_a_tokenizer_without_an_origin_is_exported_without_the_machines_settings
     tree = settings(tmp_path / "written", "tokenizer_config.json")
     assert not {"local_files_only", "is_local"} & tree.keys()
     assert (tree["model_max_length"], tree["padding_side"]) == (96, "left")
+    assert tree["pad_token"] == "</s>", "its end, as it has no padding"
     (tmp_path / "chat").rename(tmp_path / "plain")
     (tmp_path / "plain/chat_template.jinja").unlink()
     tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path / 'plain'}"))

@@ -115,7 +115,7 @@ def test_a_wrong_request_is_answered_in_one_line_and_no_other_model_is_loaded(
     root = address.removesuffix("/v1")
     with urllib.request.urlopen(f"{root}/health") as response:
         assert json.load(response) == {"status": "ok"}
-    for path in ("/load_model", "/reset", "/v1/responses"):
+    for path in ("/load_model", "/reset", "/v1/responses", "/docs", "/openapi.json"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{root}{path}", data=b"{}")
 

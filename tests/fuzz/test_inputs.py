@@ -315,7 +315,6 @@ def test_any_metrics_table_is_summarised_and_plotted_in_time(
             run_summary = summarise(tmp_path)
             for column in CSV.strip().split(","):
                 run_summary.last(column)
-            _ = run_summary.tokens_per_step
             if drawn:
                 with contextlib.suppress(ValueError):  # numbers that no axis can show
                     draw_plots(run_summary)

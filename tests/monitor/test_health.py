@@ -233,7 +233,10 @@ def test_measuring_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     transfers = []
     monkeypatch.setattr(Tensor, "tolist", lambda rows: transfers.append(rows.shape) or [])
     for layer in layers:
-        layer.observer(gates, blocks, packed(40, 50).to("meta"), None)
+        target = torch.rand(1, KV_HEADS, 10, 23, device="meta")
+        layer.selector_target = torch.arange(0, 90, 9, device="meta"), target
+        loss = torch.empty((), device="meta")
+        layer.observer(gates, blocks, packed(40, 50).to("meta"), loss)
     assert recorder.read() == []
     assert len(transfers) == 1
 

@@ -113,12 +113,14 @@ def test_submitting_returns_while_a_write_hangs_and_dropped_jobs_are_counted(
     assert capsys.readouterr().err.count("slow disk: 3 writes dropped and 0 failed") == 1
 
 
+@pytest.mark.parametrize("capacity", [1, 8])  # the queue is full, or not
 def test_closing_gives_up_on_a_write_that_hangs_and_counts_the_rest(
-    capsys: pytest.CaptureFixture[str],
+    capacity: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    writer = BackgroundWriter("dead disk", capacity=8)
-    released = threading.Event()
-    writer.submit(lambda: released.wait(PATIENCE))
+    writer = BackgroundWriter("dead disk", capacity)
+    hanging, released = threading.Event(), threading.Event()
+    writer.submit(lambda: (hanging.set(), released.wait(PATIENCE)))
+    assert hanging.wait(PATIENCE)
     writer.submit(lambda: None)
     closing = threading.Thread(target=lambda: writer.close(timeout=0.05), daemon=True)
     closing.start()

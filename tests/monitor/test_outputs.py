@@ -144,9 +144,9 @@ def test_lines_that_are_no_rows_do_not_lose_the_file_and_no_pipe_blocks(tmp_path
 
 def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
     without_free = make_layers(1, **NO_FREE_BLOCKS)
-    log(selection_csv(), tmp_path, [healthy(1), make_record(7, layers=without_free)])
+    log(selection_csv(), tmp_path, [healthy(1), make_record(1_234_567, layers=without_free)])
     rows = read_table(tmp_path / "selection.csv").rows
-    assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (7, 0)]
+    assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (1_234_567, 0)]
     second, last = rows[1], rows[2]
     assert [second[f"gate_{branch}"] for branch in ("cmp", "sel", "win")] == [0.125, 0.25, 0.375]
     assert second["gate_sel_std"] == pytest.approx(1 / 3, rel=1e-5)

@@ -165,6 +165,9 @@ def test_only_the_given_steps_are_traced(
     run(StepProfiler(tmp_path, rank=1, steps=steps), first)
     assert {path.name: traced(path) for path in tmp_path.glob("profile/*")} == expected
     assert [path.name for path in tmp_path.iterdir()] == ["profile"] * bool(expected)
+    if steps == (2, 3):
+        run(StepProfiler(tmp_path, rank=0, steps=steps), first)
+        assert (tmp_path / "profile/rank0_steps2-3.json.gz").exists(), "beside the other rank's"
 
 
 def test_a_profiler_that_does_not_start_costs_the_trace_only(

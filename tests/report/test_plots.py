@@ -82,6 +82,8 @@ def test_layers_are_shaded_from_the_first_to_the_last() -> None:
     layers = {f"layer {n}": ([0.0, 1.0], [0.0, 1.0]) for n in range(3)}
     shades = [line.get_color() for line in drawn(Panel("gate", layers, ordered=True)).lines]
     assert shades == [colormaps["viridis"](shade) for shade in (0.0, 0.45, 0.9)]
+    (only,) = drawn(Panel("gate", {"layer 0": layers["layer 0"]}, ordered=True)).lines
+    assert only.get_color() == shades[0]
 
 
 @pytest.mark.parametrize(
