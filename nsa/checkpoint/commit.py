@@ -202,7 +202,7 @@ def new_draft(folder: Path, step: int) -> Path:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove leftovers of a crash: drafts, checkpoints being removed, drafts of `latest`."""
+    """Remove leftovers of a crash: drafts, half-removed checkpoints, drafts of `latest`."""
     for path in folder.glob(f".*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{LATEST}.*"):
@@ -265,11 +265,13 @@ def publish_checkpoint(draft: Path, checkpoint: Path, manifest: dict[str, Any]) 
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove checkpoints beyond the `keep` newest; 0 keeps all.
+    """Remove all but the `keep` newest checkpoints; 0 keeps all. Warn of failed removals.
 
-    Damaged ones stay, and do not count. Warn of failed removals.
+    Damaged checkpoints are neither counted nor removed.
     """
-    for path in complete_by_size(folder)[keep:] if keep else ():
+    if keep == 0:
+        return
+    for path in complete_by_size(folder)[keep:]:
         try:
             remove(path)
         except OSError as error:

@@ -17,6 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,11 @@ class Saver:
         import deepspeed
 
         draft, topology = draft_of(self.folder, step), engine_topology(self.engine)
-        self._on_all_ranks(step, lambda: self._rank == 0 and new_draft(self.folder, step))
+        on_rank_0 = self._rank == 0
+        self._on_all_ranks(step, lambda: new_draft(self.folder, step) if on_rank_0 else None)
         files = capture(self.engine, draft)
         files[rng_file(self._rank)] = rng_state()
-        if self._rank == 0:
+        if on_rank_0:
             files[STATE] = Checkpoint(draft, state, topology, self.tokenizer).to_json()
             files.update(self.attachments)
         self._on_all_ranks(step, lambda: self._write(draft, files))
@@ -108,11 +110,10 @@ class Saver:
             "deepspeed": deepspeed.__version__,
             "saved_under": asdict(topology),
         }
-        self._on_all_ranks(
-            step, lambda: self._rank == 0 and commit(self.folder, step, self._ranks, manifest)
-        )
+        write = partial(commit, self.folder, step, self._ranks, manifest)
+        self._on_all_ranks(step, lambda: write() if on_rank_0 else None)
         path = self.folder / checkpoint_name(step)
-        if self._rank == 0:
+        if on_rank_0:
             try:
                 prune(self.folder, self.config.keep)
             except Exception as error:  # the step is saved, and the other ranks continue
@@ -150,7 +151,7 @@ class Saver:
 
 
 def capture(engine: Any, draft: Path) -> dict[str, Any]:
-    """Return this rank's files by name, with the engine's tensors, not copies. Call on all ranks.
+    """Return this rank's files by name; they hold the engine's own tensors. Call on all ranks.
 
     DeepSpeed writes between its collectives, so a rank with a full disk would raise while the
     others wait for it. Here its checkpoint engine only records the files; they are written later.
@@ -173,7 +174,7 @@ def capture(engine: Any, draft: Path) -> dict[str, Any]:
 def load_checkpoint(engine: Any, saved: Checkpoint) -> None:
     """Restore weights, optimizer and random numbers on every rank from a checkpoint.
 
-    DeepSpeed restores the optimizer's settings too; those of this launch come back afterwards.
+    DeepSpeed also restores the optimizer's settings; this launch's settings then replace them.
     """
     checkpoint, optimizer = saved.folder, engine.optimizer
     check_loadable(checkpoint, saved.topology, engine_topology(engine))
@@ -224,9 +225,11 @@ def _restore_rng(state: dict[str, Any]) -> None:
 
 def engine_topology(engine: Any) -> Topology:
     """Return the topology of an engine, which must equal that of a checkpoint to load."""
-    bf16, fp16 = engine.bfloat16_enabled(), engine.fp16_enabled()
+    precision = "fp16" if engine.fp16_enabled() else "fp32"
+    if engine.bfloat16_enabled():
+        precision = "bf16"
     return Topology(
         layout=layout_of(engine.zero_optimization_stage()),
-        precision="bf16" if bf16 else "fp16" if fp16 else "fp32",
+        precision=precision,
         ranks=dist.get_world_size(),
     )

@@ -35,7 +35,7 @@ class Buffer(NamedTuple):
     window: int = sys.maxsize  # a ring of the last `window` tokens; maxsize: all tokens
 
     def shape(self, config: ModelConfig, capacity: int) -> tuple[int, int, int]:
-        """[size, Hkv, D] for sequences of `capacity` tokens."""
+        """Return [size, Hkv, D] for sequences of `capacity` tokens."""
         dim = config.head_dim if self.kind == "k" else config.value_dim or config.head_dim
         size = min(self.window, capacity)
         if self.entries == "blocks":
@@ -106,7 +106,7 @@ class LayerCache:
             buffer[row, at] = kept
 
     def last(self, kind: str, lengths: Tensor, count: int) -> Tensor:
-        """The compressor's input: the last `count` keys or values in order, [B, count, Hkv, D]."""
+        """Return the compressor's input: the last `count` keys or values, [B, count, Hkv, D]."""
         buffer = self.buffers[f"{kind}_tail"]
         position = lengths[:, None] + torch.arange(-count, 0, device=lengths.device)
         row = torch.arange(len(lengths), device=lengths.device)[:, None]
@@ -168,9 +168,9 @@ class KVCache:
         self.capacity = max(positions, 2 * self.capacity)
         for layer in self.layers:
             for name, buffer in layer.buffers.items():
-                more = layer.plan[name].shape(self.config, self.capacity)[0] - buffer.shape[1]
-                if more:
-                    layer.buffers[name] = pad(buffer, (0, 0, 0, 0, 0, more))
+                size, _, _ = layer.plan[name].shape(self.config, self.capacity)
+                if size > buffer.shape[1]:
+                    layer.buffers[name] = pad(buffer, (0, 0, 0, 0, 0, size - buffer.shape[1]))
 
     def start(self, lengths: Sequence[int], reserve: int = 0) -> Placement:
         """Set the prompts' lengths; return where their tokens and blocks are stored."""
@@ -179,7 +179,7 @@ class KVCache:
         self.lengths = torch.tensor(self.host_lengths, device=self.device)
         blocks = [self.config.attention.spec.compressed_len(length) for length in lengths]
 
-        @cache  # all layers place alike
+        @cache  # computed once for all layers
         def placement(size: int, is_blocks: bool) -> tuple[Tensor, Tensor, Tensor]:
             return ring_indices(blocks if is_blocks else lengths, size, self.device)
 

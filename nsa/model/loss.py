@@ -37,15 +37,16 @@ Head = tuple[Tensor, Tensor]  # a head's input [N, width] and weight [V, width]
 # last chunk, 0.2 GB for M7C).
 CHUNK_LOGITS = 2**29
 CHUNK_LOGITS_CPU = 2**27
-DISTILLATION_PARTS = 4  # of a chunk: two models in float32, and temporaries, need more memory
-FIRST_BUCKET = 64  # positions; each next bucket has as many as all before it together
+# Distillation cuts a chunk into this many parts: it holds the logits of two models in float32.
+DISTILLATION_PARTS = 4
+FIRST_BUCKET = 64  # positions; each later bucket has as many as all earlier ones together
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of −log softmax(hidden @ weightᵀ)[label] over the labels that are not −100.
 
     hidden [N, width], weight [vocabulary, width], labels [N]. The mean is 0-dim, in float32 or
-    float64, and 0 without labels.
+    float64, and 0 if all labels are −100.
     """
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, _, _ = loss_and_gradients(hidden, weight, labels, with_gradients)
@@ -112,7 +113,7 @@ def add_part(total: Tensor, part: Tensor, last: bool) -> Tensor:
 
 
 def chunk_rows(hidden: Tensor, weight: Tensor) -> int:
-    """Tokens per chunk: as equal as possible."""
+    """Return the tokens per chunk, so that chunks are as equal as possible."""
     limit = CHUNK_LOGITS_CPU if hidden.is_cpu else CHUNK_LOGITS
     chunks = max(1, -(-len(hidden) * len(weight) // limit))
     return max(1, -(-len(hidden) // chunks))
@@ -138,7 +139,7 @@ def _backward(ctx: Any, scale: Tensor | None, *_: None) -> tuple[Tensor | None, 
 
 
 def scaled(gradient: Tensor, scale: Tensor | None) -> Tensor | None:
-    """gradient · scale, rounded once: a 0-dim scale would first be rounded to bf16 or fp16."""
+    """Return gradient · scale, rounded once; a 0-dim scale would first be rounded to 16 bits."""
     if scale is None:
         return None
     return torch.mul(gradient, scale.view(1, 1), out=torch.empty_like(gradient))
@@ -150,7 +151,7 @@ loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
 def distillation_loss(model: Head, teacher: Head, labels: Tensor) -> Tensor:
     """Return the mean of KL(teacher ‖ model) in nats over the labels [N] that are not -100.
 
-    The gradient reaches the model's tensors only. 0 without labels.
+    Only the model's tensors get a gradient. The mean is 0 if all labels are -100.
     """
     total = _SummedKL.apply(*model, *(x.detach() for x in teacher), labels)
     return mean_over_labels(total, labels)
@@ -160,7 +161,7 @@ def distillation_loss(model: Head, teacher: Head, labels: Tensor) -> Tensor:
 def token_divergence(model: Head, teacher: Head, labels: Tensor) -> Tensor:
     """Return [N, 4]: both losses, KL(teacher ‖ model), and 1 where both predict the same token.
 
-    0 for label -100; in at least float32.
+    The numbers are in at least float32, and 0 for label -100.
     """
     rows = []
     for part, log_p, log_t in _log_probabilities(model, teacher):
