@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.checkpoint.commit import newest_valid
-from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver, load_checkpoint
+from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver, capture, load_checkpoint
 from nsa.checkpoint.state_file import read_state_file
 from nsa.engine.process_group import CpuCollectives, Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import build, step, weights
@@ -66,7 +66,11 @@ def two_steps(trial: Trial) -> dict[str, Any]:
             step(trial.engine, index)
         seed(trial.rank)
         saved.append(saver.save(number, {"step": number}).name)
-    return {"saved": saved}
+    own = {weight.data_ptr() for weight in trial.engine.module.parameters()}
+    files = capture(trial.engine, trial.root / "unused")
+    weights_of = [content["module"] for content in files.values() if "module" in content]  # rank 0
+    copied = [name for one in weights_of for name, x in one.items() if x.data_ptr() not in own]
+    return {"saved": saved, "copied": copied}
 
 
 def resume(trial: Trial) -> dict[str, Any]:

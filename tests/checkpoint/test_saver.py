@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nsa.checkpoint.commit import manifest_text, newest_valid, read_manifest
+from nsa.checkpoint.saver import engine_topology
 from nsa.checkpoint.state_file import Topology, read_state_file
 from nsa.system import package_version
 from tests.checkpoint.conftest import Rows
@@ -35,9 +37,23 @@ def test_a_checkpoint_holds_all_files_and_its_manifest_names_them(saved: Saved) 
     assert (state.train_state, state.topology) == ({"step": 6}, Topology("1 or 2", "bf16", 2))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_topology_of_an_engine_has_its_stage_and_precision(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.checkpoint.saver.dist.get_world_size", lambda: 3)
+    engine = SimpleNamespace(
+        bfloat16_enabled=lambda: precision == "bf16",
+        fp16_enabled=lambda: precision == "fp16",
+        zero_optimization_stage=lambda: 2,
+    )
+    assert engine_topology(engine) == Topology("1 or 2", precision, 3)
+
+
 def test_every_rank_gets_the_folder_of_each_checkpoint(saved: Saved) -> None:
     for trials in saved[1]:
         assert trials["two steps"]["saved"] == ["step00000003", "step00000006"]
+        assert trials["two steps"]["copied"] == [], "there may be no memory for a copy of weights"
 
 
 def test_resumed_training_is_bit_identical_including_random_numbers(saved: Saved) -> None:
@@ -163,6 +179,7 @@ def test_other_names_are_ignored(folder: Path) -> None:
     for name in (".step00000009.partial", "step00000009.universal", "mine"):
         shutil.copytree(folder / "step00000006", folder / name)
     (folder / "step00000010").write_text("a file")
+    flip_a_bit(folder / "step00000003/state.json")  # older ones are not read
     assert newest_valid(folder) == (folder / "step00000006", [])
 
 

@@ -270,11 +270,14 @@ def test_documents_are_counted_once_for_training_and_validation(
     counted = names_of_counted(monkeypatch)
     source = write_lines(tmp_path / "a.jsonl", texts(count))
     config = small_request("--set=data.seq_len=8").config
-    config.data.source, config.train.eval_samples = source, 1
+    config.data.source, config.train.eval_samples = source, 9_999
     data = open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path / "run")
     data.validation.batches(0)
     data.close()
     assert counted == [source]
+    small = f"{source}: is small, so the last 50% of each document is held out for validation"
+    assert any(note.startswith(small) for note in data.notes) == (count == 20)
+    assert any(note.startswith("train.eval_samples = 9999: ") for note in data.notes)
 
 
 def test_enough_documents_keep_their_split_and_fingerprints(

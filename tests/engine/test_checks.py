@@ -6,15 +6,18 @@ wrong on one rank falls back on all.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
 from nsa.engine import checks
-from nsa.engine.build import build_model, gradient_check_tokens, parameter_groups
+from nsa.engine.build import build_model, gradient_check_tokens, initialise, parameter_groups
 from nsa.engine.checks import check_gradients, fall_back, inspect_gradients
 from nsa.model import LanguageModel
 from nsa.model.kernel_check import KernelResult
@@ -95,14 +98,17 @@ def test_kernels_are_checked_on_a_gpu_unless_the_run_has_none_of_them(
     config.data.packing, config.train.precision = "documents", "fp16"
     calls = []
     passed = KernelResult("swiglu", "", 0.0, 1e-3, 0.5)
-    record = lambda *call: calls.append(call) or [passed, passed]  # noqa: E731
+    other = replace(passed, error=math.nan, allowed=math.inf)
+    record = lambda *call: calls.append(call) or [passed, other]  # noqa: E731
     monkeypatch.setattr(checks, "check_kernels", record)  # there may be no GPU here
-    check, _ = checks.check_kernels_on_all_ranks(config, torch.device(device), ranks)
+    check, rows = checks.check_kernels_on_all_ranks(config, torch.device(device), ranks)
     assert (check.status, check.detail) == (
         ("skip", skipped) if skipped else ("ok", "2 operations equal PyTorch's, 3.0 s")
     )
     call = (config.model, torch.float16, torch.device(device), True, config.data.seq_len)
     assert calls == ([] if skipped else [call])
+    in_json = [asdict(passed), asdict(other) | {"error": None, "allowed": None}]
+    assert rows == ([] if skipped else in_json)
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_falls_back() -> None:
@@ -124,6 +130,23 @@ def test_a_kernel_that_is_wrong_on_one_rank_falls_back() -> None:
 
 
 CPU = torch.device("cpu")
+
+
+def test_an_optimizer_that_deepspeed_leaves_plain_skips_steps_that_are_not_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of stage 0 with fp32."""
+
+    def initialize(model_parameters: list[dict[str, Any]], **_: object) -> tuple[Any, None]:
+        return SimpleNamespace(optimizer=torch.optim.AdamW(model_parameters)), None
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    weight = torch.nn.Linear(2, 2, bias=False)
+    optimizer = initialise(weight, small(), {}).optimizer
+    weight.weight.grad = torch.full((2, 2), math.nan)
+    optimizer.step()
+    assert optimizer.overflow
+    assert weight.weight.isfinite().all()
 
 
 def test_the_seed_determines_the_first_weights() -> None:

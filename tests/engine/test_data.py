@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
-from nsa.data.cache import cache_folder
+from nsa.data.cache import TokenCache, cache_folder
 from nsa.data.shards import Index, write_index
 from nsa.data.source import is_validation
 from nsa.engine.data import open_data
@@ -206,8 +207,10 @@ def test_a_new_run_stores_local_data_as_an_absolute_path(
     books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(books.parent)
+    (books.parent / "embedded").mkdir()  # is no source
     mixture = request(tmp_path / "mixed", "data.source={./books.jsonl: 1, embedded: 2, hf:a/b: 3}")
     assert mixture.config.data.source == {str(books): 1, "embedded": 2, "hf:a/b": 3}
+    (books.parent / "embedded").rmdir()
     started = request(tmp_path / "run", "data.source=books.jsonl", "data.cache=cache")
     assert started.config.data.source == str(books)
     assert cache_folder(started.config.data, tmp_path / "run") == books.parent / "cache"
@@ -252,6 +255,18 @@ def test_a_vocabulary_too_small_for_the_tokens_is_refused(books: Path, tmp_path:
     config.data.source, config.model.vocab_size = str(books), 258
     with pytest.raises(ValueError, match=r"size = 258: too small .*; set model\.vocab_size to 259"):
         open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path)
+
+
+def test_a_refused_start_leaves_no_process_that_tokenises(
+    books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small()
+    config.data.source, config.data.seq_len = str(books), 8
+    closed = Mock()
+    monkeypatch.setattr(TokenCache, "close", closed)
+    with pytest.raises(ValueError, match="its content changed since the run started"):
+        open_data(config, Ranks(0, 0, 1), TrainState(data="other"), tmp_path / "run")
+    closed.assert_called_once_with()
 
 
 @pytest.mark.parametrize(

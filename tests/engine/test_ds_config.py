@@ -261,6 +261,8 @@ def test_offload_takes_an_optimizer_that_reduces_in_buckets(device: str, offload
     resolved = resolve(json_with("zero1_pcie", **offload))
     assert ("reduce_bucket_size" in resolved["zero_optimization"]) == offloaded
     assert (", offloaded, " in summary_line(resolved, 2)) == offloaded
+    of_weights = json_with("zero3", zero_optimization__offload_param={"device": device})
+    assert zero_mode(resolve(of_weights)).offload == offloaded
 
 
 def test_betas_and_epsilon_of_the_json_win_over_the_defaults() -> None:

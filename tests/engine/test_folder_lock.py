@@ -44,8 +44,11 @@ def test_undoing_a_lock_removes_only_what_it_created(tmp_path: Path) -> None:
     existing = tmp_path / "runs/existing"
     existing.mkdir(parents=True)
     (existing / "config.yaml").write_text("model: {}\n")
-    FolderLock(existing).undo()
+    (existing / ".lock").touch()  # of the run
+    (lock := FolderLock(existing)).undo()
     assert (existing / "config.yaml").read_text() == "model: {}\n"
+    FolderLock(existing)  # is free, while `lock` exists
+    assert lock
     (tmp_path / "runs/empty").mkdir()
     FolderLock(tmp_path / "runs/empty").undo()
     assert list((tmp_path / "runs/empty").iterdir()) == [], "no lone lock"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from nsa.checkpoint.saver import SaveFailed
+from nsa.data.batches import Batch
 from nsa.engine import loop
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.process_group import Ranks
@@ -23,6 +26,7 @@ from nsa.gates.criteria import GateInputs
 from nsa.gates.results import Gate, GateResult, gate_result
 from nsa.monitor.artifacts import RankHistory, last_beat
 from nsa.monitor.config import LadderConfig
+from nsa.monitor.observer import StepRecord
 from nsa.monitor.throughput import Throughput
 from tests.engine.runs import (
     TINY,
@@ -95,7 +99,17 @@ def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path
 
 
 def test_evaluation_and_saving_are_phases_and_a_failed_save_is_logged_or_raised() -> None:
-    phases, messages = list[str](), list[str]()
+    phases, messages, batch = list[str](), list[str](), torch.zeros(1, 2, dtype=torch.int64)
+    stops = iter([None, None, "SIGTERM"])
+
+    class Engine:
+        module = None
+        eval = partial(phases.append, "evaluates")
+        train = partial(phases.append, "trains")
+
+        def __call__(self, *_: object, **__: object) -> torch.Tensor:
+            assert not torch.is_grad_enabled(), "no graph is kept"
+            return torch.ones(())
 
     def save(step: int, state: dict[str, Any]) -> None:
         assert phases == ["save"]
@@ -109,8 +123,11 @@ def test_evaluation_and_saving_are_phases_and_a_failed_save_is_logged_or_raised(
         saver=SimpleNamespace(save=save),
         saved_step=0,
         state=TrainState(step=3),
-        data=SimpleNamespace(validation=SimpleNamespace(batches=lambda rank: [])),
-        collectives=SimpleNamespace(barrier=lambda error, stop, number: ("SIGTERM", number)),
+        engine=Engine(),
+        data=SimpleNamespace(
+            validation=SimpleNamespace(batches=lambda rank: [Batch(batch, batch)] * 2)
+        ),
+        collectives=SimpleNamespace(barrier=lambda *_, **__: (next(stops), 0)),
         shutdown=ShutdownMonitor(),
         ranks=Ranks(0, 0, 1),
         device=torch.device("cpu"),
@@ -123,7 +140,7 @@ def test_evaluation_and_saving_are_phases_and_a_failed_save_is_logged_or_raised(
         loop._save(run)
     phases.clear()
     assert loop.evaluate(run) == (None, []), "a signal ends it"
-    assert phases == ["eval"]
+    assert phases == ["eval", "evaluates", "trains"]
 
 
 def judging_run(run_dir: Path, messages: list[str]) -> Any:
@@ -153,26 +170,40 @@ def test_a_gate_is_judged_for_the_runs_phase_weights_and_device(
     assert judged == [(300, True, 5, True), (300, False, 0, True)]
 
 
-def test_judging_a_gate_takes_no_time_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+def test_judging_evaluating_and_saving_take_no_time_of_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, records = [0.0], list[StepRecord]()
 
-    def judge(*_: object) -> None:
+    def take_time(*_: object) -> None:
         now[0] += 100
 
-    monkeypatch.setattr(loop, "_judge", judge)
+    monkeypatch.setattr(loop, "_judge", take_time)
+    monkeypatch.setattr(loop, "evaluate", lambda run: (take_time(), []))
+    monkeypatch.setattr(loop, "dist", Mock(get_world_size=lambda: 2))
     run: Any = SimpleNamespace(
+        config=RunConfig(),
         gates=[Gate("smoke", 3)],
-        state=TrainState(step=3),
+        state=TrainState(step=3, tokens=64, skipped=1),
+        saved_step=0,
         throughput=Throughput(flops_per_token=1, peak=None, clock=lambda: now[0]),
         collectives=SimpleNamespace(gather=lambda value, kind: [value]),
-        telemetry=SimpleNamespace(history=lambda: RankHistory(0)),
+        telemetry=Mock(history=lambda: RankHistory(0)),
         ranks=Ranks(0, 0, 1),
+        health=SimpleNamespace(read=list),
+        engine=SimpleNamespace(get_global_grad_norm=lambda: None),
+        saver=SimpleNamespace(save=take_time),
+        observers=Mock(on_step=records.append),
     )
     run.throughput.step(64)
     loop._judge_if_due(run)
+    loop._log(run, torch.tensor(3.0), evaluates=True)
+    loop._save(run)
     now[0] += 1
     run.throughput.step(64)
-    assert (now[0], run.throughput.read()["seconds"]) == (101, 1)
+    assert (now[0], run.throughput.read()["seconds"]) == (301, 1)
+    (record,) = records
+    assert (record.loss, record.val_loss, record.bits_per_byte) == (1.5, None, None), "of 2 ranks"
 
 
 def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged_and_says_why(

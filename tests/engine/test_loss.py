@@ -21,8 +21,10 @@ from nsa.data.cache import TokenCache
 from nsa.data.dataset import open_dataset
 from nsa.engine.build import parameter_groups
 from nsa.engine.config import RunConfig, TrainConfig, learning_rate, resolve_config
+from nsa.engine.loop import train_step
 from nsa.engine.loss_guard import LossGuard, skip_nonfinite_steps
-from nsa.engine.process_group import RunAborted
+from nsa.engine.process_group import Ranks, RunAborted
+from nsa.engine.run_request import TrainState
 from nsa.model import LanguageModel
 from tests.engine.runs import TINY, ds_config, on_one_rank, on_two_ranks, read_metrics, succeed
 from tests.ranks import ROOT
@@ -131,6 +133,38 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_divided(
         if (zero, column) == ("zero0_debug", "grad_norm"):
             continue  # DeepSpeed computes none
         assert [row[column] for row in rows] == pytest.approx(expected, rel=ROUNDING), column
+
+
+def test_a_step_keeps_no_graph_and_counts_what_it_consumed() -> None:
+    phases, weight = list[str](), torch.ones((), requires_grad=True)
+
+    class Engine:
+        module = None
+        optimizer = SimpleNamespace(param_groups=[{"lr_factor": 0.5}])
+        backward = staticmethod(torch.Tensor.backward)
+        step = staticmethod(lambda: None)
+        was_step_applied = staticmethod(lambda: False)
+        losses = iter([1.0, 3.0])
+
+        def __call__(self, *_: object, **__: object) -> torch.Tensor:
+            return weight * next(self.losses)
+
+    run: Any = SimpleNamespace(
+        config=RunConfig(train=TrainConfig(micro_batch=3, accumulation=2)),
+        state=TrainState(step=4, samples=10, skipped=2),
+        ranks=Ranks(rank=0, local_rank=0, world_size=2),
+        engine=Engine(),
+        guard=new_guard(),
+        teacher=None,
+        device=torch.device("cpu"),
+        telemetry=SimpleNamespace(enter=lambda phase, micro_step: phases.append(phase)),
+    )
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    loss = train_step(run, [Batch(ids, ids)] * 2, labels=0)
+    assert (loss.item(), loss.requires_grad) == (2.0, False)
+    assert phases == ["forward", "backward", "step"] * 2
+    assert run.state == TrainState(step=5, samples=22, tokens=12 * 2_048, skipped=3)
+    assert run.engine.optimizer.param_groups[0]["lr"] == learning_rate(4, run.config.train) / 2
 
 
 def new_guard(**settings: Any) -> LossGuard:

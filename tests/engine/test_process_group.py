@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -208,6 +209,24 @@ def test_a_launcher_numbers_the_ranks_and_a_process_without_one_is_the_only_rank
     for name in names:
         monkeypatch.delenv(name)
     assert Ranks.from_environment() == Ranks(rank=0, local_rank=0, world_size=1)
+
+
+def test_a_rank_that_lost_its_peer_lets_that_report_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events: list[object] = []
+    monkeypatch.setattr(process_group, "end_process", lambda code: events.append(code))
+    monkeypatch.setattr(process_group.time, "sleep", lambda seconds: events.append("waits"))
+    monkeypatch.setattr(signal, "signal", lambda number, _: events.append(number))
+    for error in (
+        dist.DistNetworkError("x"),
+        RuntimeError("[gloo/transport] closed"),
+        ValueError(),
+    ):
+        process_group.crash(error)
+    signals = [signal.SIGTERM, signal.SIGINT]  # end it again as they did before
+    assert events == [*signals, "waits", 1, *signals, "waits", 1, *signals, 1]
+    assert capsys.readouterr().err.count("Error") == 3
 
 
 def test_a_rank_0_removes_its_file_and_writes_its_last_lines_as_it_ends(

@@ -8,18 +8,25 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from deepspeed.accelerator import get_accelerator
 
+from nsa.engine import recipe as recipes
 from nsa.engine.config import AUTO, RunConfig, learning_rate, read_saved_config, resolve_config
 from nsa.engine.loop import executed_flops
-from nsa.monitor.observer import SELECTOR_STATISTICS
+from nsa.engine.recipe import Recipe
+from nsa.engine.telemetry import build_observers
+from nsa.monitor.observer import SELECTOR_STATISTICS, BackgroundWriter
+from nsa.monitor.outputs import CsvObserver
 from tests.engine import known_peak
 from tests.engine.runs import (
     TINY,
@@ -214,6 +221,38 @@ def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
     loss = next(line for line in output.splitlines() if line.startswith("loss"))
     assert float(loss.split()[1]) == pytest.approx(math.log(320), rel=0.1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_reaches_the_terminal_as_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipes, "end_process", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
+        recipes._exit_with_error(Recipe("m7c", "", {}), ValueError("a\n\x1b[2Jb"), 2)
+    assert capsys.readouterr().err == "m7c: a\n\\x1b[2Jb\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ([], {"teacher.csv"}),
+        (["--set=monitor.csv=false", "--set=train.teacher=x"], {"metrics.csv"}),
+        (["--set=monitor.health=false"], {"selection.csv", "teacher.csv"}),
+    ],
+)
+def test_a_run_writes_the_tables_that_its_settings_ask_for(
+    flags: list[str], missing: set[str]
+) -> None:
+    """On rank 0 alone."""
+    request, engine = small_request(*flags), SimpleNamespace(monitor=Mock(enabled=False))
+    assert build_observers(request, engine, None)._observers == []
+    writer = BackgroundWriter("CSV files")
+    observers = build_observers(request, engine, writer)
+    writer.close()
+    tables = {"metrics.csv", "selection.csv", "teacher.csv"}
+    assert {x.file_name for x, _ in observers._observers if isinstance(x, CsvObserver)} == (
+        tables - missing
+    )
 
 
 def test_a_mistake_costs_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -8,21 +8,31 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor
 
 from nsa.checkpoint.commit import commit, new_draft, write_part
-from nsa.checkpoint.state_file import Checkpoint, Topology, layout_of, read_state_file
+from nsa.checkpoint.state_file import (
+    ANY_RANKS,
+    Checkpoint,
+    Topology,
+    layout_of,
+    read_state_file,
+)
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig, to_yaml
+from nsa.engine.process_group import Ranks
 from nsa.engine.recipe import Recipe, with_model_of_start
 from nsa.engine.resume import (
     agree_on_run,
     check_groups,
     check_schedule,
+    convert_to_universal,
     find_initial_weights,
     read_checkpoint,
     read_state,
@@ -92,6 +102,30 @@ def test_ranks_that_find_different_checkpoints_are_refused(saved: Path) -> None:
     assert (folder, processes[1]) == (saved, ("b", 7))
     with pytest.raises(ValueError, match=r"step00000003 and rank 1 found None; put --run-dir on"):
         agree(None)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("a part is missing")])
+def test_rank_0_converts_a_checkpoint_and_all_ranks_get_it_or_the_error(
+    error: ValueError | None, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = read_state_file(saved / "checkpoints/step00000003")
+    universal = replace(state, topology=replace(state.topology, ranks=ANY_RANKS))
+    convert = Mock(return_value=universal, side_effect=error)
+    monkeypatch.setattr("nsa.engine.resume.to_universal", convert)
+    errors = []
+
+    def gather(value: Checkpoint, kind: Any) -> list[Checkpoint]:
+        travelled = TypeAdapter(kind).dump_python(value, mode="json")
+        assert TypeAdapter(kind).validate_python(travelled) == value
+        return [universal, value]
+
+    ranks: Any = SimpleNamespace(barrier=errors.append, gather=gather)
+    for rank in range(4):
+        converted = convert_to_universal(ranks, state, Ranks(rank, rank, world_size=4))
+        assert converted == universal
+    assert errors == [error, None, None, None]
+    assert convert_to_universal(ranks, state, Ranks(0, 0, world_size=2)) == state
+    convert.assert_called_once_with(state)
 
 
 def test_a_state_with_a_value_of_another_type_is_refused(saved: Path) -> None:
@@ -220,6 +254,12 @@ def test_a_run_resumed_on_another_kind_of_machine_keeps_its_profile(
     assert not any("ACCELERATOR" in note for note in request.notes)
 
 
+def test_a_resumed_run_keeps_deepspeeds_config_of_its_checkpoint(saved: Path) -> None:
+    save(saved, 4, resumed(saved, ds_config("zero2_pcie")).config_files())
+    assert resumed(saved).zero_stage == 2
+    assert resumed(saved, ds_config("zero1_pcie")).zero_stage == 1
+
+
 def test_what_this_version_does_not_have_of_a_resumed_runs_settings_is_logged(saved: Path) -> None:
     newest = saved / "checkpoints/step00000003"
     settings = {name: (newest / name).read_text() for name in CONFIG_FILES}
@@ -249,10 +289,15 @@ def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) ->
     assert not any("keeps its own" in note for note in resumed(saved, "--profile=demo").notes)
 
 
-def test_a_teacher_is_the_newest_checkpoint_that_its_run_has_now(saved: Path) -> None:
+def test_a_teacher_is_the_newest_checkpoint_that_its_run_has_now(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a resumed run could have another."""
     newest = saved / "checkpoints/step00000003"
-    assert small_request(f"--set=train.teacher={saved}").config.train.teacher == str(newest)
+    monkeypatch.setenv("HOME", str(saved.parent))  # no shell expands a ~ after --set
+    request = small_request("--set=train.teacher=~/run", "--set=data.cache=~/tokens")
+    assert request.config.train.teacher == str(newest)
+    assert request.config.data.cache == str(saved.parent / "tokens")
     assert small_request("--set=train.teacher=/none").config.train.teacher == "/none"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.engine.shutdown import parse_time
+from nsa.engine.shutdown import Interrupted, ShutdownMonitor, parse_time
 from tests.ranks import ROOT, SpawnedRanks, spawn_ranks, wait_for
 
 PROGRAM = Path(__file__).with_name("shutdown_rank.py")
@@ -41,6 +41,16 @@ def test_a_signal_interrupts_waiting_for_data() -> None:
     with ready_rank(waits_in="data") as rank:
         rank.started[0].kill(signal.SIGTERM)
         assert output(rank) == "interrupted\nSIGTERM\n"
+
+
+def test_a_signal_before_the_wait_for_data_interrupts_it_and_one_after_it_nothing() -> None:
+    monitor = ShutdownMonitor()
+    with monitor.interruptible():
+        pass
+    monitor._on_signal(signal.SIGTERM, None)
+    assert monitor.reason == "SIGTERM"
+    with pytest.raises(Interrupted), monitor.interruptible():
+        pytest.fail("it waits")
 
 
 def test_the_time_limit_interrupts_waiting_for_data() -> None:

@@ -148,6 +148,7 @@ def test_a_teacher_that_is_missing_or_reads_other_tokens_is_refused(dense: Path)
     config.train.precision = "fp32"  # of training, not of the teacher's
     loaded = load_teacher(stored, config, torch.device("cpu")).model
     assert loaded.embed.weight.dtype == torch.float32
+    assert not hasattr(stored, "model"), "it would keep the weights alive"
     for unknown in (None, replace(stored, tokenizer=None)):
         check_tokenizer(unknown, config, "another")
     with pytest.raises(ValueError, match=r"was trained with the tokenizer 'byte'"):

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nsa.watchdog import supervisor
+from nsa.watchdog import command, supervisor
 from nsa.watchdog.hang_detector import last_beats
 from tests.disks import freezable_disk, frozen
 from tests.monitor.run_folders import make_beat, write_limits
@@ -251,6 +251,23 @@ def test_two_crashes_before_the_first_heartbeat_are_a_crash_loop() -> None:
     assert process.returncode == 5
     assert "restart 1 of 9 in 1 s, with nothing to resume from" in stderr
     assert "crash loop, it ended before the first heartbeat twice in a row" in stderr
+
+
+def test_a_run_that_the_watchdog_ended_is_restarted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, started = iter([4, 137, 0]), list[list[str]]()
+
+    def supervise(*_: object) -> Any:
+        beats = {0: {"step": 5}, 1: {"step": 5 + len(started)}}  # the second gets further
+        return SimpleNamespace(run=lambda: next(codes), beats=beats, detector=None)
+
+    monkeypatch.setattr(command, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(command, "SignalState", lambda: SimpleNamespace(signal=None))
+    monkeypatch.setattr(command, "Supervisor", supervise)
+    monkeypatch.setattr(command, "RESTART_SECONDS", 0.0)
+    popen = SimpleNamespace(Popen=lambda words, **_: started.append(words), DEVNULL=None)
+    monkeypatch.setattr(command, "subprocess", popen)
+    assert command._launch(["train"], 9) == 0
+    assert started == [["train"]] * 3
 
 
 def test_restarts_are_limited_though_the_run_gets_further(runs: Runs) -> None:
