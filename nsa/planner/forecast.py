@@ -157,9 +157,8 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     elif zero.stage:
         gathered_once = model.parameters
     layers = model.parameters - model.outside_layers
-    last = layers  # a bucket that holds all layers is full only after the backward pass
-    if zero.bucket < layers:
-        last = min(zero.bucket, model.layer)
+    # A bucket that holds all layers is full only after the backward pass.
+    last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
     return Traffic(
         reduce=reduce * model.parameters,
         reductions=batch.accumulation if zero.stage >= 2 else 1,
