@@ -29,6 +29,7 @@ from nsa.constants import BRANCHES, IGNORE_INDEX
 from nsa.model.attention import Attention
 from nsa.model.attention_metadata import AttentionMetadata, sample_queries
 from nsa.model.config import ModelConfig
+from nsa.model.fused import PAD_TO
 from nsa.model.language_model import meta_model
 from nsa.ops import (
     compressed_attention,
@@ -82,7 +83,7 @@ def check_kernels(
 
 
 def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
-    """Return None if the kernels do not support the operation."""
+    """Check one operation; return None if its kernels do not support it."""
     start, error, allowed = time.perf_counter(), 0.0, math.inf
     largest = -1.0  # error / allowed
     try:
@@ -97,11 +98,11 @@ def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
             wrong = _relative_error(result, precise)
             limit = TIMES * _relative_error(in_pytorch, precise)
             limit += roundings * torch.finfo(dtype).eps
-            if not wrong <= limit:  # a NaN is a problem too
+            if not wrong <= limit:  # a NaN is a problem
                 problem = problem or f"its error is {wrong:.2g}, and {limit:.2g} is allowed"
             if not torch.equal(result, repeated):
                 problem = problem or "two runs give different bits"
-            if not wrong / limit <= largest:
+            if not wrong / limit <= largest:  # a NaN replaces it too
                 error, allowed, largest = wrong, limit, wrong / limit
     except UnsupportedCall:
         return None
@@ -194,15 +195,17 @@ def _attention(
         others = chain(*parts.kv_sets, parts.compressed or (), parts.indexed or ())
         return parts.q, *others, parts.gates
 
-    columns = -(-sum(layer.layout.columns) // 8) * 8
+    columns = -(-sum(layer.layout.columns) // PAD_TO) * PAD_TO
     yield Operation("rotary_pool", (random(1, total, columns),), split)
 
     if config.attention.kind == "dense":
         return
     spec, heads, key, value = config.attention.spec, config.kv_heads, layer.key_dim, layer.value_dim
     if config.attention.compressor == "pool":
-        pooled = [(key, metadata.block_rotary), (value, None)]
-        for size, angles in pooled[:1] if layer.index is not None else pooled:
+        pooled = [(key, metadata.block_rotary)]
+        if layer.index is None:  # an index has no values
+            pooled.append((value, None))
+        for size, angles in pooled:
             learned = random(heads, size, size) / 8, random(heads, spec.block_len, size)
             block = random(1, total, heads, size), *learned, random(heads * size)
             run = partial(pool, rotary=angles, block_tokens=tables[0], token_blocks=tables[1])
@@ -218,7 +221,7 @@ def _branches(
     total: int,
     random: Callable[..., Tensor],
 ) -> Iterator[Operation]:
-    """The operations between the projections: selection, attention and the selector loss."""
+    """Yield the operations between the projections: selection, attention and selector loss."""
     spec, heads, cu_seqlens = config.attention.spec, config.kv_heads, metadata.cu_seqlens
     key, value = layer.key_dim, layer.value_dim
     assert metadata.block_tokens is not None

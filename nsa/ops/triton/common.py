@@ -136,7 +136,8 @@ def group_rows(first_row, C: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         local, h = i // C.GROUP, i % C.GROUP
     else:
-        local, h = (first_row + i) // C.GROUP - first_row // C.GROUP, (first_row + i) % C.GROUP
+        row = first_row + i
+        local, h = row // C.GROUP - first_row // C.GROUP, row % C.GROUP
     return local, local * (C.HEADS * C.GROUP) + h
 
 
@@ -220,9 +221,9 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def span(PHASE: tl.constexpr, low, all_from, all_to, high):
-    """Return where a loop's phase begins and ends.
+    """Return where phase 0, 1 or 2 of a loop from `low` to `high` begins and ends.
 
-    Only phase 1 needs no masks: its keys, from `all_from` to `all_to`, are seen by all rows.
+    Phase 1 goes from `all_from` to `all_to`, where all rows see all keys: it needs no masks.
     """
     if PHASE == 0:
         return low, tl.minimum(all_from, high)
@@ -319,6 +320,7 @@ def _backward_rows_kernel(
     do, o, lse, dlse, delta, lse2, rows,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Store delta and lse2, which `backward_rows` returns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     do_rows = load_rows(do, row, SIZE, SIZE, PADDED, valid).to(tl.float32)
