@@ -110,7 +110,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
         for length in lengths:
             losses = _evaluate(name, run, run_data, length)
             results.append(Result(name, stored, length, run_data, losses))
-        del run  # else it is in memory beside the next one
+        del run  # so that two models are never in memory together
     source = {"source": settings.source, "split": split, "packing": settings.packing}
     rows = [result.row(results) for result in results]
     return rows, write(rows, source, out)
@@ -201,11 +201,12 @@ def _open_data(
     config.validate()
     dataset = replace(dataset, config=config)
     opened = open_eval_data(dataset, SPLITS[split], tokens, tokenizer, cache)
-    note = f"; {opened.exhausted} has fewer than the {tokens:,} requested"
+    note = ""
+    if opened.exhausted is not None:
+        note = f"; {opened.exhausted} has fewer than the {tokens:,} requested"
     _log(
         f"{config.source_names()}, split {split}, packing {config.packing}, tokenizer "
-        f"{tokenizer.name}: {opened.tokens:,} tokens in {opened.count:,} samples"
-        + (note if opened.exhausted is not None else "")
+        f"{tokenizer.name}: {opened.tokens:,} tokens in {opened.count:,} samples{note}"
     )
     return opened
 

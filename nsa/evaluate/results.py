@@ -42,7 +42,8 @@ class Result:
     def row(self, results: Sequence[Result]) -> Row:
         """Return this result's row of eval.json, with the difference to its baseline."""
         mean, bytes_per_token = self.losses.mean, self.data.samples.bytes_per_token
-        baseline, over = self._baseline(results), None
+        over = None
+        baseline = self._baseline(results)
         if baseline is not None:
             difference = _to_json(self.losses.minus(baseline.losses))
             over = {"run": baseline.name, "seq_len": baseline.seq_len, **difference}
@@ -73,7 +74,9 @@ class Result:
         baseline = next(result for result in results if result.seq_len == self.seq_len)
         if baseline is self:
             baseline = results[0]
-        return None if baseline is self or baseline.data is not self.data else baseline
+        if baseline is self or baseline.data is not self.data:
+            return None
+        return baseline
 
 
 def _to_json(mean: Mean) -> Row:

@@ -1,7 +1,7 @@
 """Hugging Face export: a run as a folder that transformers loads, with or without this package.
 
-Or, without its index, as a plain dense model that from_hf.py reads: Llama, Mistral, Qwen2, Qwen3 or
-SmolLM3. `output_folder` and `write_weights` write the folder of an import too.
+With `dense` the run is written without its index, as a plain dense model that from_hf.py reads:
+Llama, Mistral, Qwen2, Qwen3 or SmolLM3. An import also uses `output_folder` and `write_weights`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def export(path: Path, to: Path, dtype: str | None = None, dense: bool = False) 
 
 
 def _write(run: StoredRun, folder: Path, dense: bool) -> None:
-    weights = dict(run.model.state_dict())
-    weights, rename = (without_index(weights), dense_name) if dense else (weights, _name)
+    weights, rename = dict(run.model.state_dict()), _name
+    if dense:
+        weights, rename = without_index(weights), dense_name
     write_weights({rename(name): weight for name, weight in weights.items()}, folder)
     origin = find_origin(run.folder, run.config.train.start_from)
     source = None if origin is None else origin.config  # of the imported folder
@@ -93,7 +94,7 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
 def _fields(run: StoredRun, original: PretrainedConfig | None) -> dict[str, Any]:
     """Return dtype, positions and the ids for generate(); an imported model keeps its own.
 
-    Of other models bos is the tokenizer's start token, or else its eos.
+    The bos of other models is the tokenizer's start token, or its eos if it has none.
     """
     positions, ids = run.config.data.seq_len, dict.fromkeys(TOKEN_IDS)
     if original is not None:
@@ -102,8 +103,9 @@ def _fields(run: StoredRun, original: PretrainedConfig | None) -> dict[str, Any]
         ids = {name: getattr(original, name) for name in TOKEN_IDS}
     elif run.tokenizer is not None:
         eos, start = run.tokenizer.eos_id, run.tokenizer.start_id
+        bos = eos if start is None else start
         pad = getattr(run.tokenizer, "pad_id", eos)
-        ids = dict(zip(TOKEN_IDS, (eos if start is None else start, eos, pad), strict=True))
+        ids = dict(zip(TOKEN_IDS, (bos, eos, pad), strict=True))
     return {"max_position_embeddings": positions, "dtype": run.model.embed.weight.dtype, **ids}
 
 
@@ -138,7 +140,9 @@ def dense_family(model: ModelConfig) -> str:
             f"--attention dense: model.value_dim = {model.value_dim}: dense families have values "
             f"of head_dim = {model.head_dim}; omit the flag"
         )
-    return next(iter(families.values()), "mistral" if model.width % model.heads else "llama")
+    if families:
+        return next(iter(families.values()))
+    return "mistral" if model.width % model.heads else "llama"
 
 
 def dense_config(model: ModelConfig, **more: Any) -> PretrainedConfig:
