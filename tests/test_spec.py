@@ -55,6 +55,8 @@ def test_a_pattern_is_frozen_and_hashable() -> None:
     with pytest.raises(FrozenInstanceError):
         spec.window = 3  # type: ignore[misc]
     assert {spec: 1}[NSASpec()] == 1
+    again = [NSASpec.from_ints(spec.to_ints()) for _ in range(2)]
+    assert again[0] is again[1], "each call of a custom op reads it"
     with pytest.raises(ValueError, match="window = 0"):
         replace(spec, window=0)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa.cli import main
 from nsa.data.tokenizer import ByteTokenizer, HubTokenizer
-from nsa.engine.load_run import load_run
+from nsa.engine.load_run import StoredRun, load_run
 from nsa.evaluate.generate import decode_stream, print_texts
 from nsa.model.decode import generate
 from tests.evaluate.models import write_model
@@ -46,10 +46,20 @@ def expected_texts(run: Path, *prompts: str, **sampling: float) -> list[str]:
     return [opened.tokenizer.decode(row).decode(errors="replace") for row in rows]
 
 
-def test_it_prints_the_continuation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_the_continuation(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[torch.device] = []
+
+    def load(path: Path, device: torch.device) -> StoredRun:
+        devices.append(device)
+        return load_run(path)
+
+    monkeypatch.setattr("nsa.engine.load_run.load_run", load)
     flags = ["--max-new-tokens", "30", "--temperature", "0.7", "--top-p", "0.9", "--seed", "4"]
     prompt = PROMPTS[1] + "\udcff"  # a byte that is no UTF-8, as Python reads it in an argument
-    assert main(["generate", str(run), "--prompt", prompt, *flags]) == 0
+    assert main(["generate", str(run), "--prompt", prompt, *flags, "--device=meta"]) == 0
+    assert devices == [torch.device("meta")]
     sampling = {"max_new_tokens": 30, "temperature": 0.7, "top_p": 0.9, "seed": 4}
     (expected,) = expected_texts(run, prompt, **sampling)
     assert any(x < " " and x not in "\n\t" for x in expected), "a pipe gets control characters"
@@ -57,11 +67,15 @@ def test_it_prints_the_continuation(run: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_several_prompts_are_one_batch_and_printed_one_after_the_other(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPTS[1])
-    both = ["--file", str(file), "--prompt", PROMPTS[0]]
+    both = ["--file=~/prompt.txt", "--prompt", PROMPTS[0]]
     assert main(["generate", str(run), *both, "--max-new-tokens", "9"]) == 0
     first, second = expected_texts(run, *PROMPTS, max_new_tokens=9)
     expected = f"==> {PROMPTS[0]!r} <==\n{first}\n\n==> {file} <==\n{second}\n"

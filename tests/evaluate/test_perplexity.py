@@ -30,7 +30,7 @@ from nsa.data.dataset import open_dataset, open_source
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.engine.load_run import StoredRun, load_run
 from nsa.evaluate import perplexity
-from nsa.evaluate.command import SPLITS, sources_overlap
+from nsa.evaluate.command import SPLITS, require_tokenizer, sources_overlap
 from nsa.evaluate.perplexity import (
     EvalData,
     Losses,
@@ -242,8 +242,8 @@ def test_results_are_written_though_stdout_is_closed(
          "--set model.layers=1: only data.*"),
         (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run uses its tokenizer"),
         (["--device", "tpu9"], "--device tpu9: "),
-        (["--compare", "nowhere"], "'nowhere': there is no such folder"),
-        (["--out", "lines.jsonl"], "--out lines.jsonl: the folder cannot be created (File exists)"),
+        (["--compare", "nsa", "~/nowhere"], "/runs0/nowhere': there is no such folder"),
+        (["--out=~/lines.jsonl"], "/runs0/lines.jsonl: the folder cannot be created (File exists)"),
     ],
 )  # fmt: skip
 def test_wrong_flags_and_data_are_one_line_and_exit_code_2(
@@ -254,6 +254,7 @@ def test_wrong_flags_and_data_are_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setattr(perplexity, "evaluate", None)  # slow: all are refused before
     assert message in refusal("eval", "nsa", *flags)
 
@@ -265,6 +266,8 @@ def test_a_run_whose_tokenizer_is_missing_or_too_large_is_refused_by_name(
     assert (
         "nsa: small: model.vocab_size = 258 is too small for the 259 ids of its tokenizer 'byte'"
     ) in refusal("eval", small)
+    exact = load_run(write_model(tmp_path / "exact", "model.vocab_size=259"), device="cpu")
+    assert require_tokenizer("exact", exact) is exact.tokenizer
     other = write_model(tmp_path / "other", "data.tokenizer=hf:/nowhere")
     with pytest.warns(UserWarning, match="no tokenizer"):
         assert "nsa: other: its tokenizer is missing" in refusal("eval", other)
@@ -434,15 +437,17 @@ def test_documents_are_counted_once_for_all_runs_on_the_same_data(
 
     def load(*arguments: Any, **options: Any) -> StoredRun:
         assert not [model for model in models if model() is not None], "one model at a time"
+        assert options["device"] == torch.device("cpu")
         run = load_run(*arguments, **options)
         models.append(weakref.ref(run.model))
         return run
 
     monkeypatch.setattr("nsa.engine.load_run.load_run", load)
-    assert main(["eval", str(runs[0]), "--compare", str(runs[1]), "--tokens=192"]) == 0
+    flags = ["--tokens=192", "--seq-len", "96", "48", "--device=cpu"]
+    assert main(["eval", str(runs[0]), "--compare", str(runs[1]), *flags]) == 0
     assert "split held_out" in capsys.readouterr().out
     assert counted == [source]
-    assert len(models) == 2
+    assert len(models) == 2, "each is loaded once, for all lengths"
 
 
 def result(run: str, seq_len: int, losses: list[list[float]], data: Any) -> Result:
@@ -484,6 +489,8 @@ def test_the_plot_has_the_middle_of_each_bucket_of_positions(tmp_path: Path) -> 
     assert [file.name for file in files] == ["eval.json", "positions.png"]
     assert all(pixels(files[1], colour) > 20 for colour in (BLUE, ORANGE))
     panel = _panel(rows())
+    assert panel.marked
+    assert panel.x_doubles
     assert panel.curves["b, 128"] == (pytest.approx([8.0, math.sqrt(65 * 128)]), [3.0, 2.5])
     assert panel.errors is not None
     assert panel.errors["b, 128"] == [1.0, 0.5]

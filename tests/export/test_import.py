@@ -29,13 +29,18 @@ from tests.export.llamas import FAMILIES, SHAPE, SMALL, Refused, command, import
 
 
 def test_sequences_so_short_that_nothing_is_skipped_are_warned_about(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     imported(llama_folder, tmp_path / "short")  # 512 tokens, 8 blocks of 64
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nsa: warning: data.seq_len = 512: has 8 selection blocks and ")
     assert "every query selects all of its blocks; set data.seq_len above 1408" in line
-    imported(llama_folder, tmp_path / "sparse", *SMALL)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "small.yaml").write_text("attention: {spec: {select_len: 8}}")
+    imported(llama_folder, tmp_path / "sparse", "--config=~/small.yaml")
     imported(llama_folder, tmp_path / "dense", "--attention=dense")
     assert capsys.readouterr().err == ""
 

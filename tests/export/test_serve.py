@@ -206,12 +206,17 @@ def test_a_server_that_others_reach_asks_no_password_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     bound: list[str] = []
+    devices: list[str] = []
+    monkeypatch.setattr(
+        "nsa.export.serve.build_app", lambda served: devices.append(served.model.device.type)
+    )
 
     def run(_: Any, listeners: list[socket.socket]) -> None:
         bound.extend(listener.getsockname()[0] for listener in listeners)
 
     monkeypatch.setattr("uvicorn.Server.run", run)
-    assert main(["serve", str(sparse), f"--host={host}", "--port=0"]) == 0
+    assert main(["serve", str(sparse), f"--host={host}", "--port=0", "--device=meta"]) == 0
+    assert devices == ["meta"]
     assert ("no password is asked" in capsys.readouterr().err) == warned
     assert (bound == ["0.0.0.0"]) == warned, bound
 

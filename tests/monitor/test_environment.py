@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,7 +37,8 @@ def test_env_json_records_hardware_and_code_but_no_secrets(
     models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
     assert not models or cpu_model() == models[0].strip()
     assert env["cpu"]["memory_gb"] == pytest.approx(psutil.virtual_memory().total / 1e9)
-    assert {"date", "command", "git_commit", "python", "host", "cuda"} <= env.keys()
+    assert env["command"] == [sys.executable, *sys.argv]
+    assert {"date", "git_commit", "python", "host", "cuda"} <= env.keys()
 
 
 @pytest.mark.parametrize(

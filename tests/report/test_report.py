@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from nsa.monitor.config import LadderConfig
 from nsa.monitor.environment import cpu_model, write_env
 from nsa.report.compare import compare_runs, read_runs
 from nsa.report.report import _layer_panels, curve_panels, summarise, write_report
+from nsa.untrusted import parse_yaml
 from tests.monitor.run_folders import (
     beats,
     judge_files,
@@ -114,7 +116,9 @@ def test_a_run_that_begins_dense_has_a_speed_for_each_phase(tmp_path: Path) -> N
     (tmp_path / "config.yaml").write_text("train: {dense_steps: 200}\n")
     env = {"host": "node", "cuda": {"devices": ["A100", "H100"]}, "cpu": {"model": "Xeon"}}
     (tmp_path / "env.json").write_text(json.dumps(env | {"git_commit": "c0de"}))
-    text = write_report(tmp_path).read_text()
+    with mock.patch("nsa.report.report.parse_yaml", wraps=parse_yaml) as parse:
+        text = write_report(tmp_path).read_text()
+    assert parse.call_count == 1, "PyYAML is slow"
     run = table(text, "Run")
     assert (run["hardware"], run["git commit"]) == (["node, A100, H100"], ["c0de"])
     assert run["median tokens/s"] == ["300; dense steps 300, sparse 100"]
@@ -138,6 +142,8 @@ def test_only_recorded_values_are_plotted(
         drawn = curve_panels({"run": run})
         assert len(drawn) == panels
         assert [panel.title for panel in drawn if panel.logarithmic] == ["gradient norm"]
+        marked = [panel.title for panel in drawn if panel.marked]
+        assert marked == ["validation bits per byte"] * (panels == 6)
         assert pixels(run_dir / "report/curves.png", BLUE) > 300
     assert size(full / "report/curves.png") == size(bare / "report/curves.png")
     text = (full / "report.md").read_text()
@@ -147,6 +153,7 @@ def test_only_recorded_values_are_plotted(
     drawn = [panel for panel in _layer_panels(summarise(full)) if "entropy" in panel.title]
     values = {label: {*values} for label, (_, values) in drawn[0].curves.items()}
     assert values == {"layer 0": {0.7}, "layer 1": {0.6}}
+    assert (drawn[0].ordered, drawn[0].fraction) == (True, True)
 
 
 @undrawn
@@ -248,8 +255,12 @@ def test_a_validation_loss_of_an_earlier_step_names_the_step(tmp_path: Path) -> 
 
 
 def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning(
-    drawn: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drawn: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     config = RunConfig()
     for name, steps, tokens in (("a", 20, 4_096), ("b", 20, 4_096), ("c", 30, 8_192)):
         write_metrics(
@@ -257,8 +268,9 @@ def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning
         )
         (tmp_path / name / "config.yaml").write_text(to_yaml(config))
     runs = [str(tmp_path / name) for name in "abc"]
-    assert main(["compare", *runs[:2], "--out", str(tmp_path / "two.png")]) == 0
-    assert capsys.readouterr().err == ""
+    assert main(["compare", *runs[:2], "--out=~/two.png"]) == 0
+    output = capsys.readouterr()
+    assert (output.out.splitlines()[-1], output.err) == (f"{tmp_path}/two.png", "")
     config.data.tokenizer, config.data.source, config.train.steps = "hf:gpt2", {"x": 1.0}, 30
     config.data.held_out = 0.1
     (tmp_path / "c" / "config.yaml").write_text(to_yaml(config))
