@@ -26,6 +26,7 @@ from nsa.data.shards import INDEX, Shard, find_index, read_index, verify_shards,
 from nsa.data.source import DataError
 from nsa.data.writer import FIRST_SHARD, LAST_SHARD, LOCK, Job, Writer, prepare
 from tests.data.processes import ends_soon, workers_of
+from tests.data.test_prepare import contents
 from tests.data.texts import configure, documents_in, split, texts, train_tokenizer, write_lines
 from tests.disks import mounted
 from tests.ranks import spawn_ranks, wait_for
@@ -68,10 +69,6 @@ def rows(samples: Samples, count: int, first: int = 0) -> list[list[int]]:
 def folder_of(root: Path) -> Path:
     (folder,) = (path for path in (root / "cache").iterdir() if path.is_dir())
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK}
 
 
 def complete(config: DataConfig, open_cache: OpenCache) -> Samples:
@@ -173,15 +170,6 @@ def test_two_runs_share_a_cache_and_one_process_writes_it(
     assert not workers_of(os.getpid())
     rows(again.open_samples("train", 3), 10_000)
     assert contents(folder_of(tmp_path)) == written
-
-
-def test_a_run_takes_over_when_the_run_that_writes_is_closed(
-    large: str, open_cache: OpenCache
-) -> None:
-    first, second = (open_cache(configure(large), needs=10_000) for _ in range(2))
-    samples = second.open_samples("train", 3)
-    first.close()
-    assert len(rows(samples, 10_000)) == 10_000
 
 
 def test_a_cache_is_shared_by_runs_with_the_same_tokens(tmp_path: Path) -> None:
@@ -312,17 +300,6 @@ def test_shards_of_different_tokenizers_are_not_mixed(
     write_index(tmp_path / "bytes", changed)  # by a tokenizer of the same name
     with pytest.raises(DataError, match=r"different tokenizers \(byte 00000000, byte \w+\)"):
         open_cache(configure({str(tmp_path / "bytes"): 1, large: 1}))
-
-
-def test_a_truncated_shard_is_refused_by_name(
-    large: str, tmp_path: Path, open_cache: OpenCache
-) -> None:
-    complete(configure(large), open_cache)
-    shard = folder_of(tmp_path) / "train-000-00001.bin"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"{shard}: truncated: ") as refused:
-        complete(configure(large), open_cache)
-    assert "delete its folder to write it again" in str(refused.value)
 
 
 def test_a_file_in_place_of_the_cache_is_refused(large: str, tmp_path: Path) -> None:

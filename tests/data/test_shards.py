@@ -196,7 +196,7 @@ def test_a_damaged_shard_is_refused_by_name(
         lambda: open_shards(str(folder), "train"),
         lambda: verify_shards(folder, read_index(folder)),
     ):
-        with pytest.raises(DataError, match=f"{path}.*{message}") as refused:
+        with pytest.raises(DataError, match=f"{path}.*{message}.*restore the file, or") as refused:
             refuse()
         assert "\n" not in str(refused.value)
     open_shards(str(folder), "val")  # the other split is intact
@@ -214,6 +214,7 @@ def test_verify_names_an_unlisted_shard(folder: Path) -> None:
         ({"version": 1}, "of format 1, and this nsa reads format 2; prepare the folder again"),
         ({"stamp": {}}, "damaged"),
         ({"stamp": asdict(replace(STAMP, eos_id=STAMP.vocab_size))}, "damaged"),
+        ({"stamp": asdict(replace(STAMP, dtype="O"))}, "damaged"),  # addresses of objects
         ({"shards": None}, "damaged"),
     ],
 )

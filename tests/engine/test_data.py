@@ -257,15 +257,18 @@ def test_a_vocabulary_too_small_for_the_tokens_is_refused(books: Path, tmp_path:
         open_data(config, Ranks(0, 0, 1), TrainState(), tmp_path)
 
 
-def test_a_refused_start_leaves_no_process_that_tokenises(
+def test_a_start_tokenises_what_the_run_reads_and_a_refused_one_leaves_no_process(
     books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small()
     config.data.source, config.data.seq_len = str(books), 8
-    closed = Mock()
+    started, closed, state = Mock(), Mock(), TrainState(step=3, samples=5, data="other")
+    monkeypatch.setattr(TokenCache, "start", started)
     monkeypatch.setattr(TokenCache, "close", closed)
     with pytest.raises(ValueError, match="its content changed since the run started"):
-        open_data(config, Ranks(0, 0, 1), TrainState(data="other"), tmp_path / "run")
+        open_data(config, Ranks(0, 0, 2), state, tmp_path / "run")
+    samples = 5 + (config.train.steps - 3) * 2 * config.train.rows * config.train.accumulation
+    started.assert_called_once_with({"train": samples, "val": config.train.eval_samples})
     closed.assert_called_once_with()
 
 

@@ -143,6 +143,39 @@ def test_evaluation_and_saving_are_phases_and_a_failed_save_is_logged_or_raised(
     assert phases == ["eval", "evaluates", "trains"]
 
 
+def test_between_logged_steps_nothing_is_measured_and_only_the_last_save_is_left_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F5 in docs/design/security.md: statistics stalled the runs that this project replaces."""
+    config = RunConfig(train=TrainConfig(steps=9, dense_steps=3, eval_every=4))
+    config.monitor.log_every, config.checkpoint.every = 3, 3
+    done = dict[str, list[object]](armed=[], logged=[], saved=[], skipped=[], dtypes=[])
+
+    def note(what: str, *more: object) -> None:
+        done[what].append((run.state.step, *more) if more else run.state.step)
+
+    def train_step(run: Any, batches: object, labels: object) -> None:
+        run.state.step += 1
+
+    run: Any = Mock(config=config, gates=[Gate("sanity", 8)], state=TrainState(step=1))
+    run.request.stop_step, run.request.run_dir, run.ranks = 9, Path(), Ranks(0, 0, 1)
+    run.health.arm = partial(note, "armed")
+    run.guard.handle_skipped_step = lambda *_: note("skipped")
+    run.engine.was_step_applied = lambda: run.state.step != 5
+    monkeypatch.setattr(loop, "fetch_on_all_ranks", lambda *_: (None, [], 0))
+    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(loop, "write_dtypes", lambda *_: note("dtypes"))
+    monkeypatch.setattr(loop, "_log", lambda run, loss, evaluates: note("logged", evaluates))
+    monkeypatch.setattr(loop, "_save", lambda run, required: note("saved", required))
+    monkeypatch.setattr(loop, "_judge_if_due", lambda _: None)
+    assert loop._train_steps(run) is None
+    evaluated = [(3, False), (4, True), (6, False), (8, True), (9, True)]
+    assert done["logged"] == evaluated
+    assert done["armed"] == [3, 5, 7, 8], "before steps 4, 6, 8 and 9, which are sparse"
+    assert done["saved"] == [(3, False), (6, False)]
+    assert (done["skipped"], done["dtypes"]) == ([5], [2])
+
+
 def judging_run(run_dir: Path, messages: list[str]) -> Any:
     """What `loop._judge` needs of rank 0 of a run on a GPU."""
     return SimpleNamespace(

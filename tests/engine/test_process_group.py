@@ -6,12 +6,19 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from nsa.engine import process_group
-from nsa.engine.process_group import Ranks, end_process, private_folder, rendezvous_file
+from nsa.engine.process_group import (
+    Ranks,
+    end_process,
+    private_folder,
+    rendezvous_file,
+    start_ranks,
+)
 from tests.ranks import free_port, launch, spawn_ranks
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -209,6 +216,18 @@ def test_a_launcher_numbers_the_ranks_and_a_process_without_one_is_the_only_rank
     for name in names:
         monkeypatch.delenv(name)
     assert Ranks.from_environment() == Ranks(rank=0, local_rank=0, world_size=1)
+
+
+def test_ranks_connect_at_the_interface_towards_the_master_unless_the_user_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_group, "_join", lambda *_: None)
+    monkeypatch.setattr(process_group, "interface_towards", {"node1": "eth0"}.get)
+    given = {"MASTER_ADDR": "node1", "GLOO_SOCKET_IFNAME": "mine"}
+    with patch.dict(os.environ, given):
+        start_ranks(Ranks(rank=0, local_rank=0, world_size=1))
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "=eth0", "without = it is a prefix"
 
 
 def test_a_rank_that_lost_its_peer_lets_that_report_first(

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from nsa import cli
+from nsa.engine import recipe
 from nsa.engine.config import RunConfig
 from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.engine.plan_command import DEVICES
@@ -295,9 +296,9 @@ def test_the_command_plans_the_given_recipe_and_profile() -> None:
         "H100, an estimate elsewhere; gaps between kernels included"
     )
     assert "; micro-batch 2 × 2,048 tokens, accumulation 8, checkpointing " in output
-    path = [*sys.path]  # a recipe may import what is beside it
+    before = [*sys.path], recipe.main  # a recipe may import what is beside it
     _, demo, _ = plan("--profile", "demo", "--link", "pcie3")
-    assert sys.path == path
+    assert (sys.path, recipe.main) == before
     assert "micro-batch 2 × 512 tokens, accumulation 1, " in demo
     assert "pcie3 (12 GB/s) (--link)" in demo
 
