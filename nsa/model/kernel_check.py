@@ -231,17 +231,14 @@ def _branches(
     q_cmp = None if layer.index is None else random(1, total, heads, key)
     common: dict[str, Any] = {"spec": spec, "cu_seqlens": cu_seqlens}
     in_pytorch: dict[str, Any] = {**common, "backend": "blockwise"}
-    triton_blocks: list[Tensor] = []  # what Triton selected last
+    triton_blocks: list[Tensor] = []  # selected by Triton, which runs first; PyTorch reads them
 
     def select(queries: Tensor, keys: Tensor, backend: str) -> Tensor:
         index = select_blocks(queries, keys, None, **common, backend=backend)
         return _selected_importance(index, queries, keys, None, spec, cu_seqlens)
 
     def attend(q: Tensor, *x: Any, backend: str) -> tuple[Tensor, Tensor]:
-        """Run Triton's fused operation, or PyTorch's branches on the blocks that Triton selected.
-
-        Return o and the importance of the blocks that `backend` selected.
-        """
+        """Return the gated sum, and the importance of the blocks that `backend` selects."""
         k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
         compressed, lse = compressed_attention(q, k_cmp, v_cmp, **in_pytorch)
         if backend == "triton":

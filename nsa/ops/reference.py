@@ -56,10 +56,7 @@ def select_blocks(x: SelectionInputs) -> Tensor:
 def visible_blocks(
     seq_len: int, spec: NSASpec, device: torch.device | None = None, queries: int | None = None
 ) -> Tensor:
-    """Return which compressed blocks end at or before each query: bool [1, T, 1, N].
-
-    The queries are the document's last `queries` positions; None: all of them.
-    """
+    """Return which blocks end at or before each of the last `queries`: bool [1, T, 1, N]."""
     queries = seq_len if queries is None else queries
     position = torch.arange(seq_len - queries, seq_len, device=device)
     start = torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride

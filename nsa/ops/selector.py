@@ -166,10 +166,7 @@ def _overlap(
 def _compressed_scores(
     x: SelectorLossInputs, t: Tensor, start: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return scores [B, K, s, G, N], -inf where hidden, and their lse [B, K, s, G].
-
-    The lse of a query without keys is +inf, so that exp(score - lse) is 0.
-    """
+    """Return scores [B, K, s, G, N], -inf where hidden, and their lse, +inf without any key."""
     seen = (first + x.spec.block_len <= t + 1) & (first >= start)  # [s, N]
     score = _scores(x.ranking[:, t[:, 0]], x.k_cmp, x.scale)
     score = score.masked_fill_(~seen[:, None], -torch.inf)

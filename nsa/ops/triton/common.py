@@ -46,9 +46,8 @@ kernel = partial(triton.jit, do_not_specialize=VARYING)
 class Constants(NamedTuple):
     """The compile-time constants of attention kernels, as one argument `C`.
 
-    A kernel is compiled again for each distinct value, so launchers leave fields that the kernel
-    does not read at their defaults. A tile's shape needs a constexpr of its own:
-    `ROWS: tl.constexpr = C.ROWS`.
+    A kernel is compiled again for each distinct value, so launchers keep the defaults of fields
+    that it does not read. Shapes need a constexpr of their own: `ROWS: tl.constexpr = C.ROWS`.
     """
 
     HEADS: int  # key/value heads

@@ -211,9 +211,8 @@ def candidates(
     similar_chip = chip
     if chip not in _BY_CHIP:
         similar_chip = "sm_90" if chip in LARGE else "small"
-    table, by_chip = _HALF_PRECISION, _BY_CHIP[similar_chip]
-    if dtype.itemsize > 2:
-        table, by_chip = _FLOAT32, {}
+    half = dtype.itemsize <= 2
+    table, by_chip = (_HALF_PRECISION, _BY_CHIP[similar_chip]) if half else (_FLOAT32, {})
     kind = next(name for name in (operation, branch, kernel) if name in table)
     key_size, value_size = sizes
     size = 192 if key_size > 128 >= value_size > 0 else max(sizes)

@@ -311,9 +311,9 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     keys = 0
     if x.k_cmp is not None and (selecting or "cmp" in branches):
         keys = x.k_cmp.shape[1]
-    compressed_parts = cdiv(keys, PART)
+    key_parts = cdiv(keys, PART)
     first_part = top + cdiv(window, PART)  # of compressed keys
-    parts, row_scores = _capacity(first_part + compressed_parts), _capacity(keys)
+    parts, row_scores = _capacity(first_part + key_parts), _capacity(keys)
     blocks, scale = _capacity(total_blocks), x.scale * LOG2E
     q, lengths = x.q.contiguous(), x.lengths.contiguous()
     gates = None if x.gates is None else x.gates.contiguous()
@@ -337,8 +337,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     programs = kv_heads * cdiv(heads // kv_heads, config.rows)
     tile = max(1, ELEMENTS // constants.VALUE_P)
     launch(
-        decode_compressed_kernel,
-        (compressed_parts, kv_heads if own else programs, batch), config,
+        decode_compressed_kernel, (key_parts, kv_heads if own else programs, batch), config,
         q=ranking, k_cmp=k_cmp, v_cmp=v_cmp, lengths=lengths, o=o, lse=lse, scores=scores,
         k_cmp_b=k_cmp_b, v_cmp_b=v_cmp_b, parts=parts, row_scores=row_scores, scale=scale,
         C=ranking_constants, PART=PART, FIRST_PART=first_part,

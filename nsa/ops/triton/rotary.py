@@ -1,9 +1,8 @@
 """RoPE, gates and mean pooling of one packed projection: kernels and launchers.
 
 One kernel rotates tokens, one pools blocks, and one writes the gradient of the projection. A
-program takes a tile of tokens and loops over their heads, so RoPE tables are loaded once. RoPE
-pairs an element of a head's first half with one of its second half. The halves are two tiles, so
-that one thread has both elements of a pair.
+program takes a tile of tokens and loops over their heads, so RoPE tables are loaded once. The two
+halves of a head are two tiles, so that one thread has both elements of each pair that RoPE rotates.
 """
 
 from __future__ import annotations
