@@ -1,9 +1,9 @@
 """Batches, and the shuffled order of samples: computed, not stored, so resuming costs nothing.
 
 tokens  | s0 | s1 | s2 | ...    sample i: tokens[i·T : i·T + T + 1]
-order   position -> source, number    a mixture interleaves its sources
-                 -> epoch, index      of the source
-                 -> sample            each epoch is shuffled, or each block of a store that grows
+order   position     -> source, number   a mixture interleaves the samples of its sources
+        number       -> epoch, index     each epoch reads every sample of the source
+        epoch, index -> sample           shuffled within the epoch; in blocks if the store grows
 step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 """
 
@@ -127,7 +127,7 @@ class Samples:
             consumed = round(samples * fraction)
             if store.grows:
                 size = "size unknown" if store.size is None else f"{store.size:,} bytes"
-                # At least so many: a token has one byte or more.
+                # A lower bound: a token of text has one byte or more.
                 epochs = consumed * self.seq_len / (store.size or math.inf)
                 read = "tokenised as they are read, shuffled in blocks"
             else:

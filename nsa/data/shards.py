@@ -199,9 +199,9 @@ class TokenStore:
     A shard that is replaced by a new file stays mapped, unchanged. If the mapped file itself is
     overwritten or truncated, the next read raises; without the check SIGBUS could end the process.
 
-    A store grows if a process still writes the folder: `wait(n)` then waits until the split has n
-    tokens or is complete, and returns the index. The store adds a shard only when `wait_for` needs
-    it, so its length does not depend on the writer's speed. Its samples are shuffled in blocks.
+    A store grows if a process still writes the folder. Then its argument `wait`, called with n,
+    waits until the split has n tokens or is complete, and returns the index. A shard is added only
+    when `wait_for` needs it, so the length of the store does not depend on the writer's speed.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class TokenStore:
             held_out = short_repr(index.settings.get("held_out"))
             text = (
                 f"data.source = {name!r} has no document for split {split!r}; {change} "
-                f"data.held_out = {held_out} (of a prepared folder: prepare it again), or take a "
-                "larger source"
+                f"data.held_out = {held_out} (for a prepared folder: prepare it again with another "
+                "--held-out), or take a larger source"
             )
             raise DataError("; ".join([text, *index.skipped.note(name)]))
         self.name, self.stamp = name, index.stamp
@@ -229,7 +229,7 @@ class TokenStore:
         self._ends = np.zeros(0, dtype=np.int64)  # [shards]: token at which each shard ends
         self._mapped = lru_cache(OPEN_SHARDS)(self._map)
         self._extend(index, 1 if self.grows else math.inf)
-        # Identifies the tokens, of which a store that grows has only the first shard yet.
+        # Identifies the tokens by all shards; by the first shard alone if the store grows.
         digests = "/".join(shard.sha256 for shard in self._shards)
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
 

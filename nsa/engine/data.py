@@ -23,7 +23,7 @@ class Data:
 
     cache: TokenCache
     samples: Samples
-    step_batches: Callable[[int], list[Batch]]  # the next step's, after n samples of all ranks
+    step_batches: Callable[[int], list[Batch]]  # samples that all ranks consumed -> next step
     validation: ValidationData
     notes: list[str]  # for the log
     rank: int

@@ -25,14 +25,14 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     """Return the checkpoint to resume from, and notes; raise if it cannot be loaded."""
     path, notes = request.checkpoint, list[str]()
     if path is None:
-        request.config.check_phases()  # also if resumed before the first checkpoint
+        request.config.check_phases()  # not checked yet if a run resumes without a checkpoint
         return None, notes
     saved = read_state_file(path)
-    ranks = saved.topology.ranks
+    saved_ranks = saved.topology.ranks
     required = Topology(
         layout=layout_of(request.zero_stage),
         precision=request.config.train.precision,
-        ranks=ranks if request.universal else world_size,
+        ranks=saved_ranks if request.universal else world_size,  # --universal: any number loads
     )
     check_loadable(path, saved.topology, required)
     if (path / "ds_config.json").exists():  # a universal checkpoint has none
@@ -43,11 +43,11 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     if request.resumed_config is not None:
         check_schedule(request.resumed_config, request.config, saved.step)
         check_groups(request.resumed_config, request.config)
-    if isinstance(ranks, int) and request.resumed_config is not None:
+    if request.resumed_config is not None and isinstance(saved_ranks, int):  # not ANY_RANKS
         tokens = request.config.tokens_per_step(world_size)
-        before = request.resumed_config.tokens_per_step(ranks)
+        before = request.resumed_config.tokens_per_step(saved_ranks)
         if tokens != before:
-            here, there = (f"{n} rank{'s' * (n > 1)}" for n in (world_size, ranks))
+            here, there = (f"{n} rank{'s' * (n > 1)}" for n in (world_size, saved_ranks))
             notes.append(
                 f"a step has {tokens:,} tokens on {here} instead of {before:,} on {there}; "
                 "train.accumulation can restore that"
@@ -61,11 +61,12 @@ def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
         ("dense_steps", before.train.switch_step, config.train.switch_step),
         ("selector_steps", before.train.selector_steps, config.train.selector_steps),
     ):
-        if new == old or step <= min(new, old):  # every step so far was dense, with either
+        dense = min(step, old)  # steps so far in which attention was dense
+        if min(step, new) == dense:
             continue
-        fix = f"{step} or more" if step <= old else f"{old}, as before"
+        fix = f"{step} or more" if dense == step else f"{old}, as before"
         raise ValueError(
-            f"train.{name} = {new}: the run was dense in {min(old, step)} of its {step} steps; set "
+            f"train.{name} = {new}: the run was dense in {dense} of its {step} steps; set "
             f"it to {fix}, or start a fresh run in another folder"
         )
     if step < max(config.train.switch_step, config.train.selector_steps):
@@ -88,10 +89,8 @@ def read_state(saved: Checkpoint) -> TrainState:
     for name, value in saved.train_state.items():
         expected = getattr(state, name, None)
         if type(value) is not type(expected):
-            shown = short_repr(value)
-            raise ValueError(
-                f"{saved.folder}: {name} = {shown} is not valid; use another checkpoint"
-            )
+            problem = f"{name} = {short_repr(value)} is not valid; use another checkpoint"
+            raise ValueError(f"{saved.folder}: {problem}")
         setattr(state, name, value)
     return state
 

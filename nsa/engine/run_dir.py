@@ -31,7 +31,7 @@ def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
         except UnicodeEncodeError:
             shown = printable(str(requested))
             raise ValueError(
-                f"--run-dir {shown}: is not UTF-8, so no file could name it; choose another folder"
+                f"--run-dir {shown}: is not UTF-8, so no file can record it; choose another folder"
             ) from None
         with _refused_if_unusable(requested):
             problem = _problem_of(requested, resume)
@@ -91,8 +91,8 @@ def _refused_if_unusable(run_dir: Path) -> Iterator[None]:
 def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
     """Return the checkpoint to resume from, the folder of the run's settings, and log lines.
 
-    The checkpoint is the newest valid one, None before the first. The folder is the checkpoint, or
-    the run's if the checkpoint holds no settings, as in earlier versions; None if neither does.
+    The checkpoint is the newest valid one; None: there is none. Settings are in the checkpoint; if
+    it is None or of an earlier version, in the run's folder; None: in neither.
     """
     path, damaged = newest_valid(run_dir / "checkpoints")
     notes = [f"skipped: {note}" for note in damaged]
@@ -103,7 +103,8 @@ def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
         notes.append(f"resuming from {path.name}")
     if path is not None and all((path / name).exists() for name in CONFIG_FILES):
         return path, path, notes
-    return path, run_dir if (run_dir / "config.yaml").exists() else None, notes
+    settings = run_dir if (run_dir / "config.yaml").exists() else None
+    return path, settings, notes
 
 
 def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[str, Any]]) -> None:

@@ -128,10 +128,7 @@ def _bad_config(file: Path, model_type: str, error: Exception) -> ValueError:
 
 
 def parse_config(tree: dict[str, Any], file: Path) -> Any:
-    """Return transformers' config object for `tree`, the content of `file`.
-
-    Raise a ValueError if the model type is not in LLAMAS.
-    """
+    """Return transformers' config object for `tree`, read from `file`; refuse all but LLAMAS."""
     model_type = tree.get("model_type")
     if model_type not in LLAMAS:
         raise ValueError(f"{file}: model_type = {model_type!r}: is none of {', '.join(LLAMAS)}")
@@ -147,7 +144,7 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     config = read_config(folder) if has_run_config else RunConfig()
     saved = NSAConfig(**tree)
     model = saved.model_config()
-    if has_run_config:
+    if has_run_config:  # an export's config.json resets these
         model.attention.backend = config.model.attention.backend
         model.attention.selector_loss = config.model.attention.selector_loss
         model.activation_checkpointing = config.model.activation_checkpointing
@@ -204,8 +201,9 @@ def _context_length(llama: Any) -> int:
 def _check_supported(folder: Path, llama: Any, context_length: int) -> None:
     """Raise a ValueError that names the first setting that this model does not support."""
     rope = {"rope_type": "default", **llama.rope_parameters}
-    seq_len = min(RunConfig().data.seq_len, llama.max_position_embeddings)  # of training
-    window = context_length if context_length < seq_len else None  # a longer one masks nothing
+    # A sliding window is refused only if it is shorter than the sequences of training.
+    seq_len = min(RunConfig().data.seq_len, llama.max_position_embeddings)
+    window = context_length if context_length < seq_len else None
     rope_types = f"one of {', '.join(ROPE_TYPES)}; import a checkpoint from before the extension"
     for name, value, supported, shown in (
         ("quantization_config", getattr(llama, "quantization_config", None), (None,), "None"),

@@ -57,7 +57,7 @@ class Attention(nn.Module):
     Dense attention has one branch, "all", and no gates.
     """
 
-    # Queries [S] and target [B, Hkv, S, M] of the last selector loss.
+    # Of the last selector loss: sampled queries [S], target of M blocks [B, Hkv, S, M].
     selector_target: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
@@ -168,7 +168,7 @@ class Attention(nn.Module):
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Return each branch's keys and values."""
-        return dict(zip(self.branches, parts.kv_sets, strict=False))  # there are always 3 sets
+        return dict(zip(self.branches, parts.kv_sets, strict=False))  # of 3 sets, some are empty
 
     def compute_selector_loss(
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
@@ -358,8 +358,8 @@ class NSAttention(Attention):
         """Return the compressed branch's keys [B, N, Hkv, Dk] as a function of detached x.
 
         They are projected and compressed a second time, so that the selector loss trains the
-        ranking and not the hidden states that other layers read. For M7C this is a twelfth of the
-        work of projection and φ.
+        ranking and not the hidden states that other layers read. With M7C's sizes this is a twelfth
+        of the work of projection and φ.
         """
         x = x.detach()
         rows = self.kv_heads * self.key_dim  # of the first set, which φ reads

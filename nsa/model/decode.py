@@ -100,7 +100,7 @@ def generate(
         return sample(logits, uniform.to(logits.device), temperature, top_p)
 
     def decode() -> Iterator[Tensor]:
-        # No more than the text needs, and no more than the cache's first doubling would add.
+        # At most the prompt's length again: the text may end early, and a full cache doubles.
         reserve = min(max_new_tokens, max(len(row) for row in rows))
         logits, cache = prefill(model, rows, reserve=reserve)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)

@@ -120,7 +120,7 @@ def write_dtypes(path: Path, module: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _modules(module: torch.nn.Module) -> str:
-    """Return a table with a row per module; layers with equal rows share one, with their number."""
+    """Return a table with a row per module; layers with equal rows share one, which counts them."""
     counts = Counter[tuple[str, str, str]]()
     for name, part in module.named_modules():
         if dtypes := _dtype_names(x.dtype for x in part.parameters(recurse=False)):

@@ -140,8 +140,8 @@ def curve_panels(runs: Mapping[str, Summary]) -> list[Panel]:
     for column, title in _PANELS:
         curves = {label: run.points(column) for label, run in runs.items()}
         if any(steps for steps, _ in curves.values()):
-            marked, logarithmic = column == "bits_per_byte", column == "grad_norm"
-            panels.append(Panel(title, curves, marked=marked, logarithmic=logarithmic))
+            marked = column == "bits_per_byte"
+            panels.append(Panel(title, curves, marked=marked, logarithmic=column == "grad_norm"))
     return panels
 
 

@@ -134,7 +134,7 @@ class Supervisor:
     def _processes(self) -> list[psutil.Process]:
         """Find new processes of the run; return those that are alive, orphans included.
 
-        Call this often: a process whose parent ends before the next call is never found. psutil
+        Call this often: heartbeats of a rank that ends before it is found are ignored. psutil
         compares start times, so a later process with the same pid is never signalled.
         """
         with contextlib.suppress(psutil.Error):

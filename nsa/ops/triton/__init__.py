@@ -56,7 +56,7 @@ def constant_result(function: Function) -> Function:
 
 @constant_result
 def _device_problem(device: torch.device) -> str | None:
-    # Two functions, because Dynamo traces into a function behind `cache`.
+    # Not one function with both decorators: Dynamo would trace the one that `cache` wraps.
     return _find_device_problem(device)
 
 
@@ -69,7 +69,7 @@ def _find_device_problem(device: torch.device) -> str | None:
 
     if name := amd_chip(device):
         if name not in AMD:
-            return f"the GPU is AMD's {name}; of these it supports {', '.join(AMD)}"
+            return f"the GPU is AMD's {name}; of AMD's GPUs it supports {', '.join(AMD)}"
         if find_spec("triton.language.target_info") is None:
             return "AMD's GPUs need Triton 3.5"
         return None

@@ -92,12 +92,12 @@ def _compile_and_run(kernel: Any, grid: Sequence[int], values: tuple, config: Co
 def _cause(error: BaseException) -> str:
     """Return the line that says why the GPU or the compiler refused a kernel.
 
-    Triton wraps an error in a function that a kernel calls: the outer error has no message, only
-    source code and a caret. An error of ptxas begins with lines that do not name the reason.
+    An error in a function that a kernel calls is the cause of another error, which has no message,
+    only source code and a caret. The first lines of an error of ptxas do not name the reason.
     """
     while getattr(error, "error_message", "") is None and error.__cause__ is not None:
         error = error.__cause__
-    message = getattr(error, "error_message", "")
+    message = getattr(error, "error_message", "")  # None: no message; "": no such attribute
     lines = [line.strip() for line in (message or str(error)).splitlines() if line.strip(" ^")]
     lines = [x for x in lines if x.startswith("ptxas") and "ptxas info" not in x] or lines
     if not lines:

@@ -65,7 +65,7 @@ def _members(
     index, t, row, valid, first, stride,
     TOP: tl.constexpr, SELECT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Return blocks from `first` on [BLOCK_WORDS, 32], and the queries that selected each as bits.
+    """Return blocks, `first` and later, and the queries of each as bits: both [BLOCK_WORDS, 32].
 
     It builds one word per query and 32 blocks, then transposes. Comparing each selected block with
     each block would take 32 times as many comparisons.
@@ -203,7 +203,7 @@ def blocks_by_tile(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unite the blocks of each tile of `queries`: (blocks, members, counts).
 
-    blocks and members are [B, tiles, Hkv, list_len]; the first counts [B, tiles, Hkv] are written.
+    Each list in blocks and members [B, tiles, Hkv, list_len] has `counts` [B, tiles, Hkv] entries.
     """
     batch, seq_len, groups, top = block_index.shape
     tiles = max_tiles(seq_len, queries, cu_seqlens)
@@ -259,7 +259,7 @@ def queries_by_block(
 
 
 def _block_words(blocks: int, queries: int) -> int:
-    """Return words of 32 blocks per step: no more than exist, and at most 4,096 bits per tile."""
+    """Return how many words of 32 blocks a step takes: for all blocks, but at most 4,096 bits."""
     return min(next_power_of_2(cdiv(blocks, 32)), max(1, 4096 // (32 * queries)))
 
 
@@ -306,9 +306,9 @@ def _scores(
 ):  # fmt: skip
     """Load keys and values [KEYS, ..] of one step of a tile's list.
 
-    Return them, their scores [ROWS, KEYS], and which rows selected the block. Scores of a PAST step
-    are not masked; a row that did not select the block has scores too. In other steps, scores after
-    the last key that a row sees are -inf: all scores if the row did not select the block.
+    Return them, their scores [ROWS, KEYS], and which rows selected the block. A key that a row does
+    not see has score -inf. Only in a PAST step rows that did not select the block have scores: the
+    caller ignores them.
     """
     PIECES: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # the last step's keys may be the next block's

@@ -48,7 +48,7 @@ def test_a_chip_of_amds_takes_the_tiles_of_gfx942(
 
 def test_another_chip_of_amds_is_refused_by_name(on_chip: OnChip) -> None:
     on_chip("gfx1100:sramecc-")
-    reason = "the GPU is AMD's gfx1100; of these it supports gfx942, gfx950"
+    reason = "the GPU is AMD's gfx1100; of AMD's GPUs it supports gfx942, gfx950"
     assert backend._find_device_problem.__wrapped__(GPU) == reason
 
 
