@@ -12,7 +12,9 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from nsa.cli import main
-from nsa.data.tokenizer import ORIGIN
+from nsa.data.config import DataConfig
+from nsa.data.tokenizer import ORIGIN, build_tokenizer
+from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import NO_TOKENIZER
 from nsa.export.origin import Origin, find_origin, write_origin
 from nsa.export.to_hf import export
@@ -255,10 +257,6 @@ def test_generation_settings_that_are_no_settings_are_refused(
 def test_a_tokenizer_without_an_origin_is_exported_without_the_machines_settings(
     tmp_path: Path,
 ) -> None:
-    from nsa.data.config import DataConfig
-    from nsa.data.tokenizer import build_tokenizer
-    from nsa.export.hf_tokenizer import write_tokenizer
-
     (tmp_path / "chat").mkdir()
     add_chat_tokenizer(tmp_path / "chat")
     tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path / 'chat'}"))

@@ -467,6 +467,10 @@ def test_results_are_kept_by_gate_and_a_new_one_replaces_the_old(tmp_path: Path)
     entries = json.loads((tmp_path / "gates.json").read_text())
     assert [set(entry) for entry in entries] == [{"gate", "step", "go", "time", "criteria"}] * 2
     assert set(entries[1]["criteria"][0]) == {"name", "ok", "value", "limit", "evidence"}
+    later = [entries[0] | {"gate": "later"}, entries[0] | {"more": 1}]  # of another version
+    (tmp_path / "gates.json").write_text(json.dumps(entries + later))
+    record_result(tmp_path, good)
+    assert read_results(tmp_path) == [sanity, good]
     assert sorted(path.name for path in tmp_path.glob(".*")) == [], "no drafts are left"
 
 
