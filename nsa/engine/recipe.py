@@ -30,7 +30,7 @@ from nsa.engine.config import (
     scaled_warmup,
     walk,
 )
-from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.ds_config import block_of, leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import dataset_vocabulary, read_config
 from nsa.engine.micro_batch import resolve_auto, resolved_zero
 from nsa.engine.process_group import AllRanksCrash, RunAborted, crash, end_process
@@ -267,8 +267,13 @@ def _resolve_deepspeed(
         raw = load_ds_config(path)
     resolve = partial(resolve_ds_config, raw, world_size=ranks, source=str(path))
     ds_config = resolve(config)
+    accelerator, gpu_memory = get_accelerator(), None
+    offloads = block_of(ds_config, "activation_checkpointing").get("cpu_checkpointing")
+    if offloads and accelerator.device_name() == "cpu":
+        raise ValueError(
+            f"{path}: activation_checkpointing.cpu_checkpointing = true: needs a GPU; remove it"
+        )
     if AUTO in (config.train.micro_batch, config.model.activation_checkpointing):
-        accelerator, gpu_memory = get_accelerator(), None
         if accelerator.device_name() != "cpu":  # this node's smallest GPU, so that its ranks agree
             gpu_memory = min(map(accelerator.total_memory, range(accelerator.device_count())))
         zero = resolved_zero(ds_config, config)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig, resolve_config
 from nsa.engine.loop import Run, executed_flops, set_phase
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.trainer import _check_node, _check_steps_left, prepare
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
-from tests.engine.small import small_request
+from tests.engine.small import gpus, small_request
 from tests.monitor.records import files_no_longer_than
 
 SELECTOR = AttentionConfig(
@@ -30,6 +32,19 @@ def test_weights_that_no_machine_holds_are_refused(monkeypatch: pytest.MonkeyPat
     gigabytes = float(str(refused.value).split("take ")[1].split()[0].replace(",", ""))
     one_rank = 4 * 512 * 16_384 * (3 * 65_536 + 6 * 8 + 4 * 2 * 8) / 1e9  # MLP, q, o, k and v
     assert gigabytes == pytest.approx(4 * one_rank, rel=0.01)
+
+
+def test_activations_are_offloaded_to_the_cpu_from_a_gpu_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    json_file = tmp_path / "offload.json"
+    block = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    json_file.write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
+    flags = f"--deepspeed_config={json_file}", "--set=model.activation_checkpointing=deepspeed"
+    with pytest.raises(ValueError, match="cpu_checkpointing = true: needs a GPU; remove it"):
+        small_request(*flags)
+    monkeypatch.setattr(recipes, "get_accelerator", gpus)
+    assert small_request(*flags).ds_config["activation_checkpointing"]["cpu_checkpointing"]
 
 
 def test_the_disk_must_hold_the_checkpoints_until_the_run_stops(tmp_path: Path) -> None:
