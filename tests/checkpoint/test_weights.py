@@ -184,6 +184,7 @@ def test_conversion_to_another_number_of_ranks_refuses_code(stages: Path, kind: 
     with forked_converter(), refusal:
         to_universal(read_state_file(stages / f"1_{kind}" / "step00000003"))
     assert not (stages / "ran").exists()
+    assert not list((stages / f"1_{kind}").glob(".*")), "no draft is left"
 
 
 def test_the_attack_works_without_the_defence(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ from nsa.data.tokenizer import (
     HubTokenizer,
     Tokenizer,
     build_tokenizer,
+    name_in_errors,
     split_text,
+    stop_ids,
 )
 from tests.data.texts import train_tokenizer
 from tests.ranks import ROOT, spawn_ranks
@@ -101,7 +103,7 @@ def test_any_text_survives_a_trained_tokenizer(trained: Tokenizer, text: str) ->
     assert trained.decode(ids) == text.encode()
 
 
-def test_encode_many_equals_encode(trained: Tokenizer) -> None:
+def test_encode_many_equals_encode(trained: HubTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [PROSE.encode(), b"", b"x", b"\xff\xfe", PROSE.encode() * 5]
     for tokenizer in (trained, ByteTokenizer()):
         alone = [tokenizer.encode(text) for text in texts]
@@ -109,6 +111,27 @@ def test_encode_many_equals_encode(trained: Tokenizer) -> None:
             assert one.dtype == other.dtype == np.uint16
             assert np.array_equal(one, other)
     assert trained.encode_many([]) == []
+    many = Mock(side_effect=trained._backend.encode_batch_fast)
+    monkeypatch.setattr(trained, "_backend", SimpleNamespace(encode_batch_fast=many))
+    trained.encode_many([b"x"] * 130)
+    assert many.call_count == 3, "each call uses all cores"
+
+
+def test_ctrl_c_while_a_text_is_encoded_is_no_error_of_the_tokenizer() -> None:
+    with pytest.raises(KeyboardInterrupt), name_in_errors("data.tokenizer"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"), [(5, {5}), ([5, 6], {5, 6}), (["6", -1, True, 10**6, None], set())]
+)
+def test_a_text_ends_at_the_stops_of_the_models_files(
+    stops: object, expected: set[int], folder: Path, tmp_path: Path
+) -> None:
+    copy = edited(folder, tmp_path / "copy", {})
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
+    assert set(stop_ids(tokenizer)) == {tokenizer.eos_id, *expected}
 
 
 def test_invalid_utf8_becomes_the_replacement_character(trained: Tokenizer) -> None:

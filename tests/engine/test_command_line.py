@@ -6,14 +6,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig, resolve_config
 from nsa.engine.loop import Run, executed_flops, set_phase
+from nsa.engine.process_group import Ranks
 from nsa.engine.run_dir import FolderLock
-from nsa.engine.trainer import _check_node, _check_steps_left, prepare
+from nsa.engine.run_request import TrainState
+from nsa.engine.trainer import _check_node, _check_steps_left, _heading, prepare
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
 from tests.engine.small import gpus, small_request
@@ -87,6 +90,13 @@ def test_a_resumed_run_has_steps_left_or_none_to_change(
     else:
         with pytest.raises(ValueError, match=problem):
             _check_steps_left(request, step)
+
+
+def test_the_heading_names_parameters_steps_and_ranks() -> None:
+    request: Any = SimpleNamespace(recipe="m7c", profile="demo", run_dir="run", stop_step=9)
+    run: Any = SimpleNamespace(request=request, config=RunConfig(), state=TrainState(step=4))
+    run.ranks = Ranks(rank=0, local_rank=0, world_size=2)
+    assert _heading(run) == "m7c (demo): 125.7M parameters, steps 5 to 9 on 2 ranks, in run"
 
 
 @pytest.mark.parametrize(

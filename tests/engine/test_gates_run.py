@@ -250,7 +250,11 @@ def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged_and_says_why
     with files_no_longer_than(0):
         telemetry.step_end(TrainState(step=1))
         histories = [RankHistory(0), telemetry.history()]
+    telemetry.csv_files = Mock(flush=lambda: False)  # of rank 0
+    assert telemetry.history().problem == "the disk did not take the newest lines"
+    telemetry.profiler = Mock()
     telemetry.close("finished")
+    telemetry.profiler.close.assert_called_once_with()  # writes the trace of an early end
     beat = last_beat(tmp_path / "heartbeat_rank1.jsonl")
     assert beat is not None
     assert (beat["step"], beat["phase"]) == (1, "idle")

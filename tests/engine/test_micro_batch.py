@@ -161,6 +161,8 @@ def test_gradients_are_planned_in_the_dtype_in_which_they_are_reduced() -> None:
         raw = {"zero_optimization": {"stage": 0, "reduce_bucket_size": 9}} | more
         zero = resolved_zero(resolve_ds_config(raw, small(), world_size=2), small())
         assert (zero.reduce_bytes, zero.accumulate_bytes, zero.bucket) == (reduce_bytes, 2, 0)
+    assert model_of(small()).weight_bytes == 2
+    assert model_of(RunConfig(train=TrainConfig(precision="fp32"))).weight_bytes == 4
 
 
 def mode_and_note(one: RunRequest) -> tuple[str, str]:

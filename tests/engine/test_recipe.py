@@ -226,10 +226,16 @@ def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
 def test_an_error_reaches_the_terminal_as_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    waits: list[float] = []  # of other ranks than 0, whose error is the same
     monkeypatch.setattr(recipes, "end_process", sys.exit)
-    with pytest.raises(SystemExit, match="2"):
-        recipes._exit_with_error(Recipe("m7c", "", {}), ValueError("a\n\x1b[2Jb"), 2)
-    assert capsys.readouterr().err == "m7c: a\n\\x1b[2Jb\n"
+    monkeypatch.setattr(recipes, "signal", Mock())
+    monkeypatch.setattr(recipes, "time", SimpleNamespace(sleep=waits.append))
+    for rank, waited in (("0", []), ("1", [10])):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            recipes._exit_with_error(Recipe("m7c", "", {}), ValueError("a\n\x1b[2Jb"), 2)
+        assert capsys.readouterr().err == "m7c: a\n\\x1b[2Jb\n"
+        assert waits == waited
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from nsa.engine.resume import (
     read_checkpoint,
     read_state,
 )
-from nsa.engine.run_dir import CONFIG_FILES, find_saved
+from nsa.engine.run_dir import CONFIG_FILES, find_saved, record_run
 from nsa.engine.run_request import RunRequest
 from nsa.model import AttentionConfig, ModelConfig
 from tests.engine.runs import TINY, ds_config, on_one_rank, succeed, weights
@@ -102,6 +102,18 @@ def test_ranks_that_find_different_checkpoints_are_refused(saved: Path) -> None:
     assert (folder, processes[1]) == (saved, ("b", 7))
     with pytest.raises(ValueError, match=r"step00000003 and rank 1 found None; put --run-dir on"):
         agree(None)
+
+
+def test_a_run_records_its_ranks_their_hosts_and_the_kernel_check(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.monitor.environment.environment", dict)
+    (request := resumed(saved)).notes[:] = ["a note"]
+    record_run(request, ["node1", "node2"], [{"operation": "swiglu"}])
+    facts = {"recipe": "small", "profile": "demo", "notes": ["a note"], "world_size": 2}
+    facts |= {"hosts": ["node1", "node2"], "kernel_check": [{"operation": "swiglu"}]}
+    assert json.loads((saved / "env.json").read_text()) == facts
+    assert {name: (saved / name).read_text() for name in CONFIG_FILES} == request.config_files()
 
 
 @pytest.mark.parametrize("error", [None, ValueError("a part is missing")])

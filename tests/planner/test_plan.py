@@ -283,8 +283,9 @@ def test_checkpointing_costs_one_more_forward_pass() -> None:
     assert forecast(model, zero, longer, A100, 2).compute == pytest.approx(2 * costs["none"])
 
 
-def test_the_command_plans_the_given_recipe_and_profile() -> None:
-    code, output, _ = plan("--set", "train.micro_batch=2", "--set", "train.accumulation=8")
+def test_the_command_plans_the_given_recipe_and_profile(tmp_path: Path) -> None:
+    (file := tmp_path / "more.yaml").write_text("train: {micro_batch: 2, accumulation: 3}")
+    code, output, _ = plan(f"--config={file}", "--set", "train.accumulation=8")
     assert code == 0
     assert "374.9  3.00 bytes per parameter" in output
     hardware, speed = output.splitlines()[1:3]

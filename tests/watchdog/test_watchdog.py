@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -403,6 +403,30 @@ def test_the_exit_code_waits_for_the_last_heartbeats_on_a_disk_that_hangs() -> N
 
     run._check, run._processes, run._read_folder = lambda: None, list, read
     assert run.run() == 3
+
+
+def test_while_the_disk_hangs_one_thread_waits_for_it_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    responds, checks = Event(), list[object]()
+
+    def check(pids: object) -> None:
+        checks.append(pids)
+        responds.wait(60)
+
+    monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "DISK_LIMIT_SECONDS", 0.0)
+    state: Any = SimpleNamespace(signal=None, urgent=False)
+    ended: Any = SimpleNamespace(returncode=0)
+    run: Any = supervisor.Supervisor(state, ended)
+    run.detector = SimpleNamespace(folder=Path("run"), check=check, messages=["slow"], beats={})
+    assert [run._read_folder() for _ in range(3)] == [(False, None)] * 3
+    responds.set()
+    wait_for(lambda: run._read_folder()[0])
+    assert run._read_folder() == (True, None)
+    assert len(checks) == 2, "one for each response"
+    log = "watch: run: the disk hangs; until it responds, no rank is checked\nwatch: slow\n"
+    assert capsys.readouterr().err == log
 
 
 def test_only_heartbeats_of_processes_that_the_command_has_started_are_of_the_run(
