@@ -242,8 +242,8 @@ def test_results_are_written_though_stdout_is_closed(
          "--set model.layers=1: only data.*"),
         (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run uses its tokenizer"),
         (["--device", "tpu9"], "--device tpu9: "),
-        (["--compare", "nsa", "~/nowhere"], "/runs0/nowhere': there is no such folder"),
-        (["--out=~/lines.jsonl"], "/runs0/lines.jsonl: the folder cannot be created (File exists)"),
+        (["--compare", "nsa", "~/nowhere"], "'HOME/nowhere': there is no such folder"),
+        (["--out=~/lines.jsonl"], "--out HOME/lines.jsonl: the folder cannot be created (File"),
     ],
 )  # fmt: skip
 def test_wrong_flags_and_data_are_one_line_and_exit_code_2(
@@ -256,7 +256,7 @@ def test_wrong_flags_and_data_are_one_line_and_exit_code_2(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setattr(perplexity, "evaluate", None)  # slow: all are refused before
-    assert message in refusal("eval", "nsa", *flags)
+    assert message.replace("HOME", str(folder)) in refusal("eval", "nsa", *flags)
 
 
 def test_a_run_whose_tokenizer_is_missing_or_too_large_is_refused_by_name(

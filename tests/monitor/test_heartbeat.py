@@ -355,9 +355,12 @@ count_forever()
 """
 WAITING = """
 import signal, threading, time
+started = threading.Event()
 def prefetch():
+    started.set()
     threading.Event().wait()
 threading.Thread(target=prefetch, daemon=True).start()
+started.wait()
 def stop(*_):
     print("stopped cleanly", flush=True)
     raise SystemExit(0)

@@ -102,7 +102,7 @@ def test_a_report_holds_facts_and_settings(tmp_path: Path) -> None:
     assert run["longest pause since the last start"] == ["30.0 s (rank 1, in data after step 200)"]
     assert run["peak memory of a rank, GB"] == ["12.50"]
     assert run["skipped steps"] == ["2"], "the most of any rank"
-    assert re.match(r"torch 2.*, deepspeed 0", run["versions"][0])
+    assert re.match(r"torch \d.*, deepspeed \d", run["versions"][0])
     assert cpu_model().replace("|", "/") in run["hardware"][0]
     assert "\na / note\n\nanother\n" in text
     settings = table(text, "Settings")
