@@ -43,7 +43,7 @@ from nsa.model.compressor import BlockMLP, BlockPool
 from nsa.model.config import INIT_STD, ModelConfig
 from nsa.model.decode import prefill_states, step_states
 from nsa.model.hf_config import NSAConfig, register_peft_targets
-from nsa.model.language_model import LanguageModel
+from nsa.model.language_model import LanguageModel, check_tokens
 from nsa.ops.inputs import check_documents
 
 # Servers that replace a model's attention, by the name of their attention. They pass only the
@@ -279,6 +279,8 @@ class NSAModel(NSAPreTrainedModel):
                 packed, cache.kv = prefill_states(self.core, prompts)
                 states, inputs = unpack(packed, mask), [unpack(x, mask) for x in inputs]
             else:  # one step per token
+                if not tokens.is_floating_point():  # before a step changes the cache
+                    check_tokens(tokens, self.config.vocab_size)
                 steps = [step_states(self.core, column, cache.kv) for column in tokens.unbind(1)]
                 states = torch.stack(steps, 1)
                 inputs = [torch.stack(inputs[n :: len(blocks)], 1) for n in range(len(blocks))]

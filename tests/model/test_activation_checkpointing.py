@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.model.language_model import checkpoint_function
+from nsa.model.language_model import SAVED_OPS, checkpoint_function
 from nsa.monitor.health import HealthRecorder
 from nsa.ops import blockwise
+from nsa.ops.custom_op import IMPLEMENTATIONS
 from tests.model.models import ATTENTIONS, IMPORTED, SPEC, build, packed, step, tiny, tokens
 from tests.ops.cases import Calls
 
@@ -127,16 +129,30 @@ def test_attention_and_selection_are_recomputed_unless_their_outputs_are_saved(
     assert sum(n for name, n in calls.items() if "backward" not in name) == 2 * forward_calls
 
 
-@pytest.mark.parametrize("attention", ["dense", "index", "mlp"])
+@pytest.mark.parametrize("attention", ["dense, imported", "index", "mlp"])
 def test_selective_checkpointing_recomputes_no_matrix_product(attention: str) -> None:
     flops = {}
     for mode in ("none", "selective", "non_reentrant"):
-        model = build(tiny(attention, activation_checkpointing=mode), torch.float32)
+        config = replace(config_of(attention), activation_checkpointing=mode)
+        model = build(config, torch.float32)
         with FlopCounterMode(display=False) as counter:
             step(model, IDS, DOCUMENTS)
         flops[mode] = counter.get_total_flops()
     assert flops["selective"] <= 1.02 * flops["none"]
     assert flops["non_reentrant"] > 1.1 * flops["none"]
+
+
+def test_selective_checkpointing_saves_every_kind_of_attention() -> None:
+    """Of which a GPU runs some, each by an op of its own."""
+    for module in ("band", "decode", "per_token", "pooling", "rotary", "selected", "selector_loss"):
+        import_module(f"nsa.ops.triton.{module}")
+    cheap = ("pool", "swiglu", "norm", "decode", "_backward")
+    ours = {name for name in IMPLEMENTATIONS if not name.endswith(cheap)}
+    theirs = set(torch._C._dispatch_get_all_op_names())
+    kinds = ("flash_attention", "efficient_attention", "cudnn_attention", "attention_for_cpu")
+    theirs = {x for x in theirs if "::_scaled_dot_product_" in x and x.endswith(kinds)}
+    assert {x for x in ours if x.startswith("nsa::")} | theirs <= SAVED_OPS
+    assert len(theirs) == len(kinds)
 
 
 @attentions

@@ -338,5 +338,10 @@ def test_a_pattern_that_is_no_spec_is_refused_with_the_spec_to_write() -> None:
 def test_a_gpus_offsets_are_checked_with_the_steps_only_synchronisation(offsets: list[int]) -> None:
     """On a GPU `check_documents` reads no values; the count of blocks is read anyway."""
     attention, cu_seqlens = layer(), torch.tensor(offsets, dtype=torch.int32)
+    device = torch.device("cpu")
     with pytest.raises(ValueError, match="cu_seqlens does not ascend from 0 to T = 20"):
-        AttentionMetadata.build(attention.config, 20, cu_seqlens, torch.device("cpu"))
+        AttentionMetadata.build(attention.config, 20, cu_seqlens, device)
+    with Calls() as recorded:
+        AttentionMetadata.build(attention.config, 20, packed(5, 15), device, torch.tensor(3))
+    assert recorded.host_syncs == {"_local_scalar_dense"}
+    assert recorded.names.count("_local_scalar_dense") == 1

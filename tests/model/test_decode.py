@@ -148,14 +148,17 @@ def test_selected_rows_of_a_cache_are_independent() -> None:
     step(model, torch.tensor([1, 2, 3]), cache)  # its buffers are its own
     left = cache.select(torch.tensor([True, False, True]))  # e.g. tokens != stop
     assert left.host_lengths == left.lengths.tolist() == [21, 13]
-    for nothing in ([], torch.zeros(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)):
+    for nothing in ([], [[0]], torch.zeros(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)):
         with pytest.raises(ValueError, match=r"rows is .*; give the indices of one or more of"):
             cache.select(nothing)
 
 
 def test_a_step_never_synchronizes_with_the_device() -> None:
     model, ids = model_of(tiny("mlp")), tokens(30, batch=2)
-    logits, cache = prefill(model, cut(ids, [8, 20]))
+    with Calls() as mode:
+        logits, cache = prefill(model, cut(ids, [8, 20]))
+    products = [x.shape for op, _, x in mode.calls if "mm" in op.name() and x.shape[-1] == 61]
+    assert products == [(2, 61)], "of the last tokens alone"
     compressed: list[int] = []
     for layer in model.sparse_layers().values():
         layer.compress.register_forward_hook(lambda *_: compressed.append(1))

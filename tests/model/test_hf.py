@@ -296,6 +296,17 @@ def test_rows_of_a_cache_are_repeated_and_tokens_cannot_be_removed() -> None:
     assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
+def test_a_refused_token_leaves_a_cache_as_it_was() -> None:
+    """Also a later one of several, whose steps come one after another."""
+    model, ids = wrapped(), tokens(24, batch=2)
+    cache, wrong = model(ids[:, :20], use_cache=True).past_key_values, ids[:, 20:].clone()
+    wrong[1, 2] = 61
+    with pytest.raises(ValueError, match="contains 61; ids are 0 to 60"):
+        model(wrong, past_key_values=cache)
+    rest = model(ids[:, 20:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, model(ids).logits[:, 20:])
+
+
 def test_chunked_prefill_changes_nothing() -> None:
     model, ids = wrapped(), tokens(24, batch=2)
     chunks = {"past_key_values": NSACache(), "prefill_chunk_size": 10}
@@ -317,6 +328,9 @@ def test_one_forward_pass_gives_all_logits_and_the_cache() -> None:
     hook.remove()
     assert read == [(int(MASK.sum()),)]  # once
     assert not out.logits.requires_grad
+    model.lm_head.register_forward_pre_hook(lambda _, args: read.append(args[0].shape))
+    model(ids, attention_mask=MASK, logits_to_keep=1)
+    assert read[1:] == [(3, 1, 24)]  # no other logits are computed
     assert torch.equal(out.logits, model(ids, attention_mask=MASK).logits)
     assert out.past_key_values.get_seq_length() == 24
     assert model(ids).past_key_values is None  # only on request
@@ -453,7 +467,9 @@ def test_the_configuration_accepts_hugging_face_names() -> None:
 def test_settings_given_at_load_keep_the_other_saved_settings(tmp_path: Path) -> None:
     """The selector loss, which is not exported, can be given too. Nor is the backend."""
     trained = replace(ATTENTIONS["mlp"], selector_loss=1.0, backend="blockwise")
-    NSAConfig.of(tiny(trained)).save_pretrained(tmp_path)
+    model = tiny(trained)
+    NSAConfig.of(model).save_pretrained(tmp_path)
+    assert model.attention == trained  # not changed
     given = {"attention": {"spec": {"window": 64}, "backend": "reference"}}
     config = AutoConfig.from_pretrained(tmp_path, **given)
     expected = replace(ATTENTIONS["mlp"], spec=replace(SPEC, window=64), backend="reference")

@@ -76,7 +76,9 @@ def test_autocast_takes_weights_of_the_other_half_precision(dtype: torch.dtype) 
 
 def test_peft_saves_an_embedding_that_an_adapter_changes(tmp_path: Path) -> None:
     adapter = peft().LoraConfig(task_type="CAUSAL_LM", target_modules=["embed"])
+    wrapped()
     adapted = peft().get_peft_model(wrapped(dtype=torch.float32), adapter)
+    assert peft().utils.constants.EMBEDDING_LAYER_NAMES.count("embed") == 1, "of two models"
     with pytest.warns(UserWarning, match="embedding"):
         adapted.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "adapter_model.safetensors")

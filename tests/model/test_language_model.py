@@ -16,17 +16,33 @@ from nsa.monitor.health import HealthRecorder
 from nsa.ops import fallback_counts, reset_fallback_counts
 from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, NAMED, SPEC, build, packed, tiny, tokens
+from tests.ops.cases import Calls
 
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
 
 
+# Operations of each layer's attention, beside RoPE; `pool` runs for keys and for values.
+OF_A_LAYER = {
+    "dense": {},
+    "index": {"pool": 1, "select_blocks": 1, "selected_attention": 1},
+    "index, mean": {"select_blocks": 1, "selected_attention": 1},
+    "mean": {"nsa_attention": 1},
+    "pool": {"pool": 2, "nsa_attention": 1},
+    "mlp": {"nsa_attention": 1},
+}
+
+
 @attentions
-def test_a_backend_by_name_is_that_of_every_operation_of_the_blocks(attention: str) -> None:
-    """One that dispatched for itself would count a fallback on a CPU."""
-    model = build(tiny(replace(ATTENTIONS[attention], backend="blockwise")))
+def test_the_blocks_dispatch_each_operation_that_has_a_kernel(attention: str) -> None:
+    """On a CPU `auto` counts a fallback of each, and a backend by name none."""
     reset_fallback_counts()
-    model(tokens(23)).sum().backward()
+    build(tiny(replace(ATTENTIONS[attention], backend="blockwise")))(tokens(23)).sum().backward()
     assert fallback_counts() == {}
+    build(tiny(replace(ATTENTIONS[attention], selector_loss=0.0)))(tokens(23)).sum().backward()
+    counts = {operation: count for (operation, _, _), count in fallback_counts().items()}
+    of_layers = {"rotary_pool": 1, "swiglu": 1} | OF_A_LAYER[attention]
+    assert counts == {name: 2 * n for name, n in of_layers.items()} | {"add_rms_norm": 2 * 2 + 1}
+    reset_fallback_counts()
 
 
 @attentions
@@ -212,7 +228,9 @@ def test_observers_receive_the_documents_of_each_pass(attention: str, dense: boo
 @attentions
 def test_bf16_weights_train_too(attention: str) -> None:
     model, ids = build(tiny(attention), torch.bfloat16), tokens(40)
-    loss = model(ids, labels=ids)
+    with Calls() as recorded:
+        loss = model(ids, labels=ids)
+    assert "nsa::linear_cross_entropy" in recorded.names, "which never holds all logits"
     loss.backward()
     assert loss.dtype == torch.float32
     exact = build(tiny(attention))(ids, labels=ids)

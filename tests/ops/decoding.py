@@ -55,8 +55,8 @@ def decoded(
     given: dict[str, Any] = {name: y if name in read else None for name, y in vars(x).items()}
     given |= {"q": x.q, "q_cmp": None, "scale": x.q.shape[-1] ** -0.5, "branches": "+".join(names)}
     given["gates"] = x.gates[..., [BRANCHES.index(name) for name in names]]
-    lengths = torch.tensor([case.lengths, case.lengths], device=x.q.device)
-    given["lengths"] = lengths.T[:, 0]  # a view that is not contiguous
+    lengths = torch.tensor([(length, 0) for length in case.lengths], device=x.q.device)
+    given["lengths"] = lengths[:, 0]  # a view that is not contiguous
     return decode_attention(DecodeInputs(**(given | changes), spec=case.spec), backend)
 
 

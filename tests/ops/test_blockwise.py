@@ -110,3 +110,10 @@ def test_the_scores_of_a_branch_grow_as_the_sequence_does(
         return sum(len(tile.rows_of(x.q[:, :, 0])[0]) * len(every[tile.keys]) for tile in tiles)
 
     assert scores(240) - scores(160) == scores(160) - scores(80) > 0
+
+
+def test_tables_of_a_few_lengths_are_kept() -> None:
+    """Packed documents have any length, and tables are tensors on the device."""
+    for length in range(1, 80):
+        blockwise.overlap_table(length, NSASpec(), torch.float32, torch.device("cpu"))
+    assert blockwise.overlap_table.cache_info().currsize < 40

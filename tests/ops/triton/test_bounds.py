@@ -8,17 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.per_token import cross_entropy_
-from nsa.ops.triton import common, per_token, pooling, selected
 from tests.bounds import OutOfBounds
-from tests.ops.planted_errors import Check, Into, in_source, wrong
 from tests.ops.triton.parity import DEVICE
-from tests.ops.triton.test_planted_errors import (
-    DOCUMENTS,
-    POOL,
-    SELECTED,
-    WINDOW,
-)
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter checks")
 ROWS, SIZE = 5, 12
@@ -74,44 +65,3 @@ def test_a_view_of_a_larger_tensor_has_gaps_and_an_end() -> None:
     for first, last, element in ((-1, 4, 47), (0, 5, 52)):
         with pytest.raises(OutOfBounds, match=f"load at element {element} of x .* spans 52; 1 of "):
             sums(view, o, first=first, last=last)
-
-
-def a_label_past_the_vocabulary() -> None:
-    labels = torch.tensor([0, 1, 49], device=DEVICE)
-    losses = cross_entropy_(torch.zeros(3, 49, device=DEVICE), labels, False, backend="triton")
-    assert losses.isnan().tolist() == [False, False, True]
-
-
-PLANTS: dict[Check, dict[str, Into]] = {
-    WINDOW: {
-        "the last tile's mask": wrong(common, "load_rows", mask=lambda _: None),
-        "columns of the padding": wrong(common, "store_rows", lambda a: {"SIZE": a["PADDED"]}),
-    },
-    DOCUMENTS[0]: {
-        "the offset after the last": wrong(common, "locate", offsets=lambda x: x + 1),
-    },
-    SELECTED: {
-        "queries of a step that does not come":
-            in_source(selected, "selected_keys_kernel", "=after < rows", "=after < rows + 16"),
-    },
-    POOL: {
-        "a block's missing tokens":
-            in_source(pooling, "pool_forward_kernel", "mask=valid, other=0)", "mask=i <= LEN)"),
-    },
-    a_label_past_the_vocabulary: {
-        "the logit of a label past the vocabulary":
-            in_source(per_token, "cross_entropy_kernel", "label < vocab", "label <= vocab"),
-    },
-}  # fmt: skip
-ERRORS = {name: (into, check) for check, errors in PLANTS.items() for name, into in errors.items()}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_an_access_planted_in_a_kernel_is_caught(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    into, check = ERRORS[name]
-    check()
-    into(monkeypatch)
-    with pytest.raises(OutOfBounds, match="lanes are outside"):
-        check()

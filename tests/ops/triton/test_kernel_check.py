@@ -193,6 +193,7 @@ def test_the_inputs_reach_what_kernels_treat_apart() -> None:
         assert longest % SPEC.block_stride
         assert short < SPEC.block_len < uneven
         assert checks.lengths(config, packed=False, seq_len=0) == [longest]
+    assert checks.lengths(INDEXED, packed=False, seq_len=0)[0] < NSASpec.window, "it has none"
     operations = checks.operations(CONFIG, DEVICE, packed=True)
     logits, labels = next(x.inputs for x in operations if x.name == "cross_entropy")
     assert logits is not None

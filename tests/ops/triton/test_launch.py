@@ -40,7 +40,6 @@ def test_calls_share_a_binary_only_if_triton_would_compile_the_same(
     monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(launcher, "_compile_and_run", compile_and_run)
     monkeypatch.setattr(launcher, "_compiled", {})
-    monkeypatch.setattr(launcher, "MAX_COMPILED", 3)
     kernel: Any = SimpleNamespace(fn=object())
     for size in (2**31 - 1, 2**31, 64, 2**32):
         x = torch.empty(size, dtype=torch.int8, device="meta")
@@ -52,12 +51,15 @@ def test_calls_share_a_binary_only_if_triton_would_compile_the_same(
         launcher._run(kernel, (1,), (x,), 1, ANY)
     assert len(compiled) == 2
     compiled.clear()
-    call = kernel, aligned, 5, True, ANY
+    first = kernel, aligned, 5, True, ANY
     others = SimpleNamespace(fn=object()), aligned.to("meta"), 6, None, Config(1, 1, 8, 1)
-    for number, other in enumerate(others):
-        called, x, count, constant, config = (*call[:number], other, *call[number + 1 :])
+    calls = [first] + [(*first[:i], other, *first[i + 1 :]) for i, other in enumerate(others)]
+    monkeypatch.setattr(launcher, "MAX_COMPILED", 99)
+    for called, x, count, constant, config in calls * 2:
         launcher._run(called, (1,), (x, count, constant), 2, config)
-    assert len(compiled) == len(others)
+    assert len(compiled) == 1 + len(others)
+    monkeypatch.setattr(launcher, "MAX_COMPILED", 3)
+    launcher._run(kernel, (1,), (aligned, 7), 2, ANY)
     assert len(launcher._compiled) <= 3
 
 
