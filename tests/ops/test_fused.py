@@ -266,7 +266,7 @@ WRONG: dict[str, Callable[[], Any]] = {  # by the message
         NARROW, backend="triton"
     ),
     r"^backend = 'cuda': choose one of": lambda: ops_swiglu(NARROW, backend="cuda"),
-    r"^swiglu: its input has dtype": lambda: ops_swiglu(NARROW.long()),
+    r"^swiglu: the input has dtype": lambda: ops_swiglu(NARROW.long()),
     r"^weight has shape \(4,\); x requires \(5,\)": lambda: add_rms_norm(X, X, WEIGHT[1:], EPS),
     r"^delta has shape \(5,\); x requires \(2, 5\)": lambda: add_rms_norm(X, X[0], WEIGHT, EPS),
     r"'triton' does not support add_rms_norm: it has no float64": lambda: add_rms_norm(
