@@ -168,6 +168,8 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(
         shutil.copyfile(chat_llama / name, tmp_path / "llama" / name)
     error = refused(tmp_path / "llama")
     assert "has ids up to 259, but the model's vocabulary is 259" in error
+    named = imported(tmp_path / "llama", tmp_path / "run", "--tokenizer=byte")
+    assert named.config.data.tokenizer == "byte"
 
 
 def test_a_chat_without_a_template_is_refused(

@@ -96,19 +96,24 @@ def test_an_export_of_an_import_keeps_the_sources_fields(
 def test_what_an_import_changes_is_changed_in_the_export_and_printed(
     attention: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = ["--set=model.rope_theta=5e4", "--set=data.seq_len=16384", "--tokenizer=byte"]
-    imported(original, tmp_path / "run", f"--attention={attention}", *changes)
-    capsys.readouterr()
     is_llama = attention == "dense"
+    rope = ["rope_type=linear", "rope_extension={factor: 2}"] if is_llama else ["rope_theta=5e4"]
+    changes = [*(f"--set=model.{change}" for change in rope), "--set=data.seq_len=16384"]
+    changes += ["--tokenizer=byte", f"--attention={attention}"]
+    imported(original, tmp_path / "run", *changes)
+    capsys.readouterr()
     flags = ["--attention=dense"] if is_llama else []
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "hf"), *flags]) == 0
     config = settings(tmp_path / "hf")
     assert config["dtype"] == "float32", "as in training, without --dtype"
     lines = capsys.readouterr().out
     assert "config.json: max_position_embeddings = 16384, was 8192\n" in lines
-    theta = config["rope_parameters"]["rope_theta"] if is_llama else config["rope_theta"]
-    assert theta == 5e4
-    assert f"config.json: rope_theta = {None if is_llama else theta}, was 30000.0\n" in lines
+    if is_llama:
+        linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}
+        assert config["rope_parameters"] == linear
+    else:
+        assert config["rope_theta"] == 5e4
+    assert f"config.json: rope_theta = {None if is_llama else 5e4}, was 30000.0\n" in lines
     assert ("rope_parameters" in config, "rope_theta" in config) == (is_llama, not is_llama)
     assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [257, 257, 258]
     assert settings(tmp_path / "hf", "generation_config.json")["eos_token_id"] == 257
