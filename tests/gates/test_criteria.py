@@ -174,8 +174,9 @@ def test_a_loss_that_does_not_fall_is_a_no_go_from_the_second_gate_on(tmp_path: 
 
 
 def test_a_hang_is_a_pause_but_saving_and_evaluating_are_not(tmp_path: Path) -> None:
+    slow = {"seconds": 130.0}  # of one step, which hides no pause
     for name, phase in (("hung", "forward"), ("saving", "save"), ("evaluating", "eval")):
-        write_metrics(tmp_path / name)
+        write_metrics(tmp_path / name, change=lambda step: slow if step == 200 else {})
         write_beats(
             tmp_path / name,
             beats(300),
@@ -348,6 +349,8 @@ def test_memory_is_judged_at_extended_by_its_peak_and_its_growth_on_any_rank(
     assert criterion(tmp_path, "peak memory of", EXTENDED, max_memory_gb=30.0).ok is False
     write_metrics(tmp_path, 1_000, change=lambda step: {"memory_gb": 40.0 if step == 500 else 9.0})
     assert criterion(tmp_path, "peak memory of", EXTENDED).value == 40, "of the table, on rank 0"
+    alone = write_run(tmp_path / "alone", 1_000, ranks=1)
+    assert criterion(alone, "peak memory of", EXTENDED).value == 10, "of its heartbeats"
     write_beats(tmp_path, [line | {"memory_gb": 0.0} for line in beats(1_000, rank=3)])
     unknown = criterion(tmp_path, "growth", EXTENDED)
     assert (unknown.ok, unknown.evidence) == (None, "rank 3 recorded no memory")
