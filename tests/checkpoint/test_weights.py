@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,11 +52,17 @@ def test_weights_equal_the_trained_ones_and_in_float32_the_optimizers(
     assert capfd.readouterr() == ("", ""), "what DeepSpeed prints would be in the output of a verb"
 
 
-def test_weights_do_not_depend_on_the_file_after_reading(stages: Path, tmp_path: Path) -> None:
+def test_files_are_mapped_and_weights_do_not_depend_on_them_after_reading(
+    stages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A training run removes old checkpoints."""
     copied = tmp_path / "step00000003"
     shutil.copytree(checkpoint(stages, 1), copied)
-    weights = read_weights(copied)
+    load = Mock(side_effect=torch.load)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", load)
+        weights = read_weights(copied)
+    assert all(call.kwargs["mmap"] for call in load.mock_calls), "other tensors are not read"
     for file in copied.glob("*.pt"):
         file.write_bytes(bytes(file.stat().st_size))
     assert equal(weights, torch.load(stages / "1.pt", weights_only=True)["trained"])

@@ -195,12 +195,14 @@ class RecordedJobs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.jobs: list[Job] = []
+        self.writers: list[Mock] = []
         monkeypatch.setattr(cache_module, "Writer", self.start)
 
     def start(self, job: Job, locked: BinaryIO) -> Mock:
         locked.close()
         self.jobs.append(deepcopy(job))
-        return Mock(is_running=Mock(return_value=True))
+        self.writers.append(Mock(is_running=Mock(return_value=True)))
+        return self.writers[-1]
 
 
 def test_a_writer_gets_the_tokens_that_its_source_needs_in_each_split_and_the_settings(
@@ -214,6 +216,8 @@ def test_a_writer_gets_the_tokens_that_its_source_needs_in_each_split_and_the_se
     assert [job.needs for job in writers.jobs] == needs
     cache.start({"train": 10})  # not less than before
     assert [job.needs for job in writers.jobs[2:]] == needs
+    cache.close()
+    assert [writer.close.call_count for writer in writers.writers[2:]] == [1, 1]
     for settings in ({"subset": "b"}, {"split": "test"}, {"pattern": "*.c"}):
         open_cache(configure("hf:a/b", **settings), needs=100)
     assert len({job.folder for job in writers.jobs}) == 2 + 3

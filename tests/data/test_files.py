@@ -170,6 +170,7 @@ def test_invalid_utf8_is_kept_in_plain_text_and_replaced_in_json_lines(tmp_path:
         "a\ufffd\ufffdb",
         "\ufffd\ufffd\ufffd alone",
     ]
+    assert texts(open_files(write(tmp_path, "t.csv", b"text\na\xff\n"), "text")) == ["a\ufffd"]
     marked = write(tmp_path, "bom.jsonl", b"\xef\xbb\xbf" + lines("after a byte order mark"))
     assert texts(open_files(marked, "text")) == ["after a byte order mark"]
     raw = pa.array([b"a\xff"], pa.binary()).view(pa.string())
