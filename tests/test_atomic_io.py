@@ -106,6 +106,9 @@ def test_all_of_a_folder_is_on_disk_before_it_has_its_name(
     names = ("file", f".new.{os.getpid()}", "inner")
     assert synced == [*(f"{name}, draft" for name in names), f"{tmp_path.name}, published"]
     assert (to / "inner/file").exists()
+    with pytest.raises(OSError, match="not empty"), draft_folder(to):
+        pass
+    assert (to / "inner/file").exists(), "another process was first"
     with pytest.raises(ZeroDivisionError), draft_folder(tmp_path / "other"):
         _ = 1 // 0
     assert os.listdir(tmp_path) == ["new"]
