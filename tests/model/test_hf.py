@@ -355,6 +355,7 @@ OFFSETS: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 2, 4])}
         ),
         (OFFSETS | {"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "not with padding"),
         (OFFSETS | {"use_cache": True}, "cu_seq_lens_q: with a cache"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3])}, r"cu_seqlens goes from 0 to 3; .* T = 4"),
     ],
 )
 def test_unsupported_inputs_are_refused_by_name(given: dict[str, Any], message: str) -> None:

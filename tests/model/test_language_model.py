@@ -65,6 +65,8 @@ def test_packed_documents_get_the_logits_that_they_get_alone(attention: str) -> 
     documents = [part for part in ids.split(lengths, 1) if part.shape[1]]
     alone = torch.cat([model(document) for document in documents], 1)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+    states = model.hidden(ids, packed(*lengths))
+    assert torch.equal(F.linear(states, model.head_weight), together)
 
 
 @pytest.mark.parametrize("attention", NAMED)

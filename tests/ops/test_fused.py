@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -242,9 +243,9 @@ def loss_of(
     queries: Tensor,
     k_cmp: Tensor = LOSS.k_cmp,
     k_sel: Tensor = LOSS.k_sel,
-    q_cmp: Tensor | None = None,
+    **options: Any,
 ) -> Any:
-    options: dict[str, Any] = {"q_cmp": q_cmp, "cu_seqlens": PACKED.cu_seqlens}
+    options = {"cu_seqlens": PACKED.cu_seqlens} | options
     return selector_loss(LOSS.q, k_cmp, k_sel, queries, PACKED.spec, **options)
 
 
@@ -292,6 +293,13 @@ WRONG: dict[str, Callable[[], Any]] = {  # by the message
     r"k_sel has length 84; q requires 85": lambda: loss_of(
         sampled(PACKED), k_sel=LOSS.k_sel[:, 1:]
     ),
+    r"k_sel has head size 7 and q has 8": lambda: loss_of(
+        sampled(PACKED), k_sel=LOSS.k_sel[..., :7]
+    ),
+    r"^cu_seqlens goes from 0 to 3; .* T = 85$": lambda: loss_of(
+        sampled(PACKED), cu_seqlens=torch.tensor([0, 3])
+    ),
+    r"^scale = nan: must be from": lambda: loss_of(sampled(PACKED), scale=math.nan),
     r"k_cmp has length": lambda: loss_of(sampled(PACKED), k_cmp=LOSS.k_cmp[:, 1:]),
     r"q_cmp has length 84; q requires 85": lambda: loss_of(sampled(PACKED), q_cmp=LOSS.q[:, 1:]),
     r"^k_cmp is torch.float64 .* q is torch.float32": lambda: loss_of(
