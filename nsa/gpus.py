@@ -16,7 +16,7 @@ class GPU:
 
 # By the driver's full device name without "NVIDIA": SXM, PCIe and NVL boards of one chip differ.
 # MIG slices ("... MIG 3g.40gb"), laptop chips and custom boards are not listed.
-# From NVIDIA's data sheets (figures "with sparsity" halved); GeForce from the GA102, Ada and RTX
+# From the makers' data sheets (figures "with sparsity" halved); GeForce from the GA102, Ada and RTX
 # Blackwell architecture papers.
 GPUS = {
     "A100-SXM4-40GB": GPU(312.0, 156.0, 40),

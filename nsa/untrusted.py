@@ -75,7 +75,7 @@ def text_or_empty(path: str | Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise a ValueError for a link out of `folder`: a copy of the folder would hold that file.
+    """Raise a ValueError if a link leads out of `folder`: a copy could then hold a private file.
 
     Allowed are links to weights, and links from a hub cache's snapshots to its blobs.
     """
@@ -164,7 +164,7 @@ def parse_yaml(text: str) -> Any:
         check_depth(value)
     except RecursionError:
         raise ValueError("nested too deeply; write sections with keys") from None
-    # PyYAML's constructors raise the last three for tags such as !!int.
+    # For tags such as !!int PyYAML raises more than its own YAMLError.
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     return value

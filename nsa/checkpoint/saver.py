@@ -48,7 +48,7 @@ from nsa.checkpoint.state_file import (
 from nsa.untrusted import data_only
 from nsa.validation import at_least
 
-# Settings of a parameter group that stay as this launch set them. The loop sets the learning rate.
+# Settings of a parameter group that loading a checkpoint must not replace. The loop sets `lr`.
 OPTIMIZER_SETTINGS = ("betas", "eps", "momentum", "weight_decay", "decay", "lr_factor")
 
 
@@ -224,7 +224,7 @@ def _restore_rng(state: dict[str, Any]) -> None:
 
 
 def engine_topology(engine: Any) -> Topology:
-    """Return the topology of an engine, which must equal that of a checkpoint to load."""
+    """Return an engine's topology, which decides what checkpoints it can load."""
     precision = "fp16" if engine.fp16_enabled() else "fp32"
     if engine.bfloat16_enabled():
         precision = "bf16"

@@ -87,7 +87,7 @@ def read_tokenizer(folder: Path) -> Mapping[str, str] | None:
 
 
 def check_loadable(checkpoint: Path, saved: Topology, current: Topology) -> None:
-    """Raise a ValueError if an engine of topology `current` cannot load a `saved` one."""
+    """Raise a ValueError if an engine of topology `current` cannot load one of topology `saved`."""
     for key, name, fix in (
         ("layout", "ZeRO stage {}", "choose a DeepSpeed config of ZeRO stage {}"),
         ("precision", "precision {}", "set train.precision={}"),

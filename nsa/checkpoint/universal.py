@@ -48,12 +48,12 @@ def to_universal(saved: Checkpoint) -> Checkpoint:
     source = read_manifest(checkpoint)
     if find_problem(target) is None and read_manifest(target).get("made_from") == source["files"]:
         return universal
-    # A crash leaves a draft.
+    # If a crash leaves this folder, the next run removes it, as its name ends in PARTIAL.
     unfinished = TemporaryDirectory(PARTIAL, f".{target.name}.", checkpoint.parent)
     with explain_write_errors(target), unfinished as draft:
         converted = Path(draft) / "converted"  # the converter also writes into the folder above
         _convert(checkpoint, converted)
-        # The converter ignores state.json and the files of each rank.
+        # The converter ignores state.json and the ranks' random number generators.
         (converted / STATE).write_text(universal.to_json(), encoding="utf-8")
         for rank in range(source["ranks"]):
             if (checkpoint / rng_file(rank)).exists():

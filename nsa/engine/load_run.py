@@ -84,7 +84,7 @@ def model_with(weights: dict[str, torch.Tensor], config: RunConfig, source: Path
 def read_config(folder: Path) -> RunConfig:
     """Return the config of the run whose weights are in `folder`.
 
-    A checkpoint has its own config.yaml; a universal checkpoint uses that file of its run's folder.
+    A universal checkpoint has no config.yaml: the file of its run is read instead.
     """
     file = folder / CONFIG
     if not file.is_file() and not has_safetensors(folder):
@@ -102,7 +102,7 @@ def read_config(folder: Path) -> RunConfig:
 def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
     """Return the tokenizer that the run in `folder` was trained with.
 
-    A checkpoint records its tokenizer. An export holds the files of any tokenizer but `byte`.
+    A checkpoint records its tokenizer. An export holds its tokenizer's files; `byte` needs none.
     """
     recorded = read_tokenizer(folder)
     if recorded is None:

@@ -26,7 +26,7 @@ class LossGuard:
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.bad_steps = 0  # since launch
         self._config = config
-        self._not_finite = torch.zeros((), dtype=torch.int64, device=device)  # since a skipped step
+        self._not_finite = torch.zeros((), dtype=torch.int64, device=device)  # since the last skip
 
     def check(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss`, or NaN if it is not finite."""

@@ -33,7 +33,7 @@ class Teacher:
         return {"teacher": (hidden.flatten(0, 1), self.model.head_weight)}
 
     def by_position(self, divergence: Tensor, batch: Batch) -> Tensor:
-        """Sum [N, 4] of `token_divergence` and count labels by position: [buckets, 5], float64."""
+        """Sum `divergence` [N, 4] and count labels by bucket of positions: float64 [buckets, 5]."""
         bucket = bucket_of(batch.positions(), self._edges)
         counted = (batch.labels.flatten() != IGNORE_INDEX)[:, None]
         rows = torch.cat([divergence.double(), counted.double()], 1)

@@ -80,7 +80,7 @@ RECORDED = (  # in env.json
 def model_card(run: StoredRun, origin: Origin | None = None, dense: bool = False) -> str:
     """Return Markdown with the figures that were logged up to the exported step.
 
-    A run without a step, an import or an export of an export, has no figures of a training.
+    An import, or an export of an export, has no step, and no figures of a training.
     """
     sources = _sources(run.config.data) if run.step is not None else []
     title = plain(run.folder.name) + ("" if run.step is None else f", step {run.step:,}")
@@ -109,7 +109,8 @@ def _about(run: StoredRun, origin: Origin | None, dense: bool) -> str:
     model, attention = run.config.model, run.config.model.attention
     kind = "dense causal attention"
     if attention.has_index and dense:
-        kind += ", trained with sparse attention, which the figures below are of"
+        if run.step is not None:
+            kind += " (training and the figures below: sparse attention)"
     elif attention.has_index:
         kind = "sparse attention: an index selects the blocks of tokens that a query attends to"
     elif attention.kind == "nsa":

@@ -122,7 +122,7 @@ class ServedModel:
         except Exception as error:  # of transformers, safetensors or PyTorch
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"{folder}: cannot be loaded: {reason}; export it again") from None
-        # Without do_sample a request's temperature and top_p would have no effect.
+        # By default temperature and top_p have no effect, and only 50 tokens can be sampled.
         model.generation_config.do_sample = True
         model.generation_config.top_k = model.generation_config.top_k or 0
         self.model = model.to(device).eval()
@@ -163,7 +163,7 @@ def build_app(served: ServedModel) -> Any:
             return await handle(body, str(uuid4()))
         except HTTPException as error:
             return refusal(str(error.detail), error.status_code)
-        except BaseException as error:  # of a template, a value, or a panic of the tokenizer
+        except BaseException as error:  # from a bad template or value, or a tokenizer's panic
             if not is_library_error(error):
                 raise
             return refusal(f"{type(error).__name__}: {first_line(error)}", 400)

@@ -29,7 +29,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
     attention, mlp = config.attention, 3 * config.width * config.mlp_width
     per_key = 2 * config.heads * (config.head_dim + value_dim)
     products: float = config.heads * (config.head_dim + value_dim) * config.width  # q and o
-    selection = 0.0  # not tripled
+    selection = 0.0  # FLOPs of both passes; all other terms are of the forward pass
     if dense_equivalent or attention.kind == "dense":
         products += kv_size * config.width
         keys = (seq_len + 1) / 2
@@ -38,7 +38,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
         products += kv_size * config.width
         pairs = spec.visible_pairs(seq_len)
         keys = pairs["sel"] / seq_len
-        index = 2 * 2 * size * config.width  # q and k; forward, d_weight
+        index = 4 * size * config.width  # q and k, each forward and for the weight's gradient
         if attention.compressor == "pool":
             index += size * config.head_dim * (3 if attention.selector_loss > 0 else 1)
         selection = 2 * index + 2 * size * pairs["cmp"] / seq_len

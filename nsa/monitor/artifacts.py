@@ -168,10 +168,10 @@ class RankHistory:
         return self.gpu_busy / self.gpu_samples if self.gpu_samples else None
 
     def add(self, beat: dict[str, Any], first_step: bool) -> None:
-        """Add a process's next heartbeat; `first_step`: it has not completed a step yet."""
+        """Add a heartbeat; `first_step`: its process has not completed a step yet."""
         step, event, phase = int(beat["step"]), beat["event"], beat["phase"]
         if event == "step_end":
-            if first_step:  # lines before it may have a step from before the checkpoint
+            if first_step:
                 self.spans.append((step - 1, step))
             else:
                 self.spans[-1] = (self.spans[-1][0], step)

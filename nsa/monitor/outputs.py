@@ -1,8 +1,7 @@
 """Observers that write a run's metrics: progress lines, CSV files, and trackers.
 
-A resumed run drops the rows of `metrics.csv`, `selection.csv` and `teacher.csv` of the steps that
-run again. A file with other columns, of another version or other settings, is moved to
-`metrics.1.csv`, or the next free number.
+A resumed run drops the steps that run again from `metrics.csv`, `selection.csv`, `teacher.csv`.
+A file with other columns, as after a changed setting, is moved to `metrics.1.csv`, or .2 and so on.
 """
 
 from __future__ import annotations

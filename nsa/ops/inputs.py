@@ -171,7 +171,7 @@ class SelectorLossInputs(NamedTuple):
     def empty_outputs(self) -> tuple[Tensor, ...]:
         """Return the op's uninitialised outputs, in at least float32.
 
-        The loss; target and dp [B, Hkv, S, M]; lse and Σ dp · p, [2, B, Hkv, S, heads per KV head].
+        loss; target [B, Hkv, S, M]; dp [B, Hkv, S, M]; (lse, Σ dp · p) [2, B, Hkv, S, heads / Hkv].
         """
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         (batch, tokens, heads, _), kv_heads = self.ranking.shape, self.k_cmp.shape[2]
@@ -190,9 +190,9 @@ class PackedLayout(NamedTuple):
     value_dim: int
     kv_sets: int  # of keys and values: one for all branches, or one per branch
     gates: int = 0  # gate logits per query head
-    first_set: int = 0  # first set whose rotated keys and values are returned
-    mean: bool = False  # return the first set's mean over each compressed block as k_cmp, v_cmp
-    pre_rope: bool = False  # return the first set, one per token and without RoPE, as k_cmp, v_cmp
+    first_set: int = 0  # return the rotated keys and the values of the sets from this one on
+    mean: bool = False  # return set 0's means over compressed blocks as k_cmp, v_cmp
+    pre_rope: bool = False  # return set 0, one per token and without RoPE, as k_cmp, v_cmp
     indexed: bool = False  # queries and keys of an index, both with kv_heads heads
 
     @property

@@ -86,6 +86,6 @@ def cross_entropy_(
         label_log_p = log_p.gather(1, index)  # [rows, 1]
         losses.append(-label_log_p[:, 0].where(keep, 0))
         if with_gradients:
-            p_minus_1 = log_p.exp_().scatter_(1, index, label_log_p.expm1())
-            part.copy_(p_minus_1.masked_fill_(~keep[:, None], 0))
+            gradient = log_p.exp_().scatter_(1, index, label_log_p.expm1())
+            part.copy_(gradient.masked_fill_(~keep[:, None], 0))
     return torch.cat(losses)

@@ -111,7 +111,7 @@ def importance(
 
 
 def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
-    """Return n blocks: those always selected, then those of highest `score` [B, T, K, M]."""
+    """Return n blocks, ascending: those always selected, and those of highest `score`."""
     queries, blocks = score.shape[1], score.shape[-1]
     position = torch.arange(seq_len - queries, seq_len, device=score.device)
     own = (position // spec.select_len)[:, None, None]
@@ -120,7 +120,7 @@ def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
     ranked = torch.where(always & candidate, torch.inf, score).masked_fill(~candidate, -torch.inf)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : spec.select_top]
-    index = torch.where(order <= own, order, blocks).sort(-1).values  # `blocks`: none, sorted last
+    index = torch.where(order <= own, order, blocks).sort(-1).values  # no candidate: sorted last
     index = torch.where(index < blocks, index, -1).to(torch.int32)
     return torch.nn.functional.pad(index, (0, spec.select_top - index.shape[-1]), value=-1)
 

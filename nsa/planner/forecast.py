@@ -1,7 +1,6 @@
-"""Forecast of a step: memory, traffic, compute, exposed communication; `auto`.
+"""Forecast of a step: memory, traffic, compute, exposed communication; what `auto` selects.
 
 Memory is counted for one GPU: static tensors, and the phases of a step in which it can peak.
-
 Traffic is counted for a ring: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n.
 """
 
@@ -73,7 +72,7 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     if zero.stage >= 2:
         gradients = zero.accumulate_bytes * count // ranks
     accumulated = gradients if batch.accumulation > 1 else 0  # in earlier micro-batches
-    # A micro-batch's sharded gradients join the earlier sum only when all of them are complete.
+    # Stages 0 and 1 add to this sum in place; 2 and 3 keep it apart until the backward pass ends.
     earlier_sum = accumulated if zero.stage >= 2 else 0
     layers = model.config.layers
     of_all_layers_but_one = gradients * (layers - 1) * model.layer // model.parameters
@@ -111,23 +110,23 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
 
 
 def _reduction_copies(model: Model, zero: Zero, gradients: int) -> int:
-    """Return the bytes of the gradients' flat copies, in the dtypes of their sum and reduction."""
+    """Return the bytes that a reduction copies the gradients to; buckets are counted apart."""
     if zero.stage >= 2:
         return gradients
     if zero.bucket:
         return 0
     flat = zero.accumulate_bytes * model.parameters
-    sent = zero.reduce_bytes * model.parameters
+    sent = zero.reduce_bytes * model.parameters  # a copy of `flat` in another dtype
     return flat + (sent if zero.reduce_bytes != zero.accumulate_bytes else 0)
 
 
 def _update_copies(model: Model, zero: Zero, ranks: int) -> int:
-    """Return the bytes of the gradients and their copies, flat and in fp32, during the update."""
+    """Return the bytes of gradients during the update: as reduced, and copies of them."""
     if zero.stage == 0:
-        return (model.weight_bytes + 4) * model.parameters
+        return (model.weight_bytes + 4) * model.parameters  # 4: in fp32
     if zero.bf16_optimizer:
-        return (model.weight_bytes + 2) * model.parameters
-    return (2 * zero.accumulate_bytes + 4) * model.parameters // ranks
+        return (model.weight_bytes + 2) * model.parameters  # 2: flat; those in fp32 are static
+    return (2 * zero.accumulate_bytes + 4) * model.parameters // ranks  # as reduced, flat, fp32
 
 
 @dataclass(frozen=True)
@@ -148,23 +147,23 @@ class Traffic:
 
 def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     ring = (ranks - 1) / ranks
-    weights = ring * model.weight_bytes
+    gather_bytes = ring * model.weight_bytes  # per parameter
     passes = 1 if zero.stage == 3 else 2  # stages 0 to 2 all-reduce
-    reduce = passes * ring * zero.reduce_bytes
-    gathered_once = sharded = 0  # weights to gather after the update, and per micro-batch
+    reduce_bytes = passes * ring * zero.reduce_bytes  # per parameter
+    after_update = per_micro_batch = 0  # parameters to gather
     if zero.stage == 3:
-        gathered_once, sharded = zero.persistent, model.parameters - zero.persistent
+        after_update, per_micro_batch = zero.persistent, model.parameters - zero.persistent
     elif zero.stage:
-        gathered_once = model.parameters
+        after_update = model.parameters
     layers = model.parameters - model.outside_layers
     # A bucket that holds all layers is full only after the backward pass.
     last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
     return Traffic(
-        reduce=reduce * model.parameters,
+        reduce=reduce_bytes * model.parameters,
         reductions=batch.accumulation if zero.stage >= 2 else 1,
-        gather=weights * gathered_once,
-        fetch=weights * sharded * zero.gathers,
-        tail=reduce * (model.embedding + last),
+        gather=gather_bytes * after_update,
+        fetch=gather_bytes * per_micro_batch * zero.gathers,
+        tail=reduce_bytes * (model.embedding + last),
         collectives=_collectives(model, zero, batch),
     )
 
@@ -239,7 +238,7 @@ def forecast(
     sent = traffic(model, zero, batch, ranks)
 
     def times(kind: str) -> tuple[float, float, float]:
-        """Return the seconds of computation, of communication, and of what it exposes."""
+        """Return the seconds of computation, of communication, and of its exposed part."""
         micro = micro_batch_seconds(model, batch, hardware, kind)
         communication = communication_seconds(sent, zero, batch, hardware, ranks, micro)
         return micro * batch.accumulation, *communication
@@ -304,10 +303,10 @@ def required(memory: Memory) -> float:
 def select_auto(
     model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int, *, auto_rows: bool
 ) -> tuple[BatchShape, list[str]]:
-    """Return the batch in the fastest mode in which it fits, and a line on each choice.
+    """Return the batch with the fastest checkpointing mode that fits, and a line on each selection.
 
-    With `auto_rows` the micro-batch is chosen too, the largest that fits in the fastest mode in
-    which one sequence fits: recomputing costs more than small micro-batches do.
+    With `auto_rows`, select the fastest mode in which one sequence fits, then the largest
+    micro-batch that fits in this mode: recomputation costs more than small micro-batches.
     """
     sequences, auto_mode = batch.micro_batch * batch.accumulation, batch.checkpointing == "auto"
     modes = MODES if auto_mode else (batch.checkpointing,)

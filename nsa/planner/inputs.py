@@ -21,7 +21,6 @@ class Model:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of each parameter."""
         from nsa.model.count import parameter_sizes
 
         return parameter_sizes(self.config)

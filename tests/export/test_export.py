@@ -398,11 +398,13 @@ def test_a_sparse_run_is_exported_as_the_dense_model_that_reads_all_its_keys(
     card = (to / "README.md").read_text()
     assert "native-sparse-attention" not in card
     assert "trust_remote_code" not in card
-    assert "dense causal attention, trained with sparse attention, which the figures below" in card
+    assert "figures below" not in card, "a model without a step has none"
     m7c: Any = SimpleNamespace(config=load_profile("m7c", "production"), step=None, tokenizer=None)
     m7c.folder = Path("m7c")
     assert "of 125.0M parameters with sparse" in card_of(m7c)
     assert "of 122.4M parameters with dense" in card_of(m7c, dense=True), "without its index"
+    m7c.step = 9
+    assert "(training and the figures below: sparse attention)" in card_of(m7c, dense=True)
 
 
 def test_heads_that_do_not_divide_the_width_make_a_mistral(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def _rotate_heads(source, target, cos, sin, valid, HEADS, C: tl.constexpr):
 
 @triton.jit
 def _copy_heads(source, target, valid, HEADS, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Copy adjacent heads of SIZE columns; callers copy a key as two heads of half its size."""
     for h in range(HEADS):
         x = _load(source, h * SIZE, valid, SIZE, PADDED)
         _store(target, h * SIZE, x, valid, SIZE, PADDED)
@@ -130,7 +131,7 @@ def rotary_kernel(
     seq_len,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Store all outputs that have a row per token; k_raw and v_raw are the pre-RoPE first set."""
+    """Store all outputs that have a row per token; k_raw and v_raw are set 0 without RoPE."""
     t, row, valid = _tile(seq_len, C.TOKENS)
     c, s = _tables(cos, sin, t, valid, C)
     packed += row * C.WIDTH  # [TOKENS]
@@ -295,7 +296,7 @@ def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
         packed=packed, cos=cos, sin=sin, q=q, gates=gates, k_raw=k_raw, v_raw=v_raw,
         k_0=k_0, v_0=v_0, k_1=k_1, v_1=v_1, k_2=k_2, v_2=v_2,
         index_q=index[0], index_k=index[1], seq_len=seq_len,
-        C=sizes._replace(LEN=0, COVER=0),
+        C=sizes._replace(LEN=0, COVER=0),  # unread here: one binary for all block sizes
     )  # fmt: skip
     if layout.mean:
         assert x.block_tokens is not None
@@ -304,7 +305,7 @@ def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
         tokens = min(MAX_TOKENS, next_power_of_2(length))
         launch(
             pool_kernel, (key_len, batch), config,
-            keys=keys[:, :, 0], values=values[:, :, 0],  # of the first set
+            keys=keys[:, :, 0], values=values[:, :, 0],  # of set 0
             cos=cos, sin=sin, block_tokens=x.block_tokens.contiguous(), k_cmp=k_cmp, v_cmp=v_cmp,
             seq_len=seq_len, key_len=key_len, C=sizes._replace(TOKENS=tokens, COVER=0),
         )  # fmt: skip
@@ -370,5 +371,6 @@ triton_rotary_pool = register(
     rotary_pool_forward,
     RotaryPoolInputs.empty_outputs,
     outputs=12,
+    # Of the outputs the backward pass reads only the gates, of `packed` only shape and dtype.
     gradient=Gradient(rotary_pool_backward, inputs=1, outputs=12, saved=slice(1, 2), unread=1),
 )
