@@ -22,7 +22,7 @@ from nsa.data.config import DataConfig
 from nsa.data.files import open_files
 from nsa.data.shards import INDEX, open_shards, read_index, verify_shards, write_index
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
-from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer
 from nsa.data.writer import (
     DOCUMENTS_PER_CALL,
     LOCK,
@@ -253,23 +253,6 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
     (out / INDEX).write_text(json.dumps(plan))
     with pytest.raises(DataError, match=r"tokenizer_fingerprint = '0', not '.*'; name another"):
         prepare(config, out, shard_tokens=10_000)
-
-
-def test_any_tokenizer_keeps_documents_apart(trained: Path, tmp_path: Path) -> None:
-    texts = [
-        *generated(30_000),
-        b"it says <|endoftext|> twice <|endoftext|>",
-        "naïve 日本".encode(),
-    ]
-    source = write_lines(tmp_path / "texts.jsonl", texts)
-    config = DataConfig(source=source, tokenizer=f"hf:{trained}", held_out=HELD_OUT)
-    index = prepare(config, tmp_path / "out")
-    tokenizer = build_tokenizer(config)
-    assert index.stamp.tokenizer_fingerprint == tokenizer.fingerprint
-    prepared = [
-        text for split in ("train", "val") for text in texts_of(tmp_path / "out", split, tokenizer)
-    ]
-    assert sorted(prepared) == sorted(texts)
 
 
 def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:

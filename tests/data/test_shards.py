@@ -278,15 +278,6 @@ def test_writing_into_a_shard_in_use_is_an_error_not_a_crash(folder: Path, how: 
     assert output.startswith(f"DataError {path}: overwritten or truncated while in use")
 
 
-def test_a_failed_write_leaves_no_draft_and_the_old_file(folder: Path) -> None:
-    name = "train-000-00000.bin"
-    (folder / "sub").mkdir()  # cannot be replaced by a file
-    before = {path.name: path.is_dir() or path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(IsADirectoryError):
-        write_shard(folder, "sub", "train", STAMP, documents(name), 20)
-    assert {path.name: path.is_dir() or path.read_bytes() for path in folder.iterdir()} == before
-
-
 def test_an_open_reader_keeps_the_old_content_of_a_rewritten_file(folder: Path) -> None:
     before = (folder / INDEX).read_bytes()
     with (folder / INDEX).open("rb") as file:

@@ -3,8 +3,8 @@
     python toy_run.py FOLDER FAULT ... [--resume] [--run-dir FOLDER]
 
 A FAULT is `0:hang` for rank 0, or `launcher:die`; `run_rank` lists them. `train`:
-stay in the backward pass. `extra-step`: take a step more at each start. `linger`: do not exit
-after the last heartbeat. Only the standard library is imported, so that it starts fast.
+stay in the backward pass. `linger`: do not exit after the last heartbeat. Only the standard library
+is imported, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     while not (folder / "watched").exists() and time.monotonic() < deadline:
         time.sleep(INTERVAL)
     rank.wait(2.0)  # long enough for a busy watchdog to find the ranks after a restart
-    starts = len((folder / "calls.txt").read_text().splitlines())
-    rank.steps(2 + starts if "extra-step" in faults else 3)
+    rank.steps(3)
     if "clock-jump" in faults:
         rank.clock = -86_400.0
     if "hang" in faults:
