@@ -351,10 +351,10 @@ OFFSETS: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 2, 4])}
         ({"position_ids": torch.arange(4).expand(2, 4)}, r"position_ids has shape \(2, 4\)"),
         (
             {"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": True},
-            r"position_ids\[0, 2\] = 0 starts a second document",
+            r"position_ids\[0, 2\] = 0 starts a second document.* set use_cache=False, or",
         ),
-        (OFFSETS | {"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "not with padding"),
-        (OFFSETS | {"use_cache": True}, "cu_seq_lens_q: with a cache"),
+        (OFFSETS | {"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "padding.* pass position_ids"),
+        (OFFSETS | {"use_cache": True}, "cu_seq_lens_q: .* set use_cache=False"),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, r"cu_seqlens goes from 0 to 3; .* T = 4"),
     ],
 )
