@@ -213,6 +213,14 @@ def test_only_the_first_pass_since_arming_counts() -> None:
     assert recorder.read() == [], "a reading covers the passes since the last"
 
 
+def test_a_layer_without_gates_has_none_and_the_other_statistics() -> None:
+    recorder, (layer,) = armed_recorder(1)
+    gates, blocks = make_gates(1, 90), make_blocks(1, 90, SPEC)
+    layer.observer(None, blocks, None, None)
+    expected = reference(gates, blocks, SPEC, None)
+    assert_same(recorder.read(), [{x: None if "gate" in x else y for x, y in expected.items()}])
+
+
 def test_samples_keep_no_activation_alive() -> None:
     recorder, (layer,) = armed_recorder(1)
     gates, blocks = make_gates(1, 90), make_blocks(1, 90, SPEC)
