@@ -155,6 +155,8 @@ def test_an_inconsistent_manifest_is_refused_though_its_own_hash_is_right(
 
 
 def test_an_edited_manifest_and_other_content_are_refused(folder: Path) -> None:
+    hashed = json.loads(manifest_text({"step": 1, "files": {}}))["sha256"]
+    assert hashed[:16] == "1f324a0d8b13b2fa", "earlier versions wrote it"
     path = folder / "step00000006/manifest.json"
     edited = path.read_text().replace('"step": 6', '"step": 7')
     for text, problem in (

@@ -154,6 +154,8 @@ def test_prepared_folders_are_recognised_by_their_content(
     assert is_prepared("~/prepared")  # otherwise its index would be read as text
     (folder / INDEX).write_bytes((folder / INDEX).read_bytes()[:-40])
     assert is_prepared(str(folder))  # open_shards reports the damage
+    (folder / INDEX).write_text('{\n "format": "nsa shards",\n "version": 1')  # of any version
+    assert is_prepared(str(folder))
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / INDEX).write_text('{"version": 2, "shards": []}')  # of another program
     for other in (tmp_path / "text", tmp_path, tmp_path / "nowhere", "embedded", folder / INDEX):

@@ -175,6 +175,7 @@ def word_tokenizer(words: int) -> HubTokenizer:
         "version": "1.0",
         "added_tokens": [{**eos, "lstrip": False, "rstrip": False, "normalized": False}],
         "pre_tokenizer": {"type": "Whitespace"},
+        "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
     }
     return HubTokenizer("words", json.dumps(definition), "<eos>")
@@ -209,6 +210,10 @@ def test_fingerprints_differ_if_ids_differ(
     }
     assert len(fingerprints) == 4
     assert all(re.fullmatch("[0-9a-f]{64}", each) for each in fingerprints)
+    assert ByteTokenizer.fingerprint[:16] == "2f3592dc4a08701e", (
+        "checkpoints and prepared folders hold it"
+    )
+    assert word_tokenizer(9).fingerprint[:16] == "5b6c77b14bb5e171"
 
 
 def test_a_pickled_tokenizer_needs_no_files_and_keeps_its_start_of_a_document(

@@ -292,3 +292,8 @@ def test_enough_documents_keep_their_split_and_fingerprints(
         assert documents_of(open_shards("out", name)) == expected
     fingerprints = [open_shards("out", name).fingerprint[:16] for name in ("train", "val")]
     assert fingerprints == ["b68995f72d1a8009", "741de986518a5064"]
+    monkeypatch.setattr(DividedSource, "is_small", False)
+    with closing(TokenCache(open_dataset(config), tmp_path / "cache")) as cache:
+        (growing,) = cache.stores("train")
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert (folder.name, growing.fingerprint) == ("a.jsonl-7fc1ea211fcce881", "80731121c7f9e7aa")
