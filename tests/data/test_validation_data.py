@@ -247,11 +247,13 @@ def test_a_document_is_divided_between_two_characters(characters: str, fraction:
     assert len(end) <= len(characters.encode()) * fraction + 3
 
 
-def test_a_character_at_the_border_is_held_out() -> None:
-    """As in earlier versions: a resumed run must not train on what was held out."""
+def test_what_earlier_versions_held_out_is_held_out() -> None:
+    """A resumed run must not train on it: a character at the border, and a document by its hash."""
     division = HeldOut(0.25, by_position=True)
     assert division.text_for("éé".encode(), "train") == "é".encode()
     assert division.text_for("éé".encode(), "val") == "é".encode()
+    by_hash = HeldOut(0.25)
+    assert [n for n in range(20) if by_hash.text_for(b"%d" % n, "val")] == [2, 6, 17, 18]
 
 
 def test_how_a_run_divided_its_documents_is_known_without_the_hub(

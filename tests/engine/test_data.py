@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+from nsa.checkpoint.commit import new_draft
 from nsa.data.cache import TokenCache, cache_folder
 from nsa.data.shards import Index, write_index
 from nsa.data.source import is_validation
@@ -61,7 +62,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly_from_the_cache_of_b
     resumed = cut_back(tmp_path / "uninterrupted", 3, tmp_path / "resumed")
     assert list(losses(resumed)) == [1, 2, 3]
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "data-cache").rglob("*")}
+    draft = new_draft(resumed / "checkpoints", 9)  # of a save that was killed
     succeed(on_one_rank("m7c.py", "--run-dir=resumed", "--resume", folder=tmp_path))
+    assert not draft.exists()
     assert losses(resumed) == losses(tmp_path / "uninterrupted")
     validation = [
         [row["val_loss"] for row in read_metrics(tmp_path / name)][3:]

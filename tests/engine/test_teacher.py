@@ -14,6 +14,7 @@ from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.engine.config import RunConfig
+from nsa.engine.micro_batch import model_of
 from nsa.engine.teacher import Teacher, check_tokenizer, find_teacher, load_teacher
 from tests.engine.runs import (
     TINY,
@@ -143,6 +144,7 @@ def test_a_teacher_that_is_missing_or_reads_other_tokens_is_refused(dense: Path)
     config.model.vocab_size = 320
     stored = find_teacher(config)
     assert stored is not None
+    assert model_of(config).teacher == stored.config.model, "a plan counts the teacher's size"
     assert stored.tokenizer is not None
     check_tokenizer(stored, config, stored.tokenizer.fingerprint)
     config.train.precision = "fp32"  # of training, not of the teacher's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -176,6 +177,11 @@ def test_weights_that_a_checkpoint_lacks_are_reported_and_get_initial_values(
             assert phi.position.std().item() == pytest.approx(0.02, rel=0.4)
         else:
             assert not phi.weight.any()
+            for parameter in phi.parameters():  # memory that was never written may be zero
+                torch.nn.init.constant_(parameter, math.nan)
+            phi.reset_parameters()
+            assert not phi.weight.any()
+            assert not phi.position.any()
             assert bool((phi.scale == 1).all())
     assert all(torch.equal(parameters[name], kept[name]) for name in kept)
 

@@ -158,7 +158,9 @@ def test_limits_that_cannot_be_read_stay_as_they_were(tmp_path: Path) -> None:
     assert check(detector, beat(since=10.0)) is not None
     write_limits(tmp_path, compute=-1)
     for _ in range(2):
-        assert detector.check({0: PID}) is not None
+        report = detector.check({0: PID})
+        assert report is not None
+        assert report.limit == 9
     (message,) = detector.messages  # a file is read again if it changed
     assert "monitor.watch cannot be read, so its limits stay" in message
     write_limits(tmp_path, compute=11)
