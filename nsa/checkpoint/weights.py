@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.commit import MANIFEST, find_problem, newest_valid
-from nsa.checkpoint.state_file import ANY_RANKS, Topology, read_state_file
+from nsa.checkpoint.state_file import ANY_RANKS, read_state_file
 from nsa.dtypes import DTYPES
 from nsa.system import user_path
 from nsa.text import printable, type_and_message
@@ -90,24 +90,18 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if topology.layout == "3":
         return _stage_3_weights(folder, dtype or DTYPES[topology.precision])
     saved = _load_mapped(folder / WEIGHTS)
-    named: Iterable[tuple[str, Tensor]] = saved["module"].items()
+    trained: dict[str, Tensor] = saved["module"]
+    named: Iterable[tuple[str, Tensor]] = trained.items()
     if dtype == torch.float32 and topology.precision != "fp32":
-        named = _master_weights(folder, topology, saved)
+        if topology.layout == "0":
+            named = _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])
+        elif topology.ranks == ANY_RANKS:  # universal
+            files = (folder / "zero").glob("*/fp32.pt")
+            named = ((file.parent.name, _load_mapped(file)["param"]) for file in files)
+        else:
+            named = _master_weights_stage_1_2(folder, int(topology.ranks), trained)
     # Copy: memory-mapped tensors would change or disappear with the file.
     return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in named}
-
-
-def _master_weights(
-    folder: Path, topology: Topology, saved: dict[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """Return the master weights of a stage below 3."""
-    trained: dict[str, Tensor] = saved["module"]
-    if topology.layout == "0":
-        return _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])
-    if topology.ranks == ANY_RANKS:
-        files = (folder / "zero").glob("*/fp32.pt")
-        return ((file.parent.name, _load_mapped(file)["param"]) for file in files)
-    return _master_weights_stage_1_2(folder, int(topology.ranks), trained)
 
 
 def set_weights(

@@ -15,9 +15,10 @@ from nsa.data.shards import is_prepared
 from nsa.data.source import HeldOut, Source, is_builtin, is_path
 from nsa.system import user_path
 
-# A source has few documents if it is below both limits.
+# A source has few documents if there are fewer than FEW_DOCUMENTS, and a hash would hold out fewer
+# than FEW_IN_VALIDATION of them on average. It might hold out none, so the end of each is held out.
 FEW_DOCUMENTS = 1_000
-FEW_IN_VALIDATION = 5  # documents that a hash would hold out on average; it may hold out none
+FEW_IN_VALIDATION = 5
 VALIDATION_BYTES = 1 << 14  # to hold out of few documents: enough for a sample of 2,048 tokens
 SMALL_BYTES = 1 << 24  # tokenised in seconds, so complete before step 1
 
@@ -81,7 +82,6 @@ def _open(config: DataConfig, name: str) -> DividedSource:
             ]
         limit = min(FEW_DOCUMENTS, math.ceil(FEW_IN_VALIDATION / config.held_out))
         if size := documents.size_if_few(limit):
-            # The end of each document is held out: a hash may hold out none.
             fraction = max(config.held_out, min(0.5, VALIDATION_BYTES / size))
             source.division, source.size = HeldOut(fraction, by_position=True), size
             if fraction > config.held_out:

@@ -159,7 +159,7 @@ def name_in_errors(name: str) -> Iterator[None]:
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Return whether it is an Exception or a Rust panic, which is a BaseException alone."""
+    """Return whether it is an Exception or a Rust panic, not Ctrl-C or another BaseException."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

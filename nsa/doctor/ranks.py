@@ -108,7 +108,8 @@ def compare(ranks: Sequence[Facts]) -> list[Check]:
         if gpu and other != rank:
             detail = f"ranks {other} and {rank} share one GPU of {host}"
             fix = "start one rank per GPU (deepspeed --num_gpus N), or check CUDA_VISIBLE_DEVICES"
-            checks[-1] = Check("devices", FAIL, detail, fix)  # the last of _COMPARED
+            checks = [check for check in checks if check.name != "devices"]
+            checks.append(Check("devices", FAIL, detail, fix))
     return checks
 
 

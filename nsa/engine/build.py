@@ -75,18 +75,13 @@ def build_engine(
     check_gradients(model, tokens)
     engine = initialise(model, config, ds_config)
     if weights is not None:
-        _start_master_weights(engine.module, read_weights(weights))
+        # DeepSpeed's master weights start as copies of weights rounded to the run's dtype. Those of
+        # an fp32 checkpoint must not change in selector steps, which train only the index.
+        stored = read_weights(weights)
+        for name, parameter in engine.module.named_parameters():
+            if stored[name].dtype != parameter.dtype:
+                safe_set_full_fp32_param(parameter, stored[name].to(parameter.device).float())
     return engine
-
-
-def _start_master_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Set the optimizer's master weights, which start as copies of rounded weights.
-
-    Weights that selector steps do not train thus stay exactly those of an fp32 checkpoint.
-    """
-    for name, parameter in model.named_parameters():
-        if weights[name].dtype != parameter.dtype:
-            safe_set_full_fp32_param(parameter, weights[name].to(parameter.device).float())
 
 
 def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, Any]) -> Any:
@@ -105,12 +100,12 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
                 dist_init_required=False,
             )
     except Exception as error:
-        missing = error.name if isinstance(error, ImportError) else None
-        tracker = missing or type(error).__module__.partition(".")[0]  # wandb raises without a key
-        if tracker != "wandb":
+        missing = isinstance(error, ImportError) and error.name == "wandb"
+        # wandb's own errors, as without a key, tell what to do.
+        if not missing and type(error).__module__.partition(".")[0] != "wandb":
             raise
         fix = "; install it, or remove its block from the DeepSpeed config" if missing else ""
-        raise ValueError(f"{tracker}: {' '.join(str(error).split())}{fix}") from error
+        raise ValueError(f"wandb: {' '.join(str(error).split())}{fix}") from error
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # plain: stage 0 with fp32
         skip_nonfinite_steps(engine.optimizer)
     return engine

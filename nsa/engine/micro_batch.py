@@ -36,10 +36,11 @@ def resolve_auto(
     if batch.checkpointing == "auto":
         batch = replace(batch, checkpointing="none")
         notes.append("activation checkpointing: none (there is no GPU)")
-    rows, accumulation = batch.micro_batch, batch.accumulation
-    train = replace(config.train, micro_batch=rows, accumulation=accumulation)
-    model_config = replace(config.model, activation_checkpointing=batch.checkpointing)
-    return replace(config, train=train, model=model_config), notes
+    return replace(
+        config,
+        train=replace(config.train, micro_batch=batch.micro_batch, accumulation=batch.accumulation),
+        model=replace(config.model, activation_checkpointing=batch.checkpointing),
+    ), notes
 
 
 def model_of(config: RunConfig) -> Model:
@@ -77,6 +78,7 @@ def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
         threshold = zero.get("stage3_param_persistence_threshold", 1e5)
         persistent = [size for size in sizes if size <= threshold]  # not sharded
         reused = zero.get("stage3_max_live_parameters", 1e9) >= sum(sizes)
+        # The forward pass, a recomputation and the backward pass each read all weights.
         reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * sum(sizes)
         stage_3 = {
             "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),

@@ -117,7 +117,8 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
 def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:
     """Print one text while it is generated; several texts at the end, below their titles.
 
-    Titles look like those of `head`. Each step holds a token per text, -1 after a text's end.
+    Titles look like those of the Unix command `head`. Each step holds a token per text, -1 after a
+    text's end.
     """
 
     def write(text: str, end: str = "\n") -> None:
@@ -131,7 +132,8 @@ def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tok
             write(piece, end="")
         print(flush=True)
         return
-    for number, (title, ids) in enumerate(zip(titles, zip(*tokens, strict=True), strict=True)):
+    texts = zip(*tokens, strict=True)  # ids of each text
+    for number, (title, ids) in enumerate(zip(titles, texts, strict=True)):
         if number:
             print()
         print(f"==> {printable(title)} <==")

@@ -67,9 +67,9 @@ class Result:
         }
 
     def _baseline(self, results: Sequence[Result]) -> Result | None:
-        """Return the first run's result at this length; for that run itself, its first result.
+        """Return the first run's result at this length; for the first run, at its shortest length.
 
-        Return None for the very first result, and if the evaluated tokens differ.
+        Return None if that is this result itself, or if the evaluated tokens differ.
         """
         baseline = next(result for result in results if result.seq_len == self.seq_len)
         if baseline is self:
@@ -92,7 +92,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
             cells.setdefault(positions, {})[_label(row)] = _loss(bucket, ".3f")
     labels = [_label(row) for row in rows]
     by_position = [
-        (f"{first + 1:,} to {last + 1:,}", *(losses.get(label, "-") for label in labels), "")
+        (f"{first + 1:,} to {last + 1:,}", *(losses.get(label, "-") for label in labels))
         for (first, last), losses in sorted(cells.items())
     ]
     by_result = []
@@ -102,8 +102,9 @@ def lines(rows: Sequence[Row]) -> list[str]:
         over = f"{_label(row['over'])}: {_loss(row['over'], '+.4f')}" if row["over"] else "-"
         by_result.append((row["run"], *formatted, over))
     header = ("run", *(title for title, _ in FIGURES.values()), "loss minus that of")
-    table = align([("loss by position", *labels, ""), *by_position])
-    return [*align([header, *by_result]), "", *table]
+    # `align` puts a table's last column to the left; an empty one keeps the losses to the right.
+    table = [(*row, "") for row in [("loss by position", *labels), *by_position]]
+    return [*align([header, *by_result]), "", *align(table)]
 
 
 def _label(row: Row) -> str:

@@ -66,7 +66,9 @@ def _flatten(text: str) -> tuple[str, list[str]]:
     lines, imported = text.splitlines(keepends=True), list[str]()
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)]
     for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
-        roots = _packages(node)
+        aliases = [alias.name for alias in node.names]
+        names = aliases if isinstance(node, ast.Import) else [node.module or ""]
+        roots = {name.partition(".")[0] for name in names}  # top-level packages
         if isinstance(node, ast.ImportFrom) and node.module is not None and roots == {"nsa"}:
             modules = _imported_modules(node, node.module)
             if not modules:
@@ -89,12 +91,6 @@ def _flatten(text: str) -> tuple[str, list[str]]:
         indent = " " * node.col_offset
         lines[node.lineno - 1 : node.end_lineno] = [f"{indent}{line}\n" for line in new]
     return "".join(lines), imported
-
-
-def _packages(node: ast.Import | ast.ImportFrom) -> set[str]:
-    """The top-level packages that a statement imports from."""
-    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
-    return {(name or "").partition(".")[0] for name in names}
 
 
 def _imported_modules(node: ast.ImportFrom, package: str) -> list[str]:

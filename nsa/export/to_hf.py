@@ -62,9 +62,10 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
         weights, rename = without_index(weights), dense_name
     write_weights({rename(name): weight for name, weight in weights.items()}, folder)
     origin = find_origin(run.folder, run.config.train.start_from)
-    source = None if origin is None else origin.config  # of the imported folder
-    original = None if source is None else parse_config(source, run.folder / ORIGIN)
-    fields = _fields(run, original)
+    # config.json of the imported folder: as a tree, and as transformers' config
+    imported_tree = None if origin is None else origin.config
+    imported = None if imported_tree is None else parse_config(imported_tree, run.folder / ORIGIN)
+    fields = _fields(run, imported)
     texts = {"README.md": model_card(run, origin, dense)}
     if dense:
         config: PretrainedConfig = dense_config(run.config.model, **fields)
@@ -72,14 +73,14 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
         config = NSAConfig.of(run.config.model, architectures=["NSAForCausalLM"], **fields)
         texts |= {"config.yaml": to_yaml(run.config), **remote_code()}
     tree = config.to_diff_dict()
-    if source is not None and original is not None:
-        tree = merge(config, run.config.model, source, original)
+    if imported_tree is not None and imported is not None:
+        tree = merge(config, run.config.model, imported_tree, imported)
     if not dense:
         tree |= {"auto_map": AUTO_MAP}
     texts["config.json"] = _json(tree)
     generation = {name: fields[name] for name in TOKEN_IDS}
     if run.tokenizer is not None and len(stops := stop_ids(run.tokenizer)) > 1:
-        generation["eos_token_id"] = stops  # at the end of a chat's turn too
+        generation["eos_token_id"] = stops  # a chat's turn may end with a token other than eos
     texts["generation_config.json"] = _json(GenerationConfig(**generation).to_diff_dict())
     if origin is not None:
         texts[ORIGIN] = origin.to_json()
@@ -87,20 +88,20 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
         (folder / name).write_text(text, encoding="utf-8")
     if run.tokenizer is not None:
         write_tokenizer(run.tokenizer, folder, run.config.data.seq_len)
-    for line in changes(tree, source):
+    for line in changes(tree, imported_tree):
         print(f"config.json: {line}")
 
 
-def _fields(run: StoredRun, original: PretrainedConfig | None) -> dict[str, Any]:
+def _fields(run: StoredRun, imported: PretrainedConfig | None) -> dict[str, Any]:
     """Return dtype, positions and the ids for generate(); an imported model keeps its own.
 
     The bos of other models is the tokenizer's start token, or its eos if it has none.
     """
     positions, ids = run.config.data.seq_len, dict.fromkeys(TOKEN_IDS)
-    if original is not None:
-        positions = max(positions, original.max_position_embeddings)
-    if original is not None and (run.tokenizer is None or imported_files(run.tokenizer)):
-        ids = {name: getattr(original, name) for name in TOKEN_IDS}
+    if imported is not None:
+        positions = max(positions, imported.max_position_embeddings)
+    if imported is not None and (run.tokenizer is None or imported_files(run.tokenizer)):
+        ids = {name: getattr(imported, name) for name in TOKEN_IDS}
     elif run.tokenizer is not None:
         eos, start = run.tokenizer.eos_id, run.tokenizer.start_id
         bos = eos if start is None else start

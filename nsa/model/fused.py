@@ -61,7 +61,8 @@ def parallel_linear(
         if not torch.compiler.is_compiling() and are_adjacent(weights, padded):
             weight = _SideBySide.apply(padded, *weights)
         elif copy_pays:
-            weight = _concatenate(weights, padded)
+            zeros = weights[0].new_zeros(padded - width, weights[0].shape[1])
+            weight = _cat([*weights, zeros] if len(zeros) else weights)
         if weight is not None:
             bias = _biases(every, padded)
             if not detached:
@@ -82,12 +83,6 @@ def _biases(linears: Sequence[nn.Linear], rows: int) -> Tensor | None:
         weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in linears
     ]
     return F.pad(_cat(biases), (0, rows - sum(map(len, biases))))
-
-
-def _concatenate(weights: Sequence[Tensor], rows: int) -> Tensor:
-    """Return a copy of the matrices, stacked and padded with zeros to [rows, in]."""
-    pad = weights[0].new_zeros(rows - sum(map(len, weights)), weights[0].shape[1])
-    return _cat([*weights, pad] if len(pad) else list(weights))
 
 
 def _cat(parameters: list[Tensor]) -> Tensor:

@@ -48,8 +48,9 @@ class NSAConfig(PreTrainedConfig):
     ) -> None:
         default = ModelConfig()
         for name in SHAPE:
-            value = kwargs.pop(name, getattr(default, name))
-            setattr(self, name, kwargs.pop(self.attribute_map.get(name, name), value))
+            by_alias = kwargs.pop(name, getattr(default, name))
+            value = kwargs.pop(self.attribute_map.get(name, name), by_alias)
+            setattr(self, name, value)
         self.attention = asdict(_attention_config(attention or {}))
         self.max_position_embeddings = max_position_embeddings
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
@@ -118,7 +119,7 @@ def _check_names(kind: type, settings: dict[str, Any], path: str) -> dict[str, A
 
 
 def register_peft_targets() -> None:
-    """Add to PEFT's defaults a Llama's `target_modules`, without _proj, and the embedding."""
+    """Register a Llama's `target_modules` in PEFT, without "_proj", and the embedding."""
     try:
         from peft.utils import constants
     except ImportError:

@@ -332,21 +332,21 @@ def _select(x: SelectionInputs) -> Tensor:
 def _fill_index(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spec: NSASpec, seq_len: int, index: Tensor
 ) -> None:
-    """Fill `index` [K, T, n] for K KV heads and one document."""
+    """Fill `index` [K, T, n] for K KV heads and the last T positions of one document."""
     heads, queries, group = q.shape[:3]
     step = queries_per_tile(heads, group)
     blocks, weights = overlap_table(seq_len, spec, q.dtype, q.device)
     for start in range(0, queries, step):
         stop = min(start + step, queries)
-        first = seq_len - queries + start
-        position = torch.arange(first, first + stop - start, device=q.device)[:, None]
+        first, past_last = (seq_len - queries + i for i in (start, stop))  # positions
+        position = torch.arange(first, past_last, device=q.device)[:, None]
         own = position // spec.select_len
-        candidates = spec.select_blocks_len(first + stop - start)
+        candidates = spec.select_blocks_len(past_last)
         block = torch.arange(candidates, device=q.device)
         if candidates <= spec.select_top:
             index[:, start:stop, :candidates] = torch.where(block <= own, block, -1)
             continue
-        seen = spec.visible_compressed(first + stop - start - 1)
+        seen = spec.visible_compressed(past_last - 1)
         score = q[:, start:stop].flatten(1, 2) @ k_cmp[:, :seen].mT
         end = torch.arange(seen, device=q.device) * spec.block_stride + spec.block_len - 1
         table = blocks[:, :candidates], weights[:, :candidates]

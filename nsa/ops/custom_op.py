@@ -57,8 +57,8 @@ class Gradient(NamedTuple):
     result_of: tuple[
         int, ...
     ] = ()  # by input: its gradient's number in the results; empty: in order
-    unread: int = 0  # of how many first inputs `backward` reads only shape and dtype: not saved
-    zeros: bool = True  # `backward` gets zeros for an output without a gradient, otherwise None
+    unread: int = 0  # number of first inputs that are not saved: `backward` reads shape and dtype
+    zeros: bool = True  # `backward` gets zeros for an output without a gradient; False: None
 
 
 def register(
@@ -140,8 +140,8 @@ def _autograd(
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
     """Register the op `<name>_backward`; return its `setup_context` and its autograd function."""
     read, count, fields = _reader(inputs), gradient.outputs, len(inputs._fields)
-    # Autograd fills in zeros only if all outputs are differentiable. If one output alone is
-    # differentiable, the backward pass runs only if this output has a gradient.
+    # Autograd fills in zeros only if all outputs are differentiable. A single differentiable output
+    # needs none: without its gradient there is no backward pass.
     assert not gradient.zeros or count in (1, outputs), f"{name}: set zeros=False"
     tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
     result_of = gradient.result_of or tuple(range(gradient.inputs))

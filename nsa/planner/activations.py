@@ -29,7 +29,7 @@ from nsa.planner.inputs import BatchShape, Model
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a micro-batch's tensors, without the weights' gradients that are complete."""
+    """Bytes of a micro-batch's tensors; not counted: a weight's gradient once it is complete."""
 
     before_loss: int  # held for the backward pass
     loss: int  # on top of before_loss at the peak of the loss: logits and gradients of the head

@@ -13,7 +13,7 @@ from nsa.atomic_io import atomic_write
 
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_SMOOTHING = 50  # with as many points or more, draw the mean over a 50th of them on each side
+_SMOOTHING = 50  # a curve of 50 points or more is smoothed over a 50th of them on each side
 _SMALLEST_RANGE = 1e-3  # of a y axis, relative to its values: a smaller one shows rounding noise
 _CHARACTERS_PER_INCH = 11  # in the legend and the titles
 

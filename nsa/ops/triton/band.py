@@ -126,7 +126,7 @@ def _scores(q, k, v, first, high, far_end, future, C: tl.constexpr, PHASE: tl.co
 def _forward(
     q_tile, k, v, o, lse, key, first_row, row, at, t, valid, length, scale, C: tl.constexpr
 ):  # fmt: skip
-    """Store one branch's o and lse of a tile of rows; `key`: the document's first in k and v."""
+    """Store one branch's o and lse of a tile of rows; `key`: where the document's keys begin."""
     far_end, future = t - C.WINDOW, visible(t, C)
     m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
     low, all_from, all_to, high = _bounds(first_row, length, C)
@@ -237,17 +237,18 @@ def band_queries_kernel(
     if first_row < length * C.GROUP:
         head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         do_tile = load_rows(do + row * C.VALUE, at, C.VALUE, C.VALUE, C.VALUE_P, valid)
-        total = tl.cast(rows, tl.int64)
+        all_rows = tl.cast(rows, tl.int64)
         if gates is not None:
-            _branch_rows(do_tile, o_sel, gates, lse_sel, dgates, delta, lse2, row, at, total, valid,
-                         1, C)  # fmt: skip
+            _branch_rows(
+                do_tile, o_sel, gates, lse_sel, dgates, delta, lse2, row, at, all_rows, valid, 1, C
+            )
         if k_cmp is not None:
             cmp_lse, cmp_delta = _branch_rows(
-                do_tile, o_cmp, gates, lse_cmp, dgates, delta, lse2, row, at, total, valid, 0, C
+                do_tile, o_cmp, gates, lse_cmp, dgates, delta, lse2, row, at, all_rows, valid, 0, C
             )
         if k_win is not None:
             win_lse, win_delta = _branch_rows(
-                do_tile, o_win, gates, lse_win, dgates, delta, lse2, row, at, total, valid, 2, C
+                do_tile, o_win, gates, lse_win, dgates, delta, lse2, row, at, all_rows, valid, 2, C
             )
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
@@ -328,7 +329,8 @@ def _key_gradients(
         delta += row
         k_tile, v_tile = load_pair(k, v, key * C.HEADS + head, i, C.HEADS, C, inside)  # [KEYS, ..]
         dk_acc, dv_acc = zero_pair(C)
-        low = begin * C.GROUP  # the same bounds in rows, whole tiles apart
+        # The same bounds in rows; from `low` to all_from and to all_to there are whole tiles.
+        low = begin * C.GROUP
         high = end * C.GROUP
         all_from = low + tl.cdiv(tl.maximum(all_begin * C.GROUP - low, 0), C.ROWS) * C.ROWS
         all_to = all_from + tl.maximum(all_end * C.GROUP - all_from, 0) // C.ROWS * C.ROWS

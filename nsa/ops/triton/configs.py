@@ -215,13 +215,17 @@ def candidates(
     table, by_chip = (_HALF_PRECISION, _BY_CHIP[similar_chip]) if half else (_FLOAT32, {})
     kind = next(name for name in (operation, branch, kernel) if name in table)
     key_size, value_size = sizes
-    size = 192 if key_size > 128 >= value_size > 0 else max(sizes)
+    size = max(sizes)
+    if key_size > 128 and 0 < value_size <= 128:  # 0: a kernel without values
+        size = 192
     size = min(limit for limit in table[kind] if limit >= size)
     own = by_chip.get((operation, size)) or by_chip.get((kind, size), [])
     if chip != similar_chip:  # a limit on registers is measured on one chip
         own = [numbers[:4] for numbers in own]
     general = table[kind][size]
-    if chip in AMD:  # two stages; a thread may hold 512 registers with four warps, 256 with eight
+    # AMD's chips have shared memory for two stages. General candidates are for larger chips: take
+    # them only where `small` has none, and with four warps, which leave a thread 512 registers.
+    if chip in AMD:
         general = [] if own else [(r, k, min(w, 4), min(s, 2)) for r, k, w, s in general]
     return [Config(*numbers) for numbers in dict.fromkeys([*own, *general])][:MAX_CANDIDATES]
 

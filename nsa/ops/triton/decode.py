@@ -43,10 +43,10 @@ def _attend(
     q, k, v, o, lse, scores, out, out_stride, row_scores, begin, end, ring, scale, rows,
     C: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Store o and lse of `rows` query heads over the keys from `begin` to `end`, from row `out` on.
+    """Attend with `rows` query heads to the keys from `begin` to `end`; store o and lse.
 
-    Key p is in row p of its buffer, or with RING in row p % `ring`. Scores are stored unless
-    `scores` is None; if `v` is None, o is not stored.
+    Head h stores in row `out + h * out_stride`. Key p is in row p of its buffer, or with RING in
+    row p % `ring`. Scores are stored unless `scores` is None; if `v` is None, o is not stored.
     """
     h = tl.arange(0, C.ROWS)
     valid = h < rows
@@ -317,10 +317,10 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     blocks, scale = _capacity(total_blocks), x.scale * LOG2E
     q, lengths = x.q.contiguous(), x.lengths.contiguous()
     gates = None if x.gates is None else x.gates.contiguous()
-    # With queries of its own, an index has one query head per KV head: scores need no normalizer.
-    own = x.q_cmp is not None
+    # An index ranks with its own queries, one head per KV head: their scores need no normalizer.
+    indexed = x.q_cmp is not None
     ranking = q if x.q_cmp is None else x.q_cmp.contiguous()
-    ranking_constants = constants._replace(GROUP=1) if own else constants
+    ranking_constants = constants._replace(GROUP=1) if indexed else constants
     k_cmp, k_cmp_b = _buffer(x.k_cmp)
     v_cmp, v_cmp_b = _buffer(x.v_cmp if "cmp" in branches else None)
     k_sel, k_sel_b = _buffer(x.k_sel if "sel" in branches else None)
@@ -337,7 +337,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     programs = kv_heads * cdiv(heads // kv_heads, config.rows)
     tile = max(1, ELEMENTS // constants.VALUE_P)
     launch(
-        decode_compressed_kernel, (key_parts, kv_heads if own else programs, batch), config,
+        decode_compressed_kernel, (key_parts, kv_heads if indexed else programs, batch), config,
         q=ranking, k_cmp=k_cmp, v_cmp=v_cmp, lengths=lengths, o=o, lse=lse, scores=scores,
         k_cmp_b=k_cmp_b, v_cmp_b=v_cmp_b, parts=parts, row_scores=row_scores, scale=scale,
         C=ranking_constants, PART=PART, FIRST_PART=first_part,
@@ -347,7 +347,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
         grid, small = (cdiv(total_blocks, BLOCKS), kv_heads, batch), Config(BLOCKS, 0, 4, 1)
         launch(
             decode_importance_kernel, grid, small,
-            scores=scores, lse=None if own else lse, lengths=lengths, importance=importance,
+            scores=scores, lse=None if indexed else lse, lengths=lengths, importance=importance,
             parts=parts, row_scores=row_scores, blocks=blocks, C=ranking_constants, TILE=tile,
             GROUP_P=padded_size(ranking_constants.GROUP), PART=PART, FIRST_PART=first_part,
         )  # fmt: skip

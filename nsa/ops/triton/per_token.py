@@ -208,8 +208,8 @@ class AddRMSNormInputs(NamedTuple):
 def add_rms_norm_forward(x: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
     """Return (total = x + delta, total's norm times weight); without a delta, total is a copy of x.
 
-    It is a copy because a custom op cannot return its input. Callers go on with the copy, because x
-    would otherwise have two gradients, which another kernel must add.
+    A custom op cannot return its input. Callers read the copy instead of x: with two readers, x
+    would have two gradients, which another kernel would have to add.
     """
     total, normed = (torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in range(2))
     rows, width = normed.numel() // normed.shape[-1], normed.shape[-1]
