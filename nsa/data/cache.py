@@ -74,7 +74,7 @@ class TokenCache:
         for name, source in self._cached.items():
             for split, count in samples.items():
                 source_samples = math.ceil(count * self.config.sources()[name])
-                # Up to the end of the last sample's shuffle block, and one more token: a label.
+                # Up to the end of the next sample's shuffle block, and one more token: a label.
                 source.need(split, block_of(source_samples).stop * self.config.seq_len + 1)
             source.start()
 

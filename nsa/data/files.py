@@ -156,7 +156,7 @@ def _document(file: TextFile, number: int, record: Any, field: str) -> Document 
 def _rows(file: TextFile, consumed: int, field: str) -> Records:
     """Read a document per row; skip earlier row groups.
 
-    Each batch is from one group, so a pass, resumed or not, yields all rows before a broken group.
+    No batch spans two groups, so all rows before a broken group are read, in a resumed pass too.
     """
     import pyarrow.parquet as pq
 

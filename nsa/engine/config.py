@@ -248,7 +248,7 @@ def _override(tree: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -
     """Override settings of `tree` in place, adapt others to them, and return the overridden names.
 
     An overridden setting is not adapted. A step keeps its tokens when micro_batch changes to or
-    from `auto`, and the warmup its fraction of the steps.
+    from `auto`, and the warmup keeps its fraction of the steps.
     """
     train, given = tree["train"], set[str]()
     old = dict(train)
@@ -291,7 +291,7 @@ def scaled_warmup(warmup: int, before: int, steps: Any) -> int:
 
 
 def _accumulation(before: Any, train: dict[str, Any]) -> Any:
-    """Return the accumulation that keeps a step's tokens if micro_batch, `before`, was changed.
+    """Return the accumulation that keeps a step's tokens; micro_batch was `before`.
 
     The types are checked later: return it unchanged if a value has a wrong type.
     """

@@ -210,6 +210,7 @@ def _lines(
     memory, sent = step.memory, step.traffic.bytes_per_step
     flops = flops_with_recomputation(model, batch, model.config.attention.kind)
     reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
+    # Below the assumed fraction, beyond rounding, only if the host takes longer than the GPU.
     host_bound = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
     by_host = ", limited by the host that starts kernels" if host_bound else ""
     dense = f"  {'tokens/s, dense':<18}{step.tokens / step.dense_seconds:>10,.0f}"

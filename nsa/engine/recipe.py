@@ -312,7 +312,7 @@ def _warnings(base: RunConfig, config: RunConfig) -> Iterator[str]:
     """
     train = config.train
     warmup = scaled_warmup(base.train.warmup_steps, base.train.steps, train.steps)
-    if train.warmup_steps == warmup != base.train.warmup_steps:
+    if train.warmup_steps == warmup and warmup != base.train.warmup_steps:
         yield (
             f"train.warmup_steps = {warmup}, scaled with train.steps: "
             f"{base.train.warmup_steps:,} of {base.train.steps:,}"

@@ -75,6 +75,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         special = set(source.all_special_tokens) | {
             token.content for token in source.added_tokens_decoder.values() if token.special
         }
+        # One special token ends a text.
         if source.chat_template or tokenizer.start_id is not None or len(special) > 1:
             source.model_max_length = source.init_kwargs["model_max_length"] = seq_len
             source.padding_side = source.init_kwargs["padding_side"] = "left"

@@ -87,7 +87,7 @@ def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
 def merge(
     config: PretrainedConfig, model: ModelConfig, source: dict[str, Any], original: PretrainedConfig
 ) -> dict[str, Any]:
-    """Return an export's config.json: the model's own fields, and every other one of the source.
+    """Return an export's config.json: the model's own fields, and the other fields of the source.
 
     `config` and `original` are transformers' configs of `model` and of `source`.
     """

@@ -45,9 +45,9 @@ class Index(nn.Module):
 
 
 def index_start(attention: Mapping[str, Tensor], kv_heads: int) -> dict[str, Tensor]:
-    """Return an index's weights from those of its attention layer, all without a prefix.
+    """Return an index's initial weights, given its attention layer's; names are without a prefix.
 
-    The parameters of φ are not among them: they start as the mean.
+    The parameters of φ are left out: φ starts as the mean.
     """
     size, start = len(attention["k.weight"]) // kv_heads, {}
     for name, weight in attention.items():

@@ -297,7 +297,7 @@ def _selected_importance(
         score = importance(q[:, doc], k_cmp[:, cmp], doc_lse, spec, seq_len=length, scale=scale)
         padded = torch.nn.functional.pad(score, (0, 1), value=-1.0)  # read by index -1
         selected = padded.gather(-1, index[:, doc].long() % padded.shape[-1])
-        parts.append(selected.masked_fill(selected == -torch.inf, 0))
+        parts.append(selected.masked_fill(selected == -torch.inf, 0))  # overlaps no visible key
     return torch.cat(parts, 1).sort(-1).values
 
 

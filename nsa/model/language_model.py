@@ -106,9 +106,9 @@ class LanguageModel(nn.Module):
             )
         if labels is not None:
             check_tokens(labels, self.config.vocab_size, "labels")
-        # `detached`: the backward pass visits no layer, and `_WithZeroGradients` reads all weights.
-        # ZeRO-3, whose weights have a `ds_id`, gathers a layer's weights only while the backward
-        # pass visits the layer, so there it visits all layers.
+        # `detached`: the loss's backward pass skips the layers; `_WithZeroGradients` reads all of
+        # their weights instead. With ZeRO-3, whose weights have a `ds_id`, it visits all layers:
+        # ZeRO-3 gathers a layer's weights only for such a visit.
         detached = selector_only and not hasattr(self.embed.weight, "ds_id")
         queries = QUERIES_ALONE if selector_only else QUERIES
         x, selector_loss = self._hidden(input_ids, cu_seqlens, queries, detached)
@@ -190,8 +190,8 @@ class LanguageModel(nn.Module):
 
         Return the head's input and the sum of the layers' selector losses, which is None without
         `metadata.sampled`. `intercept` receives each block's input and returns the input to use.
-        With `detached` only the selector losses have a gradient. A block then keeps nothing for a
-        gradient of its output, so blocks are not recomputed: it would save no memory.
+        With `detached` only the selector losses have a gradient. Blocks are then not recomputed,
+        which would save no memory: they keep no activations for a gradient of their output.
         """
         has_gradient = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
@@ -209,7 +209,8 @@ class LanguageModel(nn.Module):
                 x, delta = intercept(x if delta is None else x + delta), None
             x, delta, *loss = run(partial(block, metadata=metadata), x, delta)
             losses += loss
-        return self.final_norm(x, delta), torch.stack(losses).sum() if losses else None
+        selector_loss = torch.stack(losses).sum() if losses else None
+        return self.final_norm(x, delta), selector_loss
 
     @property
     def head_weight(self) -> Tensor:

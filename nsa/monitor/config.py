@@ -18,7 +18,7 @@ class LadderConfig:
     extended: int = 1_000  # step of the go/no-go gate `extended`; peak memory must be steady
     min_tokens_per_s: float = 50.0  # median of the logged steps, all ranks
     max_memory_gb: float = 60.0  # peak memory of any rank
-    # attention that selected blocks hold over that of random ones, in the best layer; from
+    # attention on selected blocks divided by attention on random ones, in the best layer; from
     # `extended` on, with the selector loss
     min_recall: float = 1.05
 
@@ -39,7 +39,7 @@ class WatchConfig:
     compute: float = 600.0  # seconds in a step's wait for data, forward, backward or update
     save: float = 1_800.0  # seconds for one checkpoint or evaluation
     silence: float = 60.0  # seconds without a heartbeat from a live rank
-    on_collapse: str = "warn"  # a fifth of the median tokens/s in 10 rows: ignore, warn or halt
+    on_collapse: str = "warn"  # 10 rows below a fifth of the median tokens/s: ignore, warn or halt
 
     def validate(self) -> None:
         at_least(0, "monitor.watch", self, "setup", "compute", "save", "silence")

@@ -144,8 +144,8 @@ def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def _statistics(samples: list[_Sample], spec: NSASpec) -> list[LayerStatistics]:
     """Compute the statistics of all layers on the device; copy them to the host together.
 
-    None stands for gate statistics in a layer without gates, and for statistics of free blocks
-    (those selected by importance) if there are no such blocks (0/0 = NaN on the device).
+    A layer without gates has None as gate statistics. Statistics of free blocks, which importance
+    selects, are None where there are no free blocks: the device computes NaN = 0/0.
     """
     names = [name for name in LAYER_STATISTICS if not name.startswith("gate_")]
     columns = _block_statistics(samples, spec)

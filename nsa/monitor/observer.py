@@ -29,7 +29,7 @@ LAYER_STATISTICS = (  # of selection.csv
 # Further columns of selection.csv with the selector loss, from the queries that it samples.
 SELECTOR_STATISTICS = ("selector_loss", "recall", "recall_random")
 
-LayerStatistics = dict[str, float | None]  # None: not measured, or all blocks are forced
+LayerStatistics = dict[str, float | None]  # None: not measured, or importance selects no block
 
 
 def _metric(tag: str | None, column: bool = True, line: str = "", **options: Any) -> Any:

@@ -57,7 +57,7 @@ class Gradient(NamedTuple):
     result_of: tuple[
         int, ...
     ] = ()  # by input: its gradient's number in the results; empty: in order
-    unread: int = 0  # number of first inputs that are not saved: `backward` reads shape and dtype
+    shape_only: int = 0  # first inputs that are not saved: `backward` reads their shape and dtype
     zeros: bool = True  # `backward` gets zeros for an output without a gradient; False: None
 
 
@@ -168,9 +168,9 @@ def _autograd(
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         output = output if outputs > 1 else (output,)
-        unread = inputs[: gradient.unread]
-        shapes = [None if x is None else x.new_empty(()).expand(x.shape) for x in unread]
-        ctx.save_for_backward(*shapes, *inputs[gradient.unread : tensors], *output[gradient.saved])
+        first, saved = inputs[: gradient.shape_only], inputs[gradient.shape_only : tensors]
+        shapes = [None if x is None else x.new_empty(()).expand(x.shape) for x in first]
+        ctx.save_for_backward(*shapes, *saved, *output[gradient.saved])
         ctx.constants = inputs[tensors:]
         if count < outputs:
             ctx.mark_non_differentiable(*output[count:])

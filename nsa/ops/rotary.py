@@ -185,5 +185,5 @@ torch_rotary_pool = register(
     _forward,
     RotaryPoolInputs.empty_outputs,
     outputs=12,
-    gradient=Gradient(_backward, inputs=1, outputs=12, saved=slice(1, 2), unread=1),
+    gradient=Gradient(_backward, inputs=1, outputs=12, saved=slice(1, 2), shape_only=1),
 )

@@ -132,7 +132,7 @@ def _backward(
         dk += torch.einsum("bksgn,bksgd->bnkd", ds, q_scaled)
         if x.q_cmp is not None:
             dq[:, t[:, 0]] = torch.einsum("bksgn,bnkd->bskgd", ds, k).flatten(2, 3) * x.scale
-    mean = dloss / (dp[..., 0].numel() * by_head.shape[-1])  # over queries, and heads in p
+    mean = dloss / (dp[..., 0].numel() * by_head.shape[-1])  # over queries, and the heads of p
     return (dk * mean).to(x.k_cmp.dtype), (dq * mean).to(x.k_cmp.dtype)
 
 

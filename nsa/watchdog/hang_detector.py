@@ -47,7 +47,7 @@ class HangDetector:
         self.beats: dict[int, dict[str, Any]] = {}  # last heartbeat of each rank that ever ran
         self.messages: list[str] = []  # for the log
         self._limits = WatchConfig()
-        self._disk_ok_since = float("-inf")  # when the disk last hung or refused a write
+        self._disk_failed_at = float("-inf")  # when the disk last hung or refused a write
         self._file_versions: dict[str, tuple[int, int]] = {}
         self._has_warned = False  # of a collapse
 
@@ -62,7 +62,7 @@ class HangDetector:
         if report is not None or start - min(beats, default=start) > 3 * HEARTBEAT_SECONDS:
             self._write_probe()
         if time.monotonic() - start > DISK_LIMIT_SECONDS:
-            self._disk_ok_since = time.monotonic()
+            self._disk_failed_at = time.monotonic()
         if report is not None:
             time.sleep(CONFIRM_SECONDS)
             report = self._find_hang(running)
@@ -86,21 +86,20 @@ class HangDetector:
     def _check_rank(self, rank: int, beat: Mapping[str, Any], now: float) -> HangReport | None:
         """Compare a rank with its limit; time in which the disk hung or was full does not count."""
         phase, step = beat["phase"], int(beat["step"])
-        seconds = now - max(beat["mono"], self._disk_ok_since)  # without a heartbeat
-        # 0: no limit.
-        silence = self._limits.silence and max(self._limits.silence, 3 * HEARTBEAT_SECONDS)
+        seconds = now - max(beat["mono"], self._disk_failed_at)  # without a heartbeat
+        silence = max(self._limits.silence, 3 * HEARTBEAT_SECONDS)
         detail = ""
         if beat["event"] == "end":
             setting, limit = "compute", self._limits.compute
             reason = f"rank {rank} has written its last heartbeat but not exited"
-        elif silence and seconds > silence:
+        elif self._limits.silence and seconds > silence:  # 0: no limit
             setting, limit = "silence", silence
             reason = f"no heartbeat from rank {rank}"
             detail = f", in {phase} after step {step}; its process is alive"
         else:
             setting = LIMIT_OF_PHASE.get(phase, "compute")
             limit = getattr(self._limits, setting)
-            seconds = min(beat["since"], beat["mono"] - self._disk_ok_since)  # in this phase
+            seconds = min(beat["since"], beat["mono"] - self._disk_failed_at)  # in this phase
             reason = f"rank {rank} has been in {phase} after step {step}"
         if not limit or seconds <= limit:
             return None
@@ -114,7 +113,7 @@ class HangDetector:
                 file.write(bytes(4096))
                 os.fsync(file.fileno())
         except OSError as error:
-            self._disk_ok_since = time.monotonic()
+            self._disk_failed_at = time.monotonic()
             self.messages.append(
                 f"{self.folder} cannot be written ({error.strerror}), so missing heartbeats prove "
                 "nothing"

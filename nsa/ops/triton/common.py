@@ -78,21 +78,21 @@ class Constants(NamedTuple):
 
 @triton.jit
 def locate(offsets, count, grid_tile, MUL: tl.constexpr, TILE: tl.constexpr):
-    """Return which of `count` runs a tile of the grid covers: (run, begin, end, tile in the run).
+    """Return which of `count` segments a grid tile covers: (segment, begin, end, tile in it).
 
-    Run i holds the entries from offsets[i] to offsets[i + 1]. An entry has MUL rows, and a tile
-    covers TILE rows. The tiles of run i begin at grid tile offsets[i] * MUL // TILE + i, which
-    leaves enough tiles to every run before the next begins. So the host launches a grid of
+    Segment i holds the entries from offsets[i] to offsets[i + 1]. An entry has MUL rows, and a tile
+    covers TILE rows. The tiles of segment i begin at grid tile offsets[i] * MUL // TILE + i, which
+    leaves enough tiles to every segment before the next begins. So the host launches a grid of
     total * MUL // TILE + count tiles and need not read `offsets`.
     """
-    run = -1
+    segment = -1
     for first in range(0, count, 64):
         i = first + tl.arange(0, 64)
         begins = tl.load(offsets + i, mask=i < count, other=0)
-        run += tl.sum(((i < count) & (begins * MUL // TILE + i <= grid_tile)).to(tl.int32), 0)
-    begin = tl.load(offsets + run)
-    end = tl.load(offsets + run + 1)
-    return run, begin, end, grid_tile - begin * MUL // TILE - run
+        segment += tl.sum(((i < count) & (begins * MUL // TILE + i <= grid_tile)).to(tl.int32), 0)
+    begin = tl.load(offsets + segment)
+    end = tl.load(offsets + segment + 1)
+    return segment, begin, end, grid_tile - begin * MUL // TILE - segment
 
 
 @triton.jit
@@ -415,12 +415,11 @@ def sum_parts_kernel(
 def sum_parts(parts: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the sum of float32 rows `parts` [rows, WIDTH], split into one or three tensors."""
     sums = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
-    sizes = [x.numel() for x in like]
     first, second, third = (*sums, None, None)[:3]
     launch(
         sum_parts_kernel, (cdiv(parts.shape[1], PARTS.keys),), PARTS,
         parts=parts, first=first, second=second, third=third, rows=parts.shape[0],
-        FIRST=sizes[0], SECOND=sum(sizes[1:2]), WIDTH=parts.shape[1],
+        FIRST=sums[0].numel(), SECOND=0 if second is None else second.numel(), WIDTH=parts.shape[1],
         ROWS=PARTS.rows, COLS=PARTS.keys,
     )  # fmt: skip
     return sums

@@ -265,7 +265,7 @@ triton_add_rms_norm = register(
         saved=slice(1),
         result_of=(0, 0, 1),  # x and delta share a gradient
         zeros=False,
-        unread=2,
+        shape_only=2,
     ),
 )
 

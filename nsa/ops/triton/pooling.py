@@ -136,6 +136,7 @@ def pool_backward_kernel(
                 g *= _load(cos, angle, n % HALF_P, mask)
                 g += sign * _load(dy, at, partner, mask) * _load(sin, angle, n % HALF_P, mask)
             mean = _load(pooled, at, col, mask)
+            # A block counts once, with its first token.
             d_scale += tl.sum(tl.where((covered & (i == 0))[:, None], g * mean, 0.0), 0)
             g *= factor
             score = s + _load(position, (head * LEN + i) * SIZE, col, mask)

@@ -372,5 +372,5 @@ triton_rotary_pool = register(
     RotaryPoolInputs.empty_outputs,
     outputs=12,
     # Of the outputs the backward pass reads only the gates, of `packed` only shape and dtype.
-    gradient=Gradient(rotary_pool_backward, inputs=1, outputs=12, saved=slice(1, 2), unread=1),
+    gradient=Gradient(rotary_pool_backward, inputs=1, outputs=12, saved=slice(1, 2), shape_only=1),
 )

@@ -90,7 +90,7 @@ def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.const
 def _log_importance(q, k, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
     """Return log2 Σ 2^score[i] · overlap(i, j) over visible blocks i: [QUERIES, BLOCKS].
 
-    It is for one query head per KV head, whose lse changes no rank, and added in the order of i.
+    Without an lse: with one query head per KV head it changes no rank. Terms are added by i.
     """
     QUERIES: tl.constexpr = C.QUERIES
     BLOCKS: tl.constexpr = C.BLOCKS
@@ -175,6 +175,7 @@ def select_kernel(
         index = tl.where(entry <= own[:, None], entry, NONE)
         if last >= C.TOP:
             best = tl.where(entry < C.TOP, EMPTY, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
+            # Different indices, as `_keep_best` replaces the empty place with the highest one.
             index = tl.where(entry < C.TOP, NONE + entry, NONE) + tl.zeros([QUERIES, 1], tl.int32)
             # Blocks from `low` to `high` need no mask: all COUNT compressed blocks read for them,
             # overlapping or not, begin in the document, and all queries see them.

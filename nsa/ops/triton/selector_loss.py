@@ -217,7 +217,7 @@ def divergence_kernel(
         m_b, sum_b = _add(b, m_b, sum_b)
     # A row that saw nothing has lse +inf, so that its probabilities are 0.
     lse_a = tl.where(sum_a > 0.0, _log_sum(m_a, sum_a), float("inf"))[:, None]
-    lse_b = tl.where(sum_b > 0.0, _log_sum(m_b, sum_b), float("inf"))[:, None]
+    lse_b = tl.where(sum_b > 0.0, _log_sum(m_b, sum_b), float("inf"))
     target_sum, p_sum = 0.0, 0.0
     for first in range(0, last + 1, C.BLOCKS):
         a = _block_masses(sel_mass, row_a, first, own, total_blocks, C.GROUP, C)
@@ -225,7 +225,7 @@ def divergence_kernel(
         j = first + tl.arange(0, C.BLOCKS)
         ranked = (j >= C.INIT) & (j <= last)
         target_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0), 0)
-        p_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(b - lse_b), 0) / RANKING, 0.0), 0)
+        p_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(b - lse_b[:, None]), 0) / RANKING, 0.0), 0)
     log_ratio = tl.log2(tl.maximum(p_sum, TINY)) - tl.log2(tl.maximum(target_sum, TINY))
     dp_sum = tl.where(p_sum > TINY, target_sum / tl.maximum(p_sum, TINY), 0.0)
     loss, delta = 0.0, tl.zeros([RANKING_P], tl.float32)
@@ -234,7 +234,7 @@ def divergence_kernel(
         b = _block_masses(cmp_mass, row_b, first, own, total_blocks, RANKING, C)
         j = first + tl.arange(0, C.BLOCKS)
         ranked = (j >= C.INIT) & (j <= last)
-        by_head_p = tl.exp2(b - lse_b)
+        by_head_p = tl.exp2(b - lse_b[:, None])
         wanted = tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0)
         p = tl.where(ranked, tl.sum(by_head_p, 0) / RANKING, 0.0)
         log_p = tl.log2(tl.maximum(p, TINY))
@@ -246,25 +246,25 @@ def divergence_kernel(
         tl.store(dp + j, d, mask=j < total_blocks)
     tl.store(losses + query, loss * 0.6931471805599453)
     # The lse over compressed keys: `lse_b` counts each key once for each of its positions.
-    lse = tl.sum(lse_b, 1) - tl.log2(tl.zeros([RANKING_P], tl.float32) + C.LEN)
+    lse = lse_b - tl.log2(tl.full([RANKING_P], C.LEN, tl.float32))
     tl.store(by_head + row_b, lse, mask=g < RANKING)
-    size = tl.num_programs(2).to(tl.int64) * C.HEADS * count * RANKING  # of lse; delta follows
-    tl.store(by_head + size + row_b, delta, mask=g < RANKING)
+    all_rows = tl.num_programs(2).to(tl.int64) * C.HEADS * count * RANKING  # of lse; delta follows
+    tl.store(by_head + all_rows + row_b, delta, mask=g < RANKING)
 
 
 @triton.jit
 def _score_gradient(
-    k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, size, total_blocks,
+    k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, all_rows, total_blocks,
     scale, C: tl.constexpr,
 ):  # fmt: skip
-    """Return ∂loss/∂score of compressed keys i [KEYS] and rows, times `size`: [KEYS, ROWS]."""
+    """Return ∂loss/∂score of compressed keys i [KEYS] and rows, times `all_rows`: [KEYS, ROWS]."""
     KEYS: tl.constexpr = C.KEYS
     ROWS: tl.constexpr = C.ROWS
     OVERLAPS: tl.constexpr = (C.LEN + C.SELECT - 2) // C.SELECT + 1
     local = i[:, None] - first_key[None, :]  # of the row's document, [KEYS, ROWS]
     sees = inside[:, None] & (local >= 0) & (local < visible(position, C)[None, :])
     lse = tl.load(by_head + row, mask=valid, other=float("inf"))
-    delta = tl.load(by_head + size + row, mask=valid, other=0.0)
+    delta = tl.load(by_head + all_rows + row, mask=valid, other=0.0)
     s = dot(k_tile, tl.trans(q_tile)) * scale
     p = tl.where(sees, tl.exp2(s - lse[None, :]), 0.0)
     gradient = tl.zeros([KEYS, ROWS], tl.float32)
@@ -287,7 +287,7 @@ def keys_kernel(
     i = tl.program_id(0) * C.KEYS + tl.arange(0, C.KEYS)
     at, inside = (batch * key_len + i) * C.HEADS + head, i < key_len
     k_tile = load_rows(k_cmp, at, C.KEY, C.KEY, C.KEY_P, inside)
-    size = (tl.num_programs(2) * C.HEADS * rows).to(tl.int64)
+    all_rows = (tl.num_programs(2) * C.HEADS * rows).to(tl.int64)
     by_head += (batch * C.HEADS + head) * rows
     dp += (batch * C.HEADS + head) * (rows // C.GROUP) * total_blocks
     total = tl.zeros_like(k_tile).to(tl.float32)  # [KEYS, KEY_P]
@@ -297,12 +297,12 @@ def keys_kernel(
         )
         row = first + tl.arange(0, C.ROWS)
         ds = _score_gradient(
-            k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, size,
+            k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, all_rows,
             total_blocks, scale, C,
         )  # fmt: skip
         total = dot(ds.to(q_tile.dtype), q_tile, total)
     # Scale last: in half precision a mean over all queries would underflow.
-    total *= scale * 0.6931471805599453 * tl.load(dloss) / size.to(tl.float32)
+    total *= scale * 0.6931471805599453 * tl.load(dloss) / all_rows.to(tl.float32)
     store_rows(dk, at, C.KEY, total, C.KEY, C.KEY_P, inside)
 
 
@@ -319,7 +319,7 @@ def queries_kernel(
         queries, q, cu, first_row, rows, seq_len, documents, batch, head, C
     )
     row = first_row + tl.arange(0, C.ROWS)
-    size = (tl.num_programs(2) * C.HEADS * rows).to(tl.int64)
+    all_rows = (tl.num_programs(2) * C.HEADS * rows).to(tl.int64)
     by_head += (batch * C.HEADS + head) * rows
     dp += (batch * C.HEADS + head) * (rows // C.GROUP) * total_blocks
     total = tl.zeros_like(q_tile).to(tl.float32)  # [ROWS, KEY_P]
@@ -330,11 +330,11 @@ def queries_kernel(
         at, inside = (batch * key_len + i) * C.HEADS + head, i < end
         k_tile = load_rows(k_cmp, at, C.KEY, C.KEY, C.KEY_P, inside)
         ds = _score_gradient(
-            k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, size,
+            k_tile, q_tile, i, inside, first_key, position, row, valid, dp, by_head, all_rows,
             total_blocks, scale, C,
         )  # fmt: skip
         total = dot(tl.trans(ds).to(k_tile.dtype), k_tile, total)
-    total *= scale * 0.6931471805599453 * tl.load(dloss) / size.to(tl.float32)
+    total *= scale * 0.6931471805599453 * tl.load(dloss) / all_rows.to(tl.float32)
     t = tl.load(queries + row // C.GROUP, mask=valid, other=0)
     at = _query_rows(t, row, seq_len, batch, head, C)
     store_rows(dq, at, C.KEY, total, C.KEY, C.KEY_P, valid)
@@ -409,7 +409,7 @@ def _tile(x: SelectorLossInputs, q: Tensor) -> tuple[Constants, Config]:
     constants = constants_of(q, x.k_cmp, spec=x.spec, TOP=0)
     config = choose_config("selector", constants.padded, q)
     steps = min(config.keys, max(16, next_power_of_2(x.spec.select_len)))
-    # Few blocks give many programs; products with 16 columns spill registers in float32.
+    # 16 blocks give many programs. In float32 products with 16 columns spill registers: 32 blocks.
     blocks = 16 if q.dtype.itemsize <= 2 else 32
     return constants._replace(ROWS=config.rows, KEYS=steps, BLOCKS=blocks), config
 
