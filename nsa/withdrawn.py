@@ -55,9 +55,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 }
 
 # Setting and withdrawn value -> the value that a resumed run has instead.
-VALUES: dict[tuple[str, Any], Any] = {
-    ("train.on_bad_step", "rollback"): "skip",
-}
+VALUES: dict[tuple[str, Any], Any] = {("train.on_bad_step", "rollback"): "skip"}
 
 # Program or verb, and flag ("nsa plan --search") -> what to do instead.
 FLAGS: dict[str, str] = {

@@ -68,8 +68,7 @@ def rng_file(rank: int) -> str:
 
 def sync_and_hash(path: Path) -> dict[str, Any]:
     """Sync a file to disk and return its manifest entry: size and hash."""
-    digest = _sha256(path, sync=True)
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path, sync=True)}
 
 
 def manifest_text(content: dict[str, Any]) -> str:

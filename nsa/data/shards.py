@@ -82,7 +82,6 @@ class Index:
     finished: bool = True  # the source has no further documents
 
     def of(self, split: str) -> list[Shard]:
-        """Return the shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
 
     def tokens(self, split: str) -> int:
@@ -258,7 +257,6 @@ class TokenStore:
         self.notes = index.skipped.note(self.name)  # for the log
 
     def read(self, start: int, stop: int) -> TokenArray:
-        """Return tokens [start, stop)."""
         assert 0 <= start < stop <= len(self)
         number = int(np.searchsorted(self._ends, start, side="right"))
         parts = []

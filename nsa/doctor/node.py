@@ -32,8 +32,6 @@ _DISPLAY_MIB = 2_000  # GPU memory that a display uses at most
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check."""
-
     name: str
     status: str  # ok, warn, fail or skip
     detail: str

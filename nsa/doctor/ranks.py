@@ -70,8 +70,14 @@ def rank_checks(
     checks += compare(ranks)
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
-    results = gather(_all_reduce_in_time(device, megabytes * _MB), float | str)
-    return [*checks, all_reduce_check(results, megabytes, on_gpu)]
+    result: float | str
+    try:
+        result = with_timeout(LIMIT_SECONDS, lambda: _all_reduce(device, megabytes * _MB))
+    except TimeoutError:
+        result = f"did not end within {LIMIT_SECONDS:g} s"
+    except Exception as error:  # the other ranks wait for the result
+        result = f"{type(error).__name__}: {first_line(error)}"
+    return [*checks, all_reduce_check(gather(result, float | str), megabytes, on_gpu)]
 
 
 def code_fingerprint(root: Path | None = None) -> str:
@@ -159,15 +165,6 @@ def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:
         if values.get(name) != first.get(name)
     ]
     return ", ".join(different[:3])
-
-
-def _all_reduce_in_time(device: torch.device, size: int) -> float | str:
-    try:
-        return with_timeout(LIMIT_SECONDS, lambda: _all_reduce(device, size))
-    except TimeoutError:
-        return f"did not end within {LIMIT_SECONDS:g} s"
-    except Exception as error:  # the other ranks wait for the result
-        return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _all_reduce(device: torch.device, size: int) -> float | str:

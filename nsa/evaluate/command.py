@@ -81,7 +81,7 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
     from nsa.data.cache import cache_folder
     from nsa.data.dataset import open_dataset
     from nsa.engine.load_run import find_run, load_run
-    from nsa.evaluate.results import Result, make_folder, write
+    from nsa.evaluate.results import Result, write
     from nsa.report.compare import labelled
 
     positive_flags(args, "seq_len", "tokens")
@@ -103,7 +103,11 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
         if tokenizer.fingerprint not in data:
             data[tokenizer.fingerprint] = _open_data(dataset, split, tokens, tokenizer, cache)
     out = args.out or args.path / "eval"
-    make_folder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"the folder cannot be created ({error.strerror or error})"
+        raise ValueError(f"--out {out}: {reason}; name another") from None
     results: list[Result] = []
     for name, stored in runs.items():
         run, run_data = load_run(stored, device=device), data[tokenizers[name].fingerprint]

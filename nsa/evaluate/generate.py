@@ -71,12 +71,7 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> 
     """Return a prompt's ids, int64 [T]."""
     import numpy as np
 
-    from nsa.data.tokenizer import (
-        HubTokenizer,
-        load_pretrained,
-        name_in_errors,
-        tokenizer_folder,
-    )
+    from nsa.data.tokenizer import HubTokenizer, load_pretrained, name_in_errors, tokenizer_folder
 
     if not args.chat:
         return tokenizer.with_start(tokenizer.encode(text)).astype("int64")

@@ -119,17 +119,6 @@ def _loss(row: Row, format_spec: str) -> str:
     return f"{row['loss']:{format_spec}}" + ("" if error is None else f" ± {error:.4f}")
 
 
-def make_folder(out: Path) -> None:
-    """Create the folder of --out; raise a ValueError if it cannot be created."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(
-            f"--out {out}: the folder cannot be created ({reason}); name another"
-        ) from None
-
-
 def write(rows: Sequence[Row], source: dict[str, Any], out: Path) -> list[Path]:
     """Write JSON and plot into the folder `out`; `source` describes the data."""
     content = {"text": source, "results": rows}

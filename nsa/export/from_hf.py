@@ -58,8 +58,6 @@ HEAD, EMBEDDING = "head.weight", "embed_tokens.weight"
 
 @dataclass
 class SourceModel:
-    """A model to import."""
-
     config: RunConfig
     folder: Path  # of the weights
     hf_config: dict[str, Any] | None = None  # config.json of a folder without config.yaml

@@ -54,8 +54,7 @@ def _serve(args: argparse.Namespace) -> int:
         if args.host not in LOOPBACK:
             print(f"nsa: warning: --host {args.host}: no password is asked", file=sys.stderr)
         print(f"{served.force_model}: http://{args.host}:{port}/v1 (Ctrl-C ends it)", flush=True)
-        config = uvicorn.Config(build_app(served))
-        uvicorn.Server(config).run([listener])
+        uvicorn.Server(uvicorn.Config(build_app(served))).run([listener])
     return 0
 
 

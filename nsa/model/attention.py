@@ -200,7 +200,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None)
     flash-attn instead, if it is installed: once for all documents.
     """
     if cu_seqlens is not None and flash_attn_supports(q, v):
-        return _flash_attention(q, k, v, cu_seqlens)
+        from flash_attn import flash_attn_varlen_func
+
+        # The length of the sequence bounds a document's; the exact length would be a host sync.
+        cu, longest = cu_seqlens.int(), q.shape[1]
+        limits = cu, cu, longest, longest
+        o = flash_attn_varlen_func(q[0], k[0], v[0], *limits, causal=True, deterministic=True)
+        return o[None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     outputs = [
         F.scaled_dot_product_attention(
@@ -222,17 +228,6 @@ def flash_attn_supports(q: Tensor, v: Tensor) -> bool:
         and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM
         and q.shape[-1] % 8 == 0
     )
-
-
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return `causal_attention` of a batch of 1 by flash-attn, with equal bits in each run."""
-    from flash_attn import flash_attn_varlen_func
-
-    # The length of the sequence bounds a document's; the exact length would be a host sync.
-    cu, longest = cu_seqlens.int(), q.shape[1]
-    limits = cu, cu, longest, longest
-    o = flash_attn_varlen_func(q[0], k[0], v[0], *limits, causal=True, deterministic=True)
-    return o[None]
 
 
 class NSAttention(Attention):

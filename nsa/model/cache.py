@@ -76,8 +76,6 @@ Content = dict[str, Tensor]  # entries to store, by the buffer's name
 
 
 class LayerCache:
-    """The buffers of one layer."""
-
     def __init__(self, plan: dict[str, Buffer], buffers: Content) -> None:
         self.plan, self.buffers = plan, buffers
 

@@ -13,7 +13,6 @@ def parameter_sizes(config: ModelConfig) -> list[int]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of all parameters."""
     return sum(parameter_sizes(config))
 
 

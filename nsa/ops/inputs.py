@@ -115,7 +115,6 @@ class GatedInputs(NamedTuple):
     def branch(
         self, name: str, k: Tensor, v: Tensor, block_index: Tensor | None = None
     ) -> AttentionInputs:
-        """Return the inputs of one branch."""
         rest = self.cu_seqlens, name, self.spec, self.scale
         return AttentionInputs(self.q, k, v, block_index, *rest)
 

@@ -40,7 +40,6 @@ class Activations:
 
 @cache
 def activations(model: Model, batch: BatchShape) -> Activations:
-    """Count the activations of all layers."""
     layers = model.config.layers
     if layers <= 2:
         return count_layers(model, batch, layers)
@@ -122,13 +121,15 @@ class _LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        arguments = filter(_is_tensor, tree_leaves((args, kwargs)))
+        arguments = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         in_arguments = {x.untyped_storage()._cdata for x in arguments}
         if func is torch.ops.nsa.linear_cross_entropy.default:
             self.before_loss = self.bytes
             self._record(loss_bytes(*args[:2]))
         result = func(*args, **(kwargs or {}))
-        for x in filter(_is_tensor, tree_leaves(result)):
+        for x in tree_leaves(result):
+            if not isinstance(x, Tensor):
+                continue
             storage = x.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in in_arguments and key not in self._storages:
@@ -140,10 +141,6 @@ class _LiveTensors(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         del self._storages[key]
         self.bytes -= size
-
-
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, Tensor)
 
 
 def loss_bytes(hidden: Tensor, weight: Tensor) -> int:

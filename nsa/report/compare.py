@@ -107,8 +107,7 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
 
 
 def _json_row(label: str, run: Summary) -> dict[str, Any]:
-    columns = ("loss", "val_loss", "bits_per_byte")
-    figures = {column: run.last(column) for column in columns}
+    figures = {column: run.last(column) for column in ("loss", "val_loss", "bits_per_byte")}
     figures |= {"tokens_per_s": run.tokens_per_s, "memory_gb": run.memory_gb}
     gates: dict[str, Any] = {"gate": None, "go": None}
     if run.gates:

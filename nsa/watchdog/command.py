@@ -18,10 +18,7 @@ RESTART_SECONDS = 10.0  # between an attempt's end and the next
 def add_parser(verbs: Any) -> None:
     about = "start a run and watch it: end it if it hangs, restart it if --restart is given"
     watch = verbs.add_parser(
-        "watch",
-        help=about,
-        description=about,
-        usage="nsa watch [--restart N] -- COMMAND",
+        "watch", help=about, description=about, usage="nsa watch [--restart N] -- COMMAND"
     )
     watch.add_argument("folder", type=Path, nargs="?", help=argparse.SUPPRESS)
     about = "restart COMMAND at most N times (default %(default)d)"

@@ -459,7 +459,6 @@ def _either(win: Branch, cmp: Branch) -> AttentionInputs:
 
 
 def _config(kernel: str, win: Branch, cmp: Branch, gated: bool = False) -> Config:
-    """Return the tile sizes of a kernel."""
     x = _either(win, cmp)
     name = "compressed" if win is None else "window"
     if gated or (win is not None and cmp is not None):
@@ -483,7 +482,6 @@ def _inputs(win: Branch, cmp: Branch, config: Config) -> dict[str, Any]:
 
 
 def _constants(x: Branch, config: Config) -> Constants | None:
-    """Return the constants of a branch's tiles."""
     if x is None:
         return None
     rows, keys, spec = config.rows, config.keys, x.spec

@@ -23,7 +23,6 @@ class Config(NamedTuple):
     maxnreg: int | None = None  # registers per thread, at most: more programs run at a time
 
     def options(self) -> dict[str, int]:
-        """Triton's compile options."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
@@ -251,5 +250,4 @@ def amd_chip(device: torch.device) -> str | None:
 
 
 def warp_size(device: torch.device) -> int:
-    """Return the number of threads of a warp on this device."""
     return 64 if chip_of(device) in AMD else 32

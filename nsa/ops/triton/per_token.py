@@ -79,8 +79,6 @@ def swiglu_backward_kernel(
 
 
 class SwiGLUInputs(NamedTuple):
-    """Inputs of `triton_swiglu`."""
-
     gate_up: Tensor  # [.., gate | up | padding]
     width: int  # columns of gate, and of up
 
@@ -197,8 +195,6 @@ def rms_norm_backward_kernel(
 
 
 class AddRMSNormInputs(NamedTuple):
-    """Inputs of `triton_add_rms_norm`."""
-
     x: Tensor  # [.., width]
     delta: Tensor | None  # [.., width]
     weight: Tensor  # [width]
