@@ -154,7 +154,10 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
 
 def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
     llama = parse_config(tree, folder / CONFIG)
-    context_length = _context_length(llama)
+    context_length = int(llama.max_position_embeddings)  # tokens that a query can attend to
+    window = getattr(llama, "sliding_window", None)
+    if window is not None and getattr(llama, "use_sliding_window", True):
+        context_length = int(min(window, context_length))
     _check_supported(folder, llama, context_length)
     model_type = tree["model_type"]
     config = RunConfig()
@@ -186,14 +189,6 @@ def rope_settings(llama: Any) -> dict[str, Any]:
     rope_type, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta")
     extension = {name: float(value) for name, value in rope.items()} or None
     return {"rope_theta": theta, "rope_type": rope_type, "rope_extension": extension}
-
-
-def _context_length(llama: Any) -> int:
-    """Return how many tokens a query can attend to: all positions, or a sliding window's."""
-    window = getattr(llama, "sliding_window", None)
-    if window is None or not getattr(llama, "use_sliding_window", True):
-        return int(llama.max_position_embeddings)
-    return int(min(window, llama.max_position_embeddings))
 
 
 def _check_supported(folder: Path, llama: Any, context_length: int) -> None:

@@ -203,6 +203,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None)
         from flash_attn import flash_attn_varlen_func
 
         # The length of the sequence bounds a document's; the exact length would be a host sync.
+        # `deterministic`: gradients have equal bits in each run.
         cu, longest = cu_seqlens.int(), q.shape[1]
         limits = cu, cu, longest, longest
         o = flash_attn_varlen_func(q[0], k[0], v[0], *limits, causal=True, deterministic=True)

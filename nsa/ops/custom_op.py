@@ -5,10 +5,9 @@ it. Its annotated fields give the op's schema. A schema has no type for an NSASp
 as seven integers.
 
 `torch.library.custom_op` and `register_autograd` would do the same without private names of torch,
-but they make a micro-batch's host time 31 to 54% longer. Three measurements of process time: 20.2,
-22.4 and 19.0 ms became 26.4, 29.4 and 29.3 ms (tenth percentiles of 60 steps in alternating
-processes; forward and backward of four layers with φ `pool` and the selector loss on 64 tokens,
-without starting kernels).
+but they make a micro-batch's host time 31 to 54% longer (three measurements, each of 60 steps in
+alternating processes: tenth percentiles of the process time of forward and backward, four layers
+with φ `pool` and the selector loss on 64 tokens, without starting kernels).
 """
 
 from __future__ import annotations
