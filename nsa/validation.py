@@ -32,7 +32,6 @@ def at_most(high: int, section: str, config: object, *names: str) -> None:
 
 
 def above_zero(section: str, config: object, *names: str) -> None:
-    """Require each named field of `config` to be above 0."""
     for name in names:
         value = getattr(config, name)
         if not value > 0:
@@ -48,7 +47,6 @@ def whole_numbers(low: int, section: str, config: object, *names: str) -> None:
 
 
 def one_of(section: str, config: object, **choices: Sequence[str]) -> None:
-    """Require each named field to be one of its `choices`."""
     for name, allowed in choices.items():
         value = getattr(config, name)
         if value not in allowed:

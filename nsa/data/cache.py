@@ -33,7 +33,6 @@ from nsa.data.tokenizer import Tokenizer, build_tokenizer
 from nsa.data.writer import Job, Writer, lock, plan_of, progress_of
 
 POLL_SECONDS = 0.05
-PREPARE = "write shards with `nsa data prepare` and name their folder in data.source"
 CACHE = "data-cache"  # beside a run's folder
 VALIDATION_SEED = 0  # every run is evaluated on the same samples, whatever train.seed is
 
@@ -161,7 +160,7 @@ class CachedSource:
                 raise DataError(
                     f"data.source = {source.name!r}: no document for {config.timeout:g} seconds "
                     f"(data.timeout); the last one read was {newest[1]}. Raise data.timeout, or "
-                    f"{PREPARE}"
+                    "write shards with `nsa data prepare` and name their folder in data.source"
                 )
             time.sleep(POLL_SECONDS)
             index = self._refresh()

@@ -61,7 +61,6 @@ class DataConfig:
         return self.source if isinstance(self.source, dict) else {self.source: 1.0}
 
     def source_names(self) -> str:
-        """Return the names of the sources, for messages."""
         return ", ".join(self.sources())
 
     def sources(self) -> dict[str, float]:

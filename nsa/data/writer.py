@@ -180,7 +180,6 @@ class Writer:
         )
 
     def close(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._error_file.close()
@@ -240,8 +239,7 @@ def _with_progress(documents: Documents, size: int, lock_file: int) -> Documents
     for document, cursor in documents:
         if isinstance(document, Document):
             size += len(document.text)
-            line = f"{size} {document.location}\n"
-            os.pwrite(lock_file, line.encode(errors="replace"), 0)
+            os.pwrite(lock_file, f"{size} {document.location}\n".encode(errors="replace"), 0)
         yield document, cursor
 
 

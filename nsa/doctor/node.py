@@ -188,13 +188,12 @@ def torch_gpus() -> Gpus:
         with contextlib.suppress(Exception):  # the package of NVML or amdsmi may be missing
             used_mib = [torch.cuda.device_memory_used(index) // MIB for index in range(count)]
         return Gpus(used_mib, peers)
-    problem = Gpus.problem
     if torch.version.cuda or torch.version.hip:
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:  # such as a driver that is too old
-            problem = first_line(error)
-    return Gpus(problem=problem)
+            return Gpus(problem=first_line(error))
+    return Gpus()
 
 
 def gpu_checks(listed: int, gpus: Gpus, ranks: int) -> list[Check]:

@@ -77,8 +77,7 @@ class TrainConfig:
             at_most(65_536, "train", self, "micro_batch")
         at_most(65_536, "train", self, "accumulation")
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip")
-        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
-        at_least(0, "train", self, "selector_steps")
+        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed", "selector_steps")
         above_zero("train", self, "learning_rate", "selector_rate", "value_rate")
         one_of("train", self, on_bad_step=ON_BAD_STEP, precision=PRECISIONS)
         if self.min_learning_rate > self.learning_rate:

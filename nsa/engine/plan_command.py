@@ -90,13 +90,12 @@ def _hardware(flags: argparse.Namespace) -> Hardware:
         raise ValueError(f"--mfu {flags.mfu}: a fraction of the peak; write 0.25 for 25%")
     name, usual = DEVICES.get(flags.device, ("", "pcie4"))
     flags.link = flags.link or usual  # `_assumptions` prints it
-    link = LINKS.get(flags.link) or 1e9 * _number("--link", flags.link, "GB/s", LINKS)
     memory = GPUS[name].memory if name else MEMORY
     tflops = GPUS[name].bf16 if name else _number("--device", flags.device, "TFLOP/s", DEVICES)
     return Hardware(
         flops=1e12 * tflops,
         mfu=flags.mfu,
-        link=link,
+        link=LINKS.get(flags.link) or 1e9 * _number("--link", flags.link, "GB/s", LINKS),
         network=1e9 * flags.network,
         nodes=flags.nodes,
         memory=1e9 * (memory if flags.memory is None else flags.memory),
@@ -174,7 +173,6 @@ def load_recipe(file: Path, profile: str) -> Recipe:
 
 
 def _assumptions(flags: argparse.Namespace, hardware: Hardware, zero: Zero) -> list[str]:
-    """Return what a plan assumes and leaves out."""
     device = f"{hardware.flops / 1e12:g} TFLOP/s, {hardware.memory / 1e9:g} GB"
     device = f"{flags.device} ({device})" if flags.device in DEVICES else device
     link = f"{hardware.link / 1e9:g} GB/s"
@@ -206,7 +204,6 @@ def _number(flag: str, text: str, unit: str, names: Mapping[str, object]) -> flo
 def _lines(
     model: Model, batch: BatchShape, step: Forecast, hardware: Hardware, steps: int
 ) -> list[str]:
-    """Return the figures of a plan as lines of text."""
     memory, sent = step.memory, step.traffic.bytes_per_step
     flops = flops_with_recomputation(model, batch, model.config.attention.kind)
     reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops

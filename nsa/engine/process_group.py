@@ -47,8 +47,6 @@ _created: list[Path] = []  # rendezvous files to remove at the end, on rank 0
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's position in the run."""
-
     rank: int
     local_rank: int
     world_size: int

@@ -46,8 +46,6 @@ from nsa.system import available_memory, existing_or_resource, resource_path, us
 from nsa.text import as_one_line, printable
 from nsa.validation import Parser, reject_unknown_flags
 
-__all__ = ["Recipe", "main"]
-
 CRASHED, REFUSED, ABORTED = 1, 2, 3  # exit codes
 RANK_0_REPORT_SECONDS = 10  # for rank 0 to report an error before another rank does
 DEFAULT_DS_CONFIG = resource_path("ds_configs/zero1_pcie.json")
@@ -82,15 +80,13 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
         refusal = as_one_line(error) if isinstance(error, OSError) else error
         _exit_with_error(recipe, refusal, REFUSED)
     try:
-        if flags.dry_run:
-            from nsa.engine.trainer import dry_run
+        from nsa.engine.trainer import dry_run, start
 
+        if flags.dry_run:
             if lock is not None:
                 lock.undo()
             dry_run(request)
         else:
-            from nsa.engine.trainer import start
-
             start(request, lock)
     except RunAborted as error:
         _exit_with_error(recipe, error, ABORTED)
@@ -367,8 +363,8 @@ def _check_changes(
                 "a fresh run in another folder"
             )
         notes.append(f"changed since {checkpoint}: {name}: {old} -> {new}")
-        of_data = name.startswith("data.") and name not in keep_order
-        data_changed |= of_data or name == "train.seed"
+        if name == "train.seed" or (name.startswith("data.") and name not in keep_order):
+            data_changed = True
     return data_changed
 
 

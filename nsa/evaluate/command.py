@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -96,7 +95,9 @@ def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row]
     dataset = open_dataset(replace(settings, seq_len=lengths[-1]))
     cache = cache_folder(config.data, first.folder)
     cache = cache if cache.is_dir() else temporary
-    split = args.split or _default_split(dataset, runs)
+    prepared = any(source.is_prepared for source in dataset.sources)
+    trained_on = any(sources_overlap(dataset.config, run.config.data) for run in runs.values())
+    split = args.split or ("held_out" if prepared or trained_on else "all")
     tokens = args.tokens or config.train.eval_samples * config.data.seq_len
     data: dict[str, EvalData] = {}  # by fingerprint of the tokenizer
     for tokenizer in tokenizers.values():
@@ -151,14 +152,6 @@ def _lengths(args: argparse.Namespace, trained_len: int) -> list[int]:
     if args.tokens is not None and args.tokens < lengths[-1]:
         raise ValueError(f"--tokens {args.tokens}: fewer than the {lengths[-1]} of one sequence")
     return lengths
-
-
-def _default_split(dataset: Dataset, runs: Mapping[str, StoredRun]) -> str:
-    """Return "held_out" for a dataset that is prepared or that a run was trained on, else "all"."""
-    held_out = any(source.is_prepared for source in dataset.sources) or any(
-        sources_overlap(dataset.config, run.config.data) for run in runs.values()
-    )
-    return "held_out" if held_out else "all"
 
 
 def sources_overlap(data: DataConfig, other: DataConfig) -> bool:
@@ -224,7 +217,6 @@ def _evaluate(name: str, run: StoredRun, data: EvalData, seq_len: int) -> Losses
     rows = max(1, run.config.train.rows * trained // seq_len)  # as many tokens as in training
     if seq_len > trained:
         _log(f"{name}: context of {seq_len:,} tokens, in training {trained:,}")
-    batches = eval_batches(data, seq_len, rows)
     total = math.ceil(data.tokens / (seq_len * rows))
-    progress = tqdm(batches, name, total, disable=None, leave=False)
+    progress = tqdm(eval_batches(data, seq_len, rows), name, total, disable=None, leave=False)
     return evaluate(run.model, progress, data.count, seq_len)

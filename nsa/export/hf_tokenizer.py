@@ -48,8 +48,7 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
         if not file.name.endswith("_config.json"):
             shutil.copyfile(file, folder / file.name)
             continue
-        settings = read_object(file)
-        kept = {name: value for name, value in settings.items() if name not in DROPPED}
+        kept = {name: value for name, value in read_object(file).items() if name not in DROPPED}
         text = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
         (folder / file.name).write_text(text, encoding="utf-8")
 

@@ -70,15 +70,8 @@ class AttentionConfig:
         return self.kind == "nsa" and (self.has_index or self.branch_names == BRANCHES)
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first invalid setting."""
-        one_of(
-            "model.attention",
-            self,
-            kind=ATTENTION_KINDS,
-            compressor=COMPRESSORS,
-            branches=SUBSETS,
-            backend=BACKENDS,
-        )
+        one_of("model.attention", self, kind=ATTENTION_KINDS, compressor=COMPRESSORS)
+        one_of("model.attention", self, branches=SUBSETS, backend=BACKENDS)
         at_least(0, "model.attention", self, "selector_loss")
         if self.selector_loss and not self.can_rank:
             raise ValueError(
@@ -145,7 +138,6 @@ class ModelConfig:
     activation_checkpointing: str = "none"
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first invalid setting."""
         sizes = ["vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"]
         if self.value_dim is not None:
             sizes.append("value_dim")

@@ -65,8 +65,6 @@ class Operation:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """Result of one operation's check."""
-
     operation: str
     problem: str  # empty: none
     error: float  # relative, of the output or gradient whose error / allowed is largest

@@ -29,9 +29,6 @@ from nsa.model.fused import add_norm
 from nsa.model.loss import Head, distillation_loss, linear_cross_entropy, token_divergence
 from nsa.ops.inputs import check_documents
 
-# Outputs of a block: x, delta and, if configured, the selector loss.
-Stream = tuple[Tensor, ...]
-
 # Activation checkpointing "selective" saves the outputs of these ops: matrix products, attention
 # and block selection have nearly all FLOPs of a forward pass. Norms, RoPE, pooling and SwiGLU are
 # cheap to recompute. Listed by name, because a backend that is not imported registers no ops.
@@ -276,7 +273,7 @@ class _WithZeroGradients(torch.autograd.Function):
         return None, *(torch.zeros_like(parameter) * gradient for parameter in ctx.parameters)
 
 
-def checkpoint_function(mode: str) -> Callable[..., Stream]:
+def checkpoint_function(mode: str) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function that runs a segment on its inputs, checkpointed in this mode.
 
     The forward pass draws no random numbers, so no generator state is saved for recomputation.

@@ -85,8 +85,7 @@ def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss and its gradients, empty unless `with_gradients`."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    losses = hidden.new_empty(len(hidden), dtype=dtype)
+    losses = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
     d_hidden = hidden.new_empty(hidden.shape if with_gradients else 0)
     # The first chunk sets d_weight; without tokens it stays 0.
     d_weight = weight.new_zeros(weight.shape if with_gradients and not len(hidden) else 0)

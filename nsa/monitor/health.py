@@ -74,14 +74,13 @@ class HealthRecorder:
     ) -> None:
         if torch.compiler.is_compiling() or name in self._samples:
             return
-        layer = self._layers[name]
 
         def work() -> _Sample:
             batch, seq_len = blocks.shape[:2]
             stride = math.ceil(batch * seq_len / MAX_QUERIES)
             selector_statistics = None
             if selector_loss is not None:
-                queries, target = layer.selector_target
+                queries, target = self._layers[name].selector_target
                 recall = _recall(queries, target, blocks, cu_seqlens, self._spec)
                 selector_statistics = torch.cat([selector_loss[None], recall])
             return _Sample(  # copies, which keep no activation alive

@@ -71,7 +71,6 @@ class Heartbeat:
         threading.Thread(target=self._record_progress, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, micro_step: int = 0) -> None:
-        """Set the phase, one of PHASES."""
         assert phase in PHASES, phase
         self._position = (phase, time.monotonic(), micro_step)
 

@@ -60,7 +60,6 @@ class MemorySnapshots:
         )
 
     def close(self) -> None:
-        """Write the queued snapshots."""
         if self._writer is not None:
             self._writer.close()
 

@@ -209,14 +209,13 @@ def nsa_attention_and_blocks(x: GatedInputs, backend: str = "auto") -> tuple[Ten
             f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:3], 3)}: [B, T, Hq, 3]"
         )
     check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
-    for name, k, v in (("_cmp", k_cmp, v_cmp), ("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
+    for branch, k, v in (("sel", k_sel, v_sel), ("win", k_win, v_win)):
         if v.shape[2:] != v_cmp.shape[2:]:
             raise ValueError(
-                f"v{name} has heads and size {tuple(v.shape[2:])} and v_cmp has "
+                f"v_{branch} has heads and size {tuple(v.shape[2:])} and v_cmp has "
                 f"{tuple(v_cmp.shape[2:])}; branches must agree in both"
             )
-        if name != "_cmp":
-            check_length(f"k{name}", k, q.shape[1], "q")
+        check_length(f"k_{branch}", k, q.shape[1], "q")
     if dispatch(backend, "nsa_attention", q, v_cmp) is triton:  # all branches as one op
         check_documents(cu_seqlens, q)
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)

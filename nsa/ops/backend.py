@@ -79,5 +79,4 @@ def fallback_counts() -> dict[tuple[str, str, str], int]:
 
 
 def reset_fallback_counts() -> None:
-    """Set all counts to zero."""
     _fallbacks.clear()

@@ -161,7 +161,6 @@ class HangDetector:
 
 
 def last_beats(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the last heartbeat of each rank, by rank."""
     beats = {}
     for path in folder.glob("heartbeat_rank*.jsonl"):
         rank = path.stem.removeprefix("heartbeat_rank")

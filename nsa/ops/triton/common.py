@@ -27,7 +27,6 @@ except ImportError:  # Triton 3.4, which unsupported_reason refuses on AMD's chi
 
     @tl.constexpr_function
     def is_hip() -> bool:
-        """Whether the kernel is compiled for one of AMD's chips."""
         return False
 
 
@@ -271,12 +270,6 @@ def finish_softmax(m, total, acc):
     total = tl.where(blind, 1.0, total)
     lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)  # ln 2
     return acc / total[:, None], lse
-
-
-@triton.jit
-def probabilities(s, lse):
-    """Return the softmax of base-2 scores, given their natural-log lse; 0 where lse is -inf."""
-    return tl.exp2(s - binary_lse(lse))
 
 
 @triton.jit

@@ -23,11 +23,11 @@ from nsa.ops.custom_op import register
 from nsa.ops.inputs import DecodeInputs
 from nsa.ops.triton.common import (
     LOG2E,
+    binary_lse,
     constants_of,
     dot,
     finish_softmax,
     load_rows,
-    probabilities,
     softmax_step,
     start_softmax,
     store_rows,
@@ -177,7 +177,7 @@ def decode_importance_kernel(
                 at = (row * row_scores)[:, None] + i[None, :]
                 s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
                 weight = overlap(i, j, C)
-                total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight
+                total += tl.sum(tl.exp2(s - binary_lse(row_lse)[:, None]), 0) * weight
             # A NaN becomes 0, for the same reason. The output is NaN anyway.
             total = tl.where(total >= 0.0, total, 0.0)
         total = tl.where((j < C.INIT) | (j >= candidates - C.LOCAL), float("inf"), total)

@@ -16,6 +16,7 @@ from nsa.ops.custom_op import register
 from nsa.ops.inputs import SelectionInputs
 from nsa.ops.triton.common import (
     LOG2E,
+    binary_lse,
     constants_of,
     document_offsets,
     document_tile,
@@ -24,7 +25,6 @@ from nsa.ops.triton.common import (
     keys_before,
     load_rows,
     max_tiles,
-    probabilities,
     span,
     visible,
 )
@@ -82,7 +82,7 @@ def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.const
             if MASKED:
                 seen = (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])
                 s = tl.where(seen, s, float("-inf"))
-            total += probabilities(s * scale, row_lse[:, None]) * weight
+            total += tl.exp2(s * scale - binary_lse(row_lse)[:, None]) * weight
     return total
 
 
