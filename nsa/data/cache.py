@@ -214,9 +214,8 @@ class ValidationData:
         """Return a rank's batches, equally many on all ranks; unlabelled rows pad the last."""
         total, ranks = self.sequences, self._world_size
         positions = range(rank * total // ranks, (rank + 1) * total // ranks)
-        most = math.ceil(total / ranks)  # samples of any rank
         batches = []
-        for start in range(0, most, self._micro_batch):
+        for start in range(0, math.ceil(total / ranks), self._micro_batch):
             rows = [*positions[start : start + self._micro_batch]]
             batch = self._samples.batch([*rows, *[0] * (self._micro_batch - len(rows))])
             batch.labels.view(self._micro_batch, -1)[len(rows) :] = IGNORE_INDEX

@@ -148,8 +148,7 @@ def build_parser(recipe: Recipe) -> Parser:
 def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     """Resolve and validate the flags, without a process group; raise ValueError on a mistake.
 
-    Folder, settings, data and DeepSpeed are resolved in this order. What the user may not expect
-    is added to the notes.
+    What the user may not expect is added to the notes.
     """
     if flags.universal and not flags.resume:
         raise ValueError("--universal: requires --resume; add it")

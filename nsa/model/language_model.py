@@ -1,7 +1,4 @@
-"""Language model: a Llama-like decoder with sparse or dense attention.
-
-Each transformer block is one activation-checkpoint segment.
-"""
+"""Language model: a Llama-like decoder with sparse or dense attention."""
 
 from __future__ import annotations
 
@@ -55,8 +52,8 @@ class LanguageModel(nn.Module):
     """Maps tokens to logits, or to a loss if labels are given.
 
     ZeRO-2 with a reentrant backward requires that every parameter is in at most one checkpoint
-    segment; the parameters of embedding, final norm and head are in none. The forward pass keeps no
-    state, so recomputing a segment gives the same result.
+    segment: each block is one, and embedding, final norm and head are in none. The forward pass
+    keeps no state, so recomputing a segment gives the same result.
     """
 
     def __init__(self, config: ModelConfig, block: type[Block] = Block) -> None:

@@ -49,13 +49,7 @@ class Heartbeat:
         self._path = folder / f"heartbeat_rank{rank}.jsonl"
         # Kept open: the watchdog finds a run's folder by its ranks' open files.
         self._file: io.FileIO | None = None
-        self._constant = {
-            "rank": rank,
-            "pid": os.getpid(),
-            "host": platform.node(),
-            "backend": backend,
-        }
-        self._seconds = seconds
+        self._rank, self._backend, self._seconds = rank, backend, seconds
         # (phase, its start, micro-step): one tuple, so that the thread reads all three together.
         self._position = ("setup", time.monotonic(), 0)
         self._step, self._tokens, self._skipped = step, tokens, skipped
@@ -109,7 +103,10 @@ class Heartbeat:
                 "time": round(time.time(), 3),
                 "mono": round(now, 4),
                 "event": event,
-                **self._constant,
+                "rank": self._rank,
+                "pid": os.getpid(),
+                "host": platform.node(),
+                "backend": self._backend,
                 "phase": phase,
                 "since": round(now - since, 4),
                 "step": self._step,
