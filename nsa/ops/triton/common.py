@@ -389,7 +389,7 @@ def sum_parts_kernel(
     FIRST: tl.constexpr, SECOND: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of parts in ascending order; split the sum into up to three tensors."""
+    """Sum the rows of parts in ascending order; split the sum into one or three tensors."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros([COLS], tl.float32)
     for begin in range(0, rows, ROWS):
