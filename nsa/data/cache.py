@@ -205,9 +205,9 @@ class ValidationData:
             return []
         return [
             f"train.eval_samples = {self._requested}: the validation split of {self._exhausted} "
-            f"ends after {self.sequences} sequences; lower train.eval_samples, take a larger "
-            "source, or raise data.held_out if it is below 0.5 (for a prepared folder: prepare it "
-            "again with a larger --held-out)"
+            f"has {self.sequences} sequences, and all are used; for more take a larger source, or "
+            "raise data.held_out if it is below 0.5 (for a prepared folder: prepare it again with "
+            "a larger --held-out)"
         ]
 
     def batches(self, rank: int) -> list[Batch]:

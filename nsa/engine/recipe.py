@@ -153,7 +153,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     if flags.universal and not flags.resume:
         raise ValueError("--universal: requires --resume; add it")
     notes: list[str] = []
-    profile, run_dir, checkpoint, saved = _resolve_folder(recipe, flags, notes)
+    name, profile, run_dir, checkpoint, saved = _resolve_folder(recipe, flags, notes)
     base, config = _resolve_settings(recipe, flags, profile, saved, notes)
     _resolve_data(config, None if saved is None else base)
     data_changed = saved is not None and _check_changes(base, config, run_dir, saved.name, notes)
@@ -163,7 +163,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     if flags.until is not None:
         stop_step = until_step(flags.until, config.monitor.ladder, config.train.steps)
     return RunRequest(
-        recipe=recipe.name,
+        recipe=name,
         profile=profile,
         config=config,
         ds_config=ds_config,
@@ -181,26 +181,30 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
 
 def _resolve_folder(
     recipe: Recipe, flags: argparse.Namespace, notes: list[str]
-) -> tuple[str, Path, Path | None, Path | None]:
-    """Return profile, run folder, checkpoint to resume from and folder of the saved settings."""
-    profile = flags.profile
+) -> tuple[str, str, Path, Path | None, Path | None]:
+    """Return recipe, profile, run folder, checkpoint to resume from, folder of saved settings."""
+    name, profile = recipe.name, flags.profile
     on_accelerator = get_accelerator().device_name() != "cpu"
     if profile is None:
         profile = "production" if on_accelerator else "demo"
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
     checkpoint, saved, found = find_saved(run_dir) if flags.resume else (None, None, [])
-    recorded = read_json(run_dir / "env.json").get("profile")
-    if saved is not None and isinstance(recorded, str):
-        if flags.profile not in (None, recorded):
-            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {recorded}")
-        profile = recorded
+    recorded = read_json(run_dir / "env.json")
+    if saved is not None and isinstance(of_run := recorded.get("recipe"), str):
+        if name != of_run:
+            notes.append(f"{name}: {run_dir} keeps the settings of its own recipe, {of_run}")
+        name = of_run
+    if saved is not None and isinstance(of_run := recorded.get("profile"), str):
+        if flags.profile not in (None, of_run):
+            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {of_run}")
+        profile = of_run
     elif flags.profile is None and not on_accelerator and saved is None:
         notes.append(
             "NO ACCELERATOR FOUND: running the `demo` profile, few steps on short sequences, "
             "instead of `production`; --profile production overrides this"
         )
     notes += found
-    return profile, run_dir, checkpoint, saved
+    return name, profile, run_dir, checkpoint, saved
 
 
 def _resolve_settings(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -23,7 +23,16 @@ from nsa.data.dataset import DividedSource, open_dataset
 from nsa.data.files import open_files
 from nsa.data.shards import INDEX, Shard, find_index, read_index, verify_shards, write_index
 from nsa.data.source import DataError
-from nsa.data.writer import FIRST_SHARD, LAST_SHARD, LOCK, Job, Writer, plan_of, prepare
+from nsa.data.writer import (
+    FIRST_SHARD,
+    LAST_SHARD,
+    LOCK,
+    TOKEN_SETTINGS,
+    Job,
+    Writer,
+    plan_of,
+    prepare,
+)
 from tests.data.processes import ends_soon, workers_of
 from tests.data.test_prepare import contents
 from tests.data.texts import configure, documents_in, split, texts, train_tokenizer, write_lines
@@ -33,6 +42,14 @@ from tests.ranks import spawn_ranks, wait_for
 OpenCache = Callable[..., TokenCache]
 RUN = Path(__file__).parent / "caching_run.py"
 LARGE = texts(6_000)  # 225 KB: three shards
+
+
+def test_every_setting_of_data_is_known_to_change_tokens_or_not() -> None:
+    """A setting that changes them and is not in TOKEN_SETTINGS would read old tokens."""
+    of_the_stamp, of_batches = {"source", "tokenizer"}, {"seq_len", "packing"}
+    of_the_run = {"on_error", "timeout", "cache"}
+    known = {*TOKEN_SETTINGS, *of_the_stamp, *of_batches, *of_the_run}
+    assert {field.name for field in fields(DataConfig)} == known
 
 
 @pytest.fixture(autouse=True)

@@ -149,8 +149,8 @@ def test_validation_reports_fewer_samples_than_requested(
     validation = validation_of(configure(source), 50, 2, ranks)
     assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
     (note,) = validation.notes
-    of = f"the validation split of {source} ends after {available} sequences; lower train.eval_sam"
-    assert note.startswith(f"train.eval_samples = 50: {of}ples")
+    of = f"the validation split of {source} has {available} sequences, and all are used"
+    assert note.startswith(f"train.eval_samples = 50: {of}; for more take a larger source")
 
 
 @pytest.fixture

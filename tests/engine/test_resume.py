@@ -301,6 +301,15 @@ def test_another_profile_for_a_resumed_run_is_ignored_and_logged(saved: Path) ->
     assert not any("keeps its own" in note for note in resumed(saved, "--profile=demo").notes)
 
 
+def test_a_run_that_another_recipe_resumes_keeps_its_recipes_name_and_settings(saved: Path) -> None:
+    (saved / "env.json").write_text(json.dumps({"recipe": "large", "profile": "demo"}))
+    request = resumed(saved)
+    assert (request.recipe, request.profile) == ("large", "demo")
+    assert f"small: {saved} keeps the settings of its own recipe, large" in request.notes
+    (saved / "env.json").write_text(json.dumps({"recipe": "small"}))
+    assert not any("its own recipe" in note for note in resumed(saved).notes)
+
+
 def test_a_teacher_is_the_newest_checkpoint_that_its_run_has_now(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
