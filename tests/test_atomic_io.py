@@ -81,7 +81,7 @@ def test_no_file_is_written_through_a_symbolic_link_and_no_pipe_blocks(tmp_path:
         atomic_write_text(tmp_path / "file", "new")
     assert target.read_text() == "precious"
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="No such device"):  # nobody reads it
+    with pytest.raises(OSError, match="No such device"):  # it has no reader
         with_timeout(PATIENCE, lambda: no_symlink(str(tmp_path / "pipe"), os.O_WRONLY))
     with open(tmp_path / "new", "w", opener=no_symlink) as file:
         file.write("text")

@@ -189,16 +189,16 @@ def _resolve_folder(
         profile = "production" if on_accelerator else "demo"
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
     checkpoint, saved, found = find_saved(run_dir) if flags.resume else (None, None, [])
-    recorded = read_json(run_dir / "env.json")
-    if saved is not None and isinstance(of_run := recorded.get("recipe"), str):
-        if name != of_run:
-            notes.append(f"{name}: {run_dir} keeps the settings of its own recipe, {of_run}")
-        name = of_run
-    if saved is not None and isinstance(of_run := recorded.get("profile"), str):
-        if flags.profile not in (None, of_run):
-            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {of_run}")
-        profile = of_run
-    elif flags.profile is None and not on_accelerator and saved is None:
+    if saved is not None:
+        env = read_json(run_dir / "env.json")
+        recorded = {key: value for key, value in env.items() if isinstance(value, str)}
+        own_name, own_profile = recorded.get("recipe", name), recorded.get("profile", profile)
+        if name != own_name:
+            notes.append(f"{name}: {run_dir} keeps the settings of its own recipe, {own_name}")
+        if flags.profile not in (None, own_profile):
+            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {own_profile}")
+        name, profile = own_name, own_profile
+    elif flags.profile is None and not on_accelerator:
         notes.append(
             "NO ACCELERATOR FOUND: running the `demo` profile, few steps on short sequences, "
             "instead of `production`; --profile production overrides this"

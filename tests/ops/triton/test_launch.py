@@ -103,7 +103,7 @@ def of_tokens(count: int) -> list[Operation]:
 
 
 def test_sizes_of_another_batch_do_not_compile_a_kernel_again() -> None:
-    """Triton compiles for each number that is 1 or a multiple of 16, unless told otherwise."""
+    """Triton compiles again for a number that is 1 or a multiple of 16, unless it is excluded."""
     pairs = [*zip(attention(600, 500), attention(700, 60, 80), strict=True)]
     for batches in zip(of_tokens(70), of_tokens(167), strict=True):
         pairs += zip(*map(recorded, batches), strict=True)
