@@ -59,9 +59,9 @@ def append_all_or_nothing(file: io.FileIO, data: bytes) -> None:
 
 
 def append(path: Path, text: str, header: str = "") -> None:
-    """Append all of `text` to a file, which begins with `header`, or nothing if the disk is full.
+    """Append all of `text` to a file, or nothing if the disk is full; begin the file with `header`.
 
-    A half-written line would also spoil the next one.
+    After a half-written line, the next line could not be read either.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", 0, opener=no_symlink) as file:
@@ -85,7 +85,7 @@ def fsync_dir(folder: Path) -> None:
 
 @contextlib.contextmanager
 def draft_folder(to: Path) -> Iterator[Path]:
-    """Yield a new folder beside `to`; publish it as `to` at the end, delete it after an error."""
+    """Yield a new folder beside `to`; rename it to `to` at the end, delete it after an error."""
     draft = to.with_name(f".{to.name}.{os.getpid()}")
     try:
         draft.mkdir(parents=True)

@@ -34,15 +34,17 @@ from nsa.data.writer import WorkerDied
 from nsa.engine import disable_shared_memory_op
 from nsa.system import LOOPBACK, interface_towards
 
-# By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL
-# the first one it finds, which may be a container's.
+# Variables that name the network interface. Without them gloo uses the interface of the host name,
+# often the loopback, and NCCL the first interface, maybe a container's. NCCL takes a name without
+# "=" for a prefix.
 INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+# Parts of the error messages of a rank whose peer has exited.
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 ROOT_CAUSE_GRACE_SECONDS = 5  # for the rank that failed first to report before its peers do
 SCHEME = "private"  # of the rendezvous' init_method
 PEER_TIMEOUT = timedelta(minutes=30)  # added to CpuCollectives' max_seconds
 T = TypeVar("T")
-_created: list[Path] = []  # rendezvous files to remove at the end, on rank 0
+_rendezvous_files: list[Path] = []  # on rank 0, which removes them at the end
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,10 @@ def start_ranks(ranks: Ranks) -> torch.device:
 
 
 def _join(ranks: Ranks, backend: str) -> None:
-    launched = ranks.world_size == 1 or "CROSS_RANK" in os.environ  # DeepSpeed's launcher sets it
-    elastic = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's: ranks may rejoin
-    private = launched and not elastic and os.environ["MASTER_ADDR"] in LOOPBACK
+    launched = "CROSS_RANK" in os.environ  # set by DeepSpeed's launcher
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ  # set by torchrun, whose ranks may join again
+    local = os.environ["MASTER_ADDR"] in LOOPBACK
+    private = local and not elastic and (launched or ranks.world_size == 1)
     try:
         deepspeed.init_distributed(
             backend,
@@ -134,16 +137,16 @@ def rendezvous_file() -> Path:
 
 
 def _rendezvous(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield once (store, rank, world size), as PyTorch asks of a rendezvous handler."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store: dist.Store = dist.HashStore()
     if world_size > 1:
         path = rendezvous_file()
         store = dist.FileStore(str(path), world_size)
         if rank == 0:
-            _created.append(path)
+            _rendezvous_files.append(path)
     store.set_timeout(timeout)
     yield store, rank, world_size
-    raise RuntimeError("rendezvous ran twice; a run joins its ranks once")
 
 
 dist.register_rendezvous_handler(SCHEME, _rendezvous)
@@ -207,12 +210,12 @@ class CpuCollectives:
             return [value]
         adapter = TypeAdapter(kind)
         text = json.dumps(adapter.dump_python(value, mode="json")).encode()
-        size, ranks = torch.tensor([len(text)]), dist.get_world_size()
-        sizes = [torch.zeros_like(size) for _ in range(ranks)]
+        size = torch.tensor([len(text)])
+        sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
         dist.all_gather(sizes, size, group=self._group)
         buffer = torch.zeros(int(max(sizes)), dtype=torch.uint8)
         buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        buffers = [torch.empty_like(buffer) for _ in range(ranks)]
+        buffers = [torch.empty_like(buffer) for _ in sizes]
         dist.all_gather(buffers, buffer, group=self._group)
         values = []
         for rank, (size, buffer) in enumerate(zip(sizes, buffers, strict=True)):
@@ -240,7 +243,7 @@ def stop_ranks() -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """Exit with `code` without waiting for threads."""
-    for path in _created:
+    for path in _rendezvous_files:
         path.unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -254,7 +257,7 @@ def crash(error: BaseException) -> NoReturn:
     only the traceback of the root cause is printed.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # end this process also while it waits below
     if isinstance(error, KeyboardInterrupt):
         end_process(130)
     if isinstance(error, dist.DistError) or any(sign in str(error) for sign in PEER_LOST):

@@ -20,24 +20,28 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
     """
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     blocks = torch.div(lengths - spec.block_len, spec.block_stride, rounding_mode="floor") + 1
-    blocks = torch.where(lengths < spec.block_len, torch.zeros_like(blocks), blocks)
+    blocks = blocks.clamp(min=0)
     return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)]).to(torch.int32)
 
 
 def block_starts(
     seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec, device: torch.device
 ) -> Tensor:
-    """Return each compressed block's first token, int64 [N]; packed: wait for the device."""
+    """Return each compressed block's first token, int64 [N].
+
+    N of packed documents is read from the device: this is the only host sync of a step.
+    """
     if cu_seqlens is None:
         return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
-    blocks = compressed_cu_seqlens(cu_seqlens, spec)
+    offsets = compressed_cu_seqlens(cu_seqlens, spec)
     ascends = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
     ascends = ascends & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == seq_len)
-    count = int(torch.where(ascends, blocks[-1], -1))  # one host sync, the step's only one
+    count = int(torch.where(ascends, offsets[-1], -1))  # N and the check in one sync
     if not torch.compiler.is_compiling() and count < 0:
         raise ValueError(f"cu_seqlens does not ascend from 0 to T = {seq_len}; check the offsets")
-    number = torch.arange(count, device=device) - repeat_per_document(blocks[:-1], blocks, count)
-    return repeat_per_document(cu_seqlens[:-1], blocks, count) + number * spec.block_stride
+    number = torch.arange(count, device=device)
+    number -= repeat_per_document(offsets[:-1], offsets, count)  # within its document
+    return repeat_per_document(cu_seqlens[:-1], offsets, count) + number * spec.block_stride
 
 
 def repeat_per_document(values: Tensor, offsets: Tensor, count: int) -> Tensor:
@@ -137,7 +141,7 @@ class DecodeInputs(NamedTuple):
     v_cmp: Tensor | None
     k_sel: Tensor | None  # [B, S, Hkv, D] from position 0 on
     v_sel: Tensor | None
-    k_win: Tensor | None  # [B, R, Hkv, D]: position p at p % R; R is at least w, or all positions
+    k_win: Tensor | None  # [B, R, Hkv, D]: position p is at p % R; R ≥ w, or R ≥ all lengths
     v_win: Tensor | None
     gates: Tensor | None  # [B, Hq, branches]; None: one branch without a gate
     lengths: Tensor  # int64 [B], the newest token included
@@ -170,7 +174,8 @@ class SelectorLossInputs(NamedTuple):
     def empty_outputs(self) -> tuple[Tensor, ...]:
         """Return the op's uninitialised outputs, in at least float32.
 
-        loss; target [B, Hkv, S, M]; dp [B, Hkv, S, M]; (lse, Σ dp · p) [2, B, Hkv, S, heads / Hkv].
+        loss; target and dp, each [B, Hkv, S, M] for M selection blocks; lse and Σ dp · p of each
+        head of `ranking`, [2, B, Hkv, S, heads / Hkv].
         """
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         (batch, tokens, heads, _), kv_heads = self.ranking.shape, self.k_cmp.shape[2]
@@ -189,9 +194,9 @@ class PackedLayout(NamedTuple):
     value_dim: int
     kv_sets: int  # of keys and values: one for all branches, or one per branch
     gates: int = 0  # gate logits per query head
-    first_set: int = 0  # return the rotated keys and the values of the sets from this one on
-    mean: bool = False  # return set 0's means over compressed blocks as k_cmp, v_cmp
-    pre_rope: bool = False  # return set 0, one per token and without RoPE, as k_cmp, v_cmp
+    first_set: int = 0  # sets before this one are not returned as rotated keys and values
+    mean: bool = False  # k_cmp, v_cmp are the means of set 0 over compressed blocks
+    pre_rope: bool = False  # k_cmp, v_cmp are set 0 without RoPE, one per token
     indexed: bool = False  # queries and keys of an index, both with kv_heads heads
 
     @property
@@ -207,7 +212,7 @@ class PackedLayout(NamedTuple):
 
     @property
     def columns(self) -> list[int]:
-        """How many columns each part has, in the order of `shapes`."""
+        """Number of columns of each part, in the order of `shapes`."""
         return list(map(prod, self.shapes))
 
     def parts(self, packed: Tensor) -> list[Tensor]:
@@ -327,7 +332,7 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
-            "it must be int32 [documents + 1], the offsets of packed documents, and no mask"
+            "it must be int32 [documents + 1], the offsets of packed documents; a mask is refused"
         )
     batch, seq_len = x.shape[:2]
     if batch != 1:

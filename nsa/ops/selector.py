@@ -6,12 +6,13 @@
 
 j runs over the ranked blocks: those before the query that are not always selected. In the
 logarithm, target and p are normalized to a sum of 1 over the ranked blocks. The factor target[j] is
-not, so a query counts by how much it attends to ranked blocks. The compressed keys get a gradient,
-and so does `q_cmp`: queries of their own, with one head or more per KV head, if there are any.
+not normalized, so a query counts by how much it attends to ranked blocks. p is the mean of a KV
+head's query heads, or of the heads of `q_cmp`, an index's queries. Only the compressed keys and
+`q_cmp` get a gradient.
 
-The forward pass returns what the backward pass needs: dp[j] = ∂loss/∂p[j] of each query and block,
-and for each query and head the compressed scores' lse and Σ_j dp[j] · p[j], with the head's own p.
-The backward pass computes the compressed scores again.
+The forward pass returns what the backward pass needs: dp[j] = ∂loss/∂p[j] of each query and block;
+for each query and head, the lse of the compressed scores, and Σ_j dp[j] · (this head's p[j]). The
+backward pass computes the compressed scores again.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
     position, block, first = _tables(x)
     number = torch.arange(target.shape[-1], device=block.device)  # [M]
     token = torch.arange(len(position), device=block.device)  # [T]
-    overlap = _overlap(x, position, first, len(number), target.dtype)
+    overlap = _overlap(x, block, first, len(number), target.dtype)
     for part in _parts(x):
         t = x.queries[part][:, None]  # [s, 1]
         start = t - position[t]  # the document's first token
@@ -92,21 +93,19 @@ def _forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
         score = _scores(x.q[:, x.queries[part]], x.k_sel, x.scale)
         score = score.masked_fill_(hidden[:, None], -torch.inf)
         attention = score.softmax(-1).mean(3)  # [B, K, s, T]
-        mass = attention.new_zeros(*attention.shape[:3], len(number))
-        last_ranked = position[t] // x.spec.select_len - x.spec.local_blocks
-        ranked = (number >= x.spec.init_blocks) & (number <= last_ranked)  # [s, M]
-        wanted = mass.index_add_(3, block, attention) * ranked  # [B, K, s, M]
+        by_block = attention.new_zeros(*attention.shape[:3], len(number))
+        by_block.index_add_(3, block, attention)
+        ranked = (number >= x.spec.init_blocks) & (number <= block[t] - x.spec.local_blocks)
+        target_part = by_block * ranked  # [B, K, s, M]
         score, lse = _compressed_scores(x, t, start, first)
         p_head = (score - lse[..., None]).exp_() @ overlap  # [B, K, s, G, M]
         p = p_head.mean(3) * ranked
-        wanted_sum, p_sum = (y.sum(-1, keepdim=True) for y in (wanted, p))
-        log_target, log_p = (
-            y.clamp(min=TINY).log() - y_sum.clamp(min=TINY).log()
-            for y, y_sum in ((wanted, wanted_sum), (p, p_sum))
-        )
-        total += (wanted * (log_target - log_p)).sum()
-        dp_part = (wanted_sum / p_sum).where(p_sum > TINY, 0) - (wanted / p).where(p > TINY, 0)
-        target[:, :, part] = wanted
+        target_sum, p_sum = target_part.sum(-1, keepdim=True), p.sum(-1, keepdim=True)
+        log_ratio = (_log(target_part) - _log(target_sum)) - (_log(p) - _log(p_sum))
+        total += (target_part * log_ratio).sum()
+        # The gradients of log(p_sum) and log(p); both are 0 where the logarithm is clamped.
+        dp_part = (target_sum / p_sum).where(p_sum > TINY, 0) - (target_part / p).where(p > TINY, 0)
+        target[:, :, part] = target_part
         dp[:, :, part] = dp_part * ranked
         by_head[0, :, :, part] = lse
         by_head[1, :, :, part] = (p_head * dp[:, :, part, None]).sum(-1)
@@ -118,16 +117,16 @@ def _backward(
     dloss: Tensor, x: SelectorLossInputs, dp: Tensor, by_head: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of k_cmp and of q_cmp; the second is empty without q_cmp."""
-    position, _, first = _tables(x)
-    overlap = _overlap(x, position, first, dp.shape[-1], dp.dtype)
+    position, block, first = _tables(x)
+    overlap = _overlap(x, block, first, dp.shape[-1], dp.dtype)
     k = x.k_cmp.to(dp.dtype)
     dk = torch.zeros_like(k)
     dq = k.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)
     for part in _parts(x):
         t = x.queries[part][:, None]  # [s, 1]
         score, _ = _compressed_scores(x, t, t - position[t], first)  # [B, K, s, G, N]
-        lse, delta = (y[..., None] for y in by_head[:, :, :, part])
-        ds = (score - lse).exp_() * ((dp[:, :, part, None] @ overlap.T) - delta)
+        lse, dp_p = (y[..., None] for y in by_head[:, :, :, part])  # [B, K, s, G, 1]
+        ds = (score - lse).exp_() * ((dp[:, :, part, None] @ overlap.T) - dp_p)
         q_scaled = _scaled_by_kv_head(x.ranking[:, t[:, 0]], k, x.scale)
         dk += torch.einsum("bksgn,bksgd->bnkd", ds, q_scaled)
         if x.q_cmp is not None:
@@ -138,8 +137,8 @@ def _backward(
 
 def _parts(x: SelectorLossInputs) -> Iterator[slice]:
     """Yield slices of `queries` with about SCORES scores each."""
-    scores_per_query = x.k_sel.shape[1] * x.q[:, 0, :, 0].numel()
-    count, step = len(x.queries), max(1, SCORES // scores_per_query)
+    batch, seq_len, heads, _ = x.q.shape
+    count, step = len(x.queries), max(1, SCORES // (batch * heads * seq_len))
     return (slice(begin, min(begin + step, count)) for begin in range(0, count, step))
 
 
@@ -154,13 +153,16 @@ def _tables(x: SelectorLossInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _overlap(
-    x: SelectorLossInputs, position: Tensor, first: Tensor, blocks: int, dtype: torch.dtype
+    x: SelectorLossInputs, block: Tensor, first: Tensor, blocks: int, dtype: torch.dtype
 ) -> Tensor:
     """Return which fraction of each compressed block is in each selection block, [N, M]."""
-    token = first[:, None] + torch.arange(x.spec.block_len, device=first.device)
-    block = position[token] // x.spec.select_len  # [N, l]
-    fraction = torch.full_like(block, 1 / x.spec.block_len, dtype=dtype)
-    return fraction.new_zeros(len(first), blocks).scatter_add_(1, block, fraction)
+    token = first[:, None] + torch.arange(x.spec.block_len, device=first.device)  # [N, l]
+    fraction = torch.full_like(token, 1 / x.spec.block_len, dtype=dtype)
+    return fraction.new_zeros(len(first), blocks).scatter_add_(1, block[token], fraction)
+
+
+def _log(x: Tensor) -> Tensor:
+    return x.clamp(min=TINY).log()
 
 
 def _compressed_scores(

@@ -253,7 +253,7 @@ def test_a_rank_0_removes_its_file_and_writes_its_last_lines_as_it_ends(
 ) -> None:
     monkeypatch.setattr(os, "_exit", sys.exit)
     (path := tmp_path / "file").touch()
-    monkeypatch.setattr(process_group, "_created", [path])
+    monkeypatch.setattr(process_group, "_rendezvous_files", [path])
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)

@@ -298,7 +298,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
             [hidden(20), torch.tensor([0, 15, 9, 20], dtype=torch.int32)],
             r"cu_seqlens falls from 15 to 9 at \[2\]; it must ascend",
         ),
-        ([hidden(20, 2), torch.ones(2, 20).bool()], "cu_seqlens is torch.bool .*, and no mask"),
+        ([hidden(20, 2), torch.ones(2, 20).bool()], "cu_seqlens is torch.bool .* mask is refused"),
     ],
 )
 def test_inputs_that_a_layer_cannot_read_are_refused_by_name(given: list, reason: str) -> None:
