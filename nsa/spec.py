@@ -64,7 +64,7 @@ class NSASpec:
     @property
     def max_overlaps(self) -> int:
         """Maximum number of compressed blocks that overlap one selection block."""
-        if self.select_len % self.block_stride == 0:
+        if self.select_len % self.block_stride == 0:  # their starts coincide
             strides_per_block = -(-self.block_len // self.block_stride)  # rounded up
             return self.select_len // self.block_stride + strides_per_block - 1
         return -(-(self.block_len + self.select_len - 1) // self.block_stride)
@@ -75,6 +75,7 @@ class NSASpec:
 
     def visible_selected(self, position: int) -> int:
         """Positions that the selected branch sees at `position`, whichever blocks it selects."""
+        # A query's own block is always selected, and the blocks before it are complete.
         before = min(position // self.select_len, self.select_top - 1) * self.select_len
         return before + position % self.select_len + 1
 

@@ -17,7 +17,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,8 @@ class Saver:
     """Saves one engine into one folder. Every rank has one and calls it at the same steps.
 
     `barrier` takes this rank's error or None, waits for all ranks, and raises on all of them if one
-    had an error. `tokenizer` holds name and fingerprint of the dataset's tokenizer, to use a
-    checkpoint without the dataset.
+    had an error. `tokenizer` holds name and fingerprint of the dataset's tokenizer, so that a
+    checkpoint can be used without the dataset.
     """
 
     engine: Any
@@ -97,11 +96,10 @@ class Saver:
         import deepspeed
 
         draft, topology = draft_of(self.folder, step), engine_topology(self.engine)
-        on_rank_0 = self._rank == 0
-        self._on_all_ranks(step, lambda: new_draft(self.folder, step) if on_rank_0 else None)
+        self._on_rank_0(step, lambda: new_draft(self.folder, step))
         files = capture(self.engine, draft)
         files[rng_file(self._rank)] = rng_state()
-        if on_rank_0:
+        if self._rank == 0:
             files[STATE] = Checkpoint(draft, state, topology, self.tokenizer).to_json()
             files.update(self.attachments)
         self._on_all_ranks(step, lambda: self._write(draft, files))
@@ -110,15 +108,18 @@ class Saver:
             "deepspeed": deepspeed.__version__,
             "saved_under": asdict(topology),
         }
-        write = partial(commit, self.folder, step, self._ranks, manifest)
-        self._on_all_ranks(step, lambda: write() if on_rank_0 else None)
+        self._on_rank_0(step, lambda: commit(self.folder, step, self._ranks, manifest))
         path = self.folder / checkpoint_name(step)
-        if on_rank_0:
+        if self._rank == 0:
             try:
                 prune(self.folder, self.config.keep)
             except Exception as error:  # the step is saved, and the other ranks continue
                 warnings.warn(f"after saving {path}: {error!r}", stacklevel=2)
         return path
+
+    def _on_rank_0(self, step: int, action: Callable[[], object]) -> None:
+        """Run an action on rank 0; if it fails, raise SaveFailed on all ranks."""
+        self._on_all_ranks(step, action if self._rank == 0 else lambda: None)
 
     def _on_all_ranks(self, step: int, action: Callable[[], object]) -> None:
         """Run an action on every rank; if it fails on any, raise SaveFailed on all."""
@@ -144,14 +145,14 @@ class Saver:
             with explain_write_errors(draft / name):
                 if isinstance(content, str):
                     (draft / name).write_text(content, encoding="utf-8")
-                    continue
-                with (draft / name).open("wb") as file:  # given a path, torch.save hides errors
-                    torch.save(content, file)
+                else:
+                    with (draft / name).open("wb") as file:  # given a path, torch.save hides errors
+                        torch.save(content, file)
         write_part(draft, self._rank, files)
 
 
 def capture(engine: Any, draft: Path) -> dict[str, Any]:
-    """Return this rank's files by name; they hold the engine's own tensors. Call on all ranks.
+    """Return this rank's files by name, with the engine's own tensors. Call it on all ranks.
 
     DeepSpeed writes between its collectives, so a rank with a full disk would raise while the
     others wait for it. Here its checkpoint engine only records the files; they are written later.
@@ -162,7 +163,8 @@ def capture(engine: Any, draft: Path) -> dict[str, Any]:
     recorder.makedirs = lambda path, exist_ok=False: None
     recorder.save = lambda state_dict, path: files.update({Path(path).name: state_dict})
     engine.checkpoint_engine = recorder
-    engine._copy_recovery_script = lambda path: None  # `nsa export` gathers the weights
+    # DeepSpeed would add its script that gathers the weights, which `nsa export` does here.
+    engine._copy_recovery_script = lambda path: None
     try:
         engine.save_checkpoint(str(draft.parent), tag=draft.name, save_latest=False)
     finally:

@@ -24,10 +24,10 @@ from nsa.untrusted import matches, read_object
 TokenArray = npt.NDArray[np.integer]
 ORIGIN = "origin.json"  # in the folder of an imported model, and of its export
 
-# A longer text is split, which bounds the encoder's memory.
+# The `tokenizers` library gets pieces of a text, a few at a time, which bounds its memory.
 CHARS_PER_PIECE, PIECES_PER_CALL = 1 << 18, 64
-# A position that no common tokenizer merges across: before a space between two letters or digits.
-# A line end is less safe: some tokenizers merge it with punctuation.
+# Where to split a text: before a space between two letters or digits. No common tokenizer has a
+# token across this position; some have tokens of punctuation and a line end.
 BREAK = re.compile(r"\w(?= \w)")
 
 
@@ -38,7 +38,7 @@ class Tokenizer:
     vocab_size: int
     eos_id: int  # ends every document
     start_id: int | None = None  # begins every document, if its model expects that
-    fingerprint: str  # differs if any text has different ids
+    fingerprint: str  # tokenizers with equal fingerprints give each text the same ids
 
     def encode(self, text: bytes) -> TokenArray:
         """Return the ids of `text`, none of them special."""
@@ -54,7 +54,7 @@ class Tokenizer:
         return [np.append(ids, ids.dtype.type(self.eos_id)) for ids in encoded]
 
     def with_start(self, ids: TokenArray) -> TokenArray:
-        """Add the start of a document, if there is one."""
+        """Return `ids` after the start of a document, if documents have one."""
         return ids if self.start_id is None else np.insert(ids, 0, self.start_id)
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
@@ -89,8 +89,8 @@ class HubTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, which encodes many texts in parallel.
 
     It is pickled as JSON, so another process needs no files. A text longer than CHARS_PER_PIECE is
-    split; around the split, ids may differ if the tokenizer marks the start of a text, or if there
-    is no space between words.
+    split. The ids around a split may differ from those of the whole text if the tokenizer marks the
+    start of a text, or if there is no space between words.
     """
 
     def __init__(self, name: str, backend: str, eos: str, start: str | None = None) -> None:
@@ -125,7 +125,7 @@ class HubTokenizer(Tokenizer):
 
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
         """Read invalid UTF-8 as U+FFFD; use all CPU cores unless TOKENIZERS_PARALLELISM=false."""
-        ids: list[list[TokenArray]] = [[] for _ in texts]
+        ids: list[list[TokenArray]] = [[] for _ in texts]  # by text, then by piece
         pieces = [
             (number, piece)
             for number, text in enumerate(texts)
@@ -137,7 +137,7 @@ class HubTokenizer(Tokenizer):
                 encodings = self._backend.encode_batch_fast(strings, add_special_tokens=False)
             for number, encoding in zip(numbers, encodings, strict=True):
                 ids[number].append(np.array(encoding.ids, dtype=self._type))
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in ids]
+        return [np.concatenate(of_pieces) for of_pieces in ids]
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
         array = np.asarray(ids, dtype=np.int64)
@@ -159,7 +159,7 @@ def name_in_errors(name: str) -> Iterator[None]:
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Return whether it is an Exception or a Rust panic, not Ctrl-C or another BaseException."""
+    """Return whether `error` is an Exception or a Rust panic; Ctrl-C, for example, is neither."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -195,11 +195,12 @@ def _load(name: str) -> Tokenizer:
             f"data.tokenizer = {name!r} has no end-of-text token; add one of its tokens to its "
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
-    # Only imported models have a start: other runs never saw one and must keep their tokenizer.
-    imported = (tokenizer_folder(name) / ORIGIN).is_file()
-    with name_in_errors(f"data.tokenizer = {name!r}"):
-        starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
-    start = loaded.bos_token if imported and starts else None
+    start = None
+    # Only an imported model has seen a start token; a model trained here keeps documents without.
+    if (tokenizer_folder(name) / ORIGIN).is_file() and loaded.bos_token is not None:
+        with name_in_errors(f"data.tokenizer = {name!r}"):
+            if loaded("a").input_ids[0] == loaded.bos_token_id:
+                start = loaded.bos_token
     return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token, start)
 
 

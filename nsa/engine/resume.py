@@ -25,38 +25,40 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     """Return the checkpoint to resume from, and notes; raise if it cannot be loaded."""
     path, notes = request.checkpoint, list[str]()
     if path is None:
-        request.config.check_phases()  # not checked yet if a run resumes without a checkpoint
+        request.config.check_phases()  # after --resume nothing has checked them yet
         return None, notes
     saved = read_state_file(path)
     saved_ranks = saved.topology.ranks
     required = Topology(
         layout=layout_of(request.zero_stage),
         precision=request.config.train.precision,
-        ranks=saved_ranks if request.universal else world_size,  # --universal: any number loads
+        ranks=saved_ranks
+        if request.universal
+        else world_size,  # --universal converts the checkpoint
     )
     check_loadable(path, saved.topology, required)
     if (path / "ds_config.json").exists():  # a universal checkpoint has none
-        before = zero_mode(load_ds_config(path / "ds_config.json")).stage
-        after = request.zero_stage
-        if before != after:
-            notes.append(f"changed since {path.name}: ZeRO stage: {before} -> {after}")
-    if request.resumed_config is not None:
-        check_schedule(request.resumed_config, request.config, saved.step)
-        check_groups(request.resumed_config, request.config)
-    if request.resumed_config is not None and isinstance(saved_ranks, int):  # not ANY_RANKS
+        stage = zero_mode(load_ds_config(path / "ds_config.json")).stage
+        if stage != request.zero_stage:
+            notes.append(f"changed since {path.name}: ZeRO stage: {stage} -> {request.zero_stage}")
+    before = request.resumed_config
+    if before is None:
+        return saved, notes
+    check_schedule(before, request.config, saved.step)
+    check_groups(before, request.config)
+    if isinstance(saved_ranks, int):  # not ANY_RANKS
         tokens = request.config.tokens_per_step(world_size)
-        before = request.resumed_config.tokens_per_step(saved_ranks)
-        if tokens != before:
-            here, there = (f"{n} rank{'s' * (n > 1)}" for n in (world_size, saved_ranks))
+        tokens_before = before.tokens_per_step(saved_ranks)
+        if tokens != tokens_before:
             notes.append(
-                f"a step has {tokens:,} tokens on {here} instead of {before:,} on {there}; "
-                "train.accumulation can restore that"
+                f"a step has {tokens:,} tokens (world size {world_size}) instead of "
+                f"{tokens_before:,} (world size {saved_ranks}); train.accumulation can restore that"
             )
     return saved, notes
 
 
 def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
-    """Raise a ValueError if resumed settings change the phase of a step that is done."""
+    """Raise a ValueError if the settings move a phase's end across steps that are done."""
     for name, old, new in (
         ("dense_steps", before.train.switch_step, config.train.switch_step),
         ("selector_steps", before.train.selector_steps, config.train.selector_steps),
@@ -69,12 +71,12 @@ def check_schedule(before: RunConfig, config: RunConfig, step: int) -> None:
             f"train.{name} = {new}: the run was dense in {dense} of its {step} steps; set "
             f"it to {fix}, or start a fresh run in another folder"
         )
-    if step < max(config.train.switch_step, config.train.selector_steps):
+    if step < max(config.train.switch_step, config.train.selector_steps):  # a phase is not over
         config.check_phases()
 
 
 def check_groups(before: RunConfig, config: RunConfig) -> None:
-    """Raise a ValueError if values had a rate of their own and now have none, or the reverse."""
+    """Raise a ValueError if value projections gain or lose their own group of parameters."""
     if (before.train.value_rate == 1) != (config.train.value_rate == 1):
         raise ValueError(
             f"train.value_rate = {config.train.value_rate}: the run began with "
@@ -118,7 +120,7 @@ def find_initial_weights(config: RunConfig) -> Path | None:
 
 
 def agree_on_run(
-    collectives: CpuCollectives, run_dir: Path, path: Path | None
+    collectives: CpuCollectives, run_dir: Path, checkpoint: Path | None
 ) -> tuple[Path, list[tuple[str, int]]]:
     """Return rank 0's run folder and every rank's host and process; refuse different checkpoints.
 
@@ -126,13 +128,13 @@ def agree_on_run(
     """
     process = os.uname().nodename, os.getpid()
     kind = tuple[Path, Path | None, tuple[str, int]]
-    of_ranks = collectives.gather((run_dir, path, process), kind)
-    folders, paths, processes = zip(*of_ranks, strict=True)
-    for rank, other in enumerate(paths):
-        if other != paths[0]:
+    of_ranks = collectives.gather((run_dir, checkpoint, process), kind)
+    folders, checkpoints, processes = zip(*of_ranks, strict=True)
+    for rank, other in enumerate(checkpoints):
+        if other != checkpoints[0]:
             raise ValueError(
-                f"--resume: rank 0 found checkpoint {paths[0]} and rank {rank} found {other}; put "
-                "--run-dir on a file system that all ranks share"
+                f"--resume: rank 0 found checkpoint {checkpoints[0]} and rank {rank} found "
+                f"{other}; put --run-dir on a file system that all ranks share"
             )
     return folders[0], list(processes)
 

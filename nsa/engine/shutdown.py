@@ -36,7 +36,7 @@ def parse_time(text: str) -> float:
     """Return the seconds of `90`, `45m`, `2h30m`, `1d` or `1:30:00` (hours:minutes:seconds)."""
     seconds = 0
     if re.fullmatch(r"\d+(:\d\d){1,2}", text):
-        parts = [*map(int, text.split(":")), 0]
+        parts = [*map(int, text.split(":")), 0]  # 0: seconds may be left out
         seconds = 3_600 * parts[0] + 60 * parts[1] + parts[2]
     elif re.fullmatch(r"(\d+[smhd])+", text):
         seconds = sum(int(n) * UNIT_SECONDS[u] for n, u in re.findall(r"(\d+)([smhd])", text))
@@ -63,9 +63,9 @@ class ShutdownMonitor:
         self._launcher = _find_launcher()
 
     def start(self, processes: Sequence[tuple[str, int]]) -> None:
-        """Handle SIGTERM and SIGINT from here on; call it on the main thread.
+        """Handle SIGTERM and SIGINT, and watch the other ranks on this host from here on.
 
-        Watch those of the ranks' `processes`, (host, process id), that run on this host.
+        `processes` holds (host, process id) of each rank. Call it on the main thread.
         """
         for number in SIGNALS:
             signal.signal(number, self._on_signal)

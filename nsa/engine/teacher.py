@@ -28,7 +28,7 @@ class Teacher:
 
     @torch.no_grad()
     def arguments(self, batch: Batch) -> dict[str, Any]:
-        """Return the arguments that give the teacher's prediction to the model's forward pass."""
+        """Return the arguments of the model's forward pass that hold the teacher's prediction."""
         hidden = self.model.hidden(batch.input_ids, batch.cu_seqlens)
         return {"teacher": (hidden.flatten(0, 1), self.model.head_weight)}
 

@@ -28,9 +28,10 @@ ROPE_TYPES = {
 YARN_OPTIONS = (
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
 )  # fmt: skip
-# Attention with an index: a query's first block, its last 8 and the best 13 of the others.
+# Attention with an index: a document's first block, the last 8 up to a query's own, and the 13 of
+# the others that the index ranks highest.
 INDEXED = NSASpec(block_len=64, block_stride=64, select_len=64, select_top=22, local_blocks=8)
-# For a dense model that becomes sparse: a key per token raises its loss least.
+# For a dense model that becomes sparse: an index key per token raises its loss least.
 IMPORTED = replace(INDEXED, block_len=1, block_stride=1)
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
@@ -66,7 +67,7 @@ class AttentionConfig:
 
     @property
     def can_rank(self) -> bool:
-        """Whether an index or the compressed branch ranks blocks: the selector loss trains it."""
+        """Whether there is an index or a compressed branch for the selector loss to train."""
         return self.kind == "nsa" and (self.has_index or self.branch_names == BRANCHES)
 
     def validate(self) -> None:

@@ -33,7 +33,8 @@ def prefill(model: LanguageModel, prompts: Prompts, *, reserve: int = 0) -> tupl
     as documents, without padding. The cache has capacity for `reserve` more tokens.
     """
     states, cache = prefill_states(model, prompts, reserve=reserve)
-    return _logits(model, states[cache.lengths.cumsum(0) - 1]), cache
+    last = cache.lengths.cumsum(0) - 1  # [B]: each prompt's last token
+    return _logits(model, states[last]), cache
 
 
 @torch.no_grad()
@@ -100,7 +101,7 @@ def generate(
         return sample(logits, uniform.to(logits.device), temperature, top_p)
 
     def decode() -> Iterator[Tensor]:
-        # At most the prompt's length again: the text may end early, and a full cache doubles.
+        # No more than the longest prompt: the text may end early, and a full cache grows.
         reserve = min(max_new_tokens, max(len(row) for row in rows))
         logits, cache = prefill(model, rows, reserve=reserve)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
@@ -125,7 +126,7 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) ->
     shifted = logits.double() - logits.amax(-1, keepdim=True)  # no overflow at a low temperature
     p, order = (shifted / temperature).softmax(-1).sort(stable=True, dim=-1, descending=True)
     cdf = p.cumsum(-1)  # [B, V]
-    # The nucleus includes the token at which the sum reaches top_p.
+    # The nucleus ends with the token at which the sum reaches top_p.
     last = (F.pad(cdf[:, :-1], (1, 0)) < top_p).sum(-1, keepdim=True) - 1  # [B, 1]
     nucleus_p = cdf.gather(-1, last)
     index = torch.searchsorted(cdf, uniform[:, None] * nucleus_p, right=True)
@@ -167,7 +168,7 @@ def _run_blocks(
 
 def _prefill_attention(
     placement: Placement,
-    cache: LayerCache,
+    layer_cache: LayerCache,
     layer: Attention,
     x: Tensor,
     metadata: AttentionMetadata,
@@ -182,8 +183,8 @@ def _prefill_attention(
         queries, token_keys = parts.indexed
         compressed = (layer.index.compress(token_keys, metadata),)
         kv = {"sel": parts.kv_sets[0], "index": (queries, *compressed)}
-    cache.fill(_token_entries(cache, layer, parts), placement)
-    cache.fill(_block_entries(cache, compressed), placement)
+    layer_cache.fill(_token_entries(layer_cache, layer, parts), placement)
+    layer_cache.fill(_block_entries(layer_cache, compressed), placement)
     return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))
 
 
@@ -201,7 +202,7 @@ def _step_attention(
     if not isinstance(layer, NSAttention):
         return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]
     if "k_cmp" in layer_cache.plan and cache.completes_a_block:
-        _append_blocks(layer, layer_cache, lengths, metadata)
+        _append_blocks(layer_cache, layer, lengths, metadata)
     blocks = layer.spec.compressed_len(cache.longest)
     inputs = DecodeInputs(
         q=parts.q[0],
@@ -221,10 +222,10 @@ def _step_attention(
     return layer.o(decode_attention(inputs, layer.backend).flatten(-2))[None]
 
 
-def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> Content:
-    """Return the keys and values to store in each buffer that has one entry per token."""
+def _token_entries(layer_cache: LayerCache, layer: Attention, parts: RotaryPooled) -> Content:
+    """Return the keys or values to store in each buffer that has one entry per token."""
     content = {}
-    for name, buffer in cache.plan.items():
+    for name, buffer in layer_cache.plan.items():
         if buffer.entries == "tokens":
             keys, values = parts.kv_sets[layer.branches.index(buffer.branch)]
             content[name] = keys if buffer.kind == "k" else values
@@ -236,14 +237,14 @@ def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> 
     return content
 
 
-def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> Content:
+def _block_entries(layer_cache: LayerCache, compressed: Sequence[Tensor]) -> Content:
     """Return compressed keys, and compressed values if the layer has a buffer for them."""
-    pairs = zip(("k_cmp", "v_cmp"), compressed, strict=False)
-    return {name: x for name, x in pairs if name in cache.plan}
+    pairs = zip(("k_cmp", "v_cmp"), compressed, strict=False)  # an index compresses only keys
+    return {name: x for name, x in pairs if name in layer_cache.plan}
 
 
 def _append_blocks(
-    layer: NSAttention, cache: LayerCache, lengths: Tensor, metadata: AttentionMetadata
+    layer_cache: LayerCache, layer: NSAttention, lengths: Tensor, metadata: AttentionMetadata
 ) -> None:
     """Compress and store the block that ends with a sequence's newest token, if there is one."""
     block_len, stride = layer.spec.block_len, layer.spec.block_stride
@@ -253,13 +254,13 @@ def _append_blocks(
         metadata,
         block_tokens=token.view(-1, block_len),
         token_blocks=token[:, None] // block_len,
-        block_rotary=metadata.rotary,
+        block_rotary=metadata.rotary,  # a block's RoPE is that of its last token, the newest one
     )
-    k = cache.last("k", lengths, block_len).flatten(0, 1)[None]  # [1, B · l, Hkv, Dk]
+    k = layer_cache.last("k", lengths, block_len).flatten(0, 1)[None]  # [1, B · l, Hkv, Dk]
     if layer.index is not None:
         compressed: Sequence[Tensor] = (layer.index.compress(k, metadata),)
     else:
-        v = cache.last("v", lengths, block_len).flatten(0, 1)[None]
+        v = layer_cache.last("v", lengths, block_len).flatten(0, 1)[None]
         if layer.compress is not None:
             compressed = layer.compress(k, v, metadata)
         else:  # the mean, of rotated keys
@@ -267,13 +268,12 @@ def _append_blocks(
     start = lengths - block_len
     block = torch.div(start, stride, rounding_mode="floor")
     is_block = (start >= 0) & (start % stride == 0)
-    cache.append(_block_entries(cache, compressed), block, valid=is_block)
+    layer_cache.append(_block_entries(layer_cache, compressed), block, valid=is_block)
 
 
 def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tensor:
     """Return the attention [B, Hq, Dv] of one token [B, Hq, Dk] over all tokens of its sequence."""
-    buffers = (layer_cache.buffers[name] for name in ("k_all", "v_all"))
-    k, v = (buffer[:, : cache.longest] for buffer in buffers)
+    k, v = (layer_cache.buffers[name][:, : cache.longest] for name in ("k_all", "v_all"))
     mask = None  # the fastest kernels take no mask
     if min(cache.host_lengths) < cache.longest:
         mask = torch.arange(cache.longest, device=cache.device) < cache.lengths[:, None]

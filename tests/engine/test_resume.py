@@ -233,10 +233,10 @@ def test_what_a_checkpoint_cannot_continue_with_is_refused(
 @pytest.mark.parametrize(
     ("changes", "ranks", "line"),
     [
-        (["micro_batch=2"], 2, "128 tokens on 2 ranks instead of 256 on 2 ranks"),
-        (["accumulation=8"], 2, "512 tokens on 2 ranks instead of 256 on 2 ranks"),
-        ([], 1, "128 tokens on 1 rank instead of 256 on 2 ranks"),
-        (["micro_batch=2"], 1, "64 tokens on 1 rank instead of 256 on 2 ranks"),
+        (["micro_batch=2"], 2, "128 tokens (world size 2) instead of 256 (world size 2)"),
+        (["accumulation=8"], 2, "512 tokens (world size 2) instead of 256 (world size 2)"),
+        ([], 1, "128 tokens (world size 1) instead of 256 (world size 2)"),
+        (["micro_batch=2"], 1, "64 tokens (world size 1) instead of 256 (world size 2)"),
         (["micro_batch=2", "accumulation=8"], 2, None),
         (["micro_batch=auto"], 2, None),
         (["accumulation=8"], 1, None),
