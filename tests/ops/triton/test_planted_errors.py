@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,35 +12,18 @@ import pytest
 import torch
 import triton.language as tl
 
-from nsa.ops import select_blocks
 from nsa.ops.triton import band, common, per_token, pooling, rotary, select, selected, selector_loss
 from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
-from tests.ops import fused
-from tests.ops.cases import (
-    Case,
-    branches,
-    default,
-    exact_score,
-    same_selection,
-    selection,
-    with_gradients,
-)
+from tests.ops import fused, test_selection
+from tests.ops.cases import Case, default
 from tests.ops.fused import LAYOUTS, PATTERNS, Documents
 from tests.ops.planted_errors import Check, Into, in_source, wrong
 from tests.ops.test_cross_entropy import assert_cross_entropy_parity
 from tests.ops.test_selection import assert_selects_as_well
 from tests.ops.tiles import override_choices
-from tests.ops.triton.parity import (
-    DEVICE,
-    RULE,
-    assert_exact_enough,
-    assert_parity,
-    computed,
-    inputs,
-    reference_blocks,
-    settings,
-)
+from tests.ops.triton import test_parity
+from tests.ops.triton.parity import DEVICE, assert_parity, settings
 
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
 PACKED = replace(CASE, lengths=(9, 0, 1, 13))
@@ -48,31 +32,27 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def parity(branch: str, case: Case = CASE, **how: int) -> Check:
-    """Parity in small tiles, so that there are several of each kind."""
+def in_small_tiles(check: Callable[..., None], *args: Any, **how: int) -> Check:
+    """The check in tiles so small that there are several of each kind."""
 
-    def check() -> None:
+    def run() -> None:
         with settings(**how), override_choices(lambda *_: Config(16, 16, 4, 1)):
-            assert_parity(case, branch)
+            check(*args)
 
-    return check
+    return run
 
 
-def selects_as_well(case: Case) -> None:
-    x = inputs(case)
-    index = selection(x, case, "triton")
-    assert same_selection(exact_score(x, case), index, reference_blocks(case))
+def parity(branch: str, case: Case = CASE, **how: int) -> Check:
+    return in_small_tiles(assert_parity, case, branch, **how)
+
+
+selects_as_well = test_selection.test_the_selected_blocks_are_as_good_as_the_definitions
 
 
 def selection_is_as_good() -> None:
     specs = NSASpec(7, 3, 4, 4, 2, 1, 5), NSASpec(4, 2, 4, 4, 0, 1, 5)
     for case in (PACKED, *(replace(CASE, lengths=(90,), spec=spec) for spec in specs)):
         selects_as_well(case)
-
-
-def unmasked_tiles_are_fully_visible() -> None:
-    with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        selects_as_well(Case(NSASpec(20, 2, 2, 4, 0, 1, 5), (121,), kv_heads=1, group=1))
 
 
 def one_head_selects_without_an_lse() -> None:
@@ -84,59 +64,27 @@ def one_head_selects_without_an_lse() -> None:
             assert_selects_as_well(case, logits=300)
 
 
-def selector_losses_of_own_queries_are_those_of_pytorch() -> None:
-    with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        fused.selector(PATTERNS["packed"], heads=1).assert_parity()
-        fused.selector(PATTERNS["batch"], heads=2).assert_parity()
-
-
-def ties_go_to_the_lower_index() -> None:
-    """Seventeen blocks, in tiles of sixteen, all alike but for the forced ones."""
-    case = Case(NSASpec(4, 4, 4, 4, 0, 1, 5), (68,), kv_heads=1, group=1, key_dim=4)
-    x = inputs(case)
-    x.k_cmp.zero_()
-    with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        assert selection(x, case, "triton")[0, -1, 0].tolist() == [0, 1, 2, 16]
-
-
-def the_last_positions_select_as_in_the_full_sequence() -> None:
-    x = inputs(CASE)
-    lse = torch.zeros(1, 3, 2)
-    index = select_blocks(x.q[:, -3:], x.k_cmp, lse, CASE.spec, seq_len=24, backend="triton")
-    assert index[0, :, 0, -1].tolist() == [4, 4, 4]
-
-
-def any_block_index_is_valid() -> None:
-    index = torch.full((1, 24, 1, 2), -1, dtype=torch.int32)
-    index[:, ::2], index[:, 5], index[:, 9] = 1, 3, 30
-    index[:, :8, :, 1] = index[:, 15:, :, 1] = 3  # eight queries before it: more than its five
-    x = inputs(CASE)
-    with settings(chunk=2):
-        assert_exact_enough(
-            *(
-                with_gradients(*branches(x.to(dtype), CASE, index, backend)["selected"])
-                for backend, dtype in RULE
-            )
-        )
-
-
-def gates_may_be_closed() -> None:
-    x = inputs(CASE)
-    x.gates[:, ::2] = 0
-    assert_exact_enough(*(computed(CASE, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
-
-
 def losses_are_those_of_pytorch() -> None:
     with mock.patch.object(per_token, "COLUMNS", 16):
         assert_cross_entropy_parity(4, 40)
 
 
-def selector_losses_are_those_of_pytorch() -> None:
-    with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        fused.selector(PATTERNS["packed"]).assert_parity()
-        fused.selector(PATTERNS["large blocks"]).assert_parity()  # keys in several steps
+def selector_losses_are_those_of_pytorch(heads: dict[str, int]) -> None:
+    for pattern, count in heads.items():
+        fused.selector(PATTERNS[pattern], count).assert_parity()
 
 
+TIES = in_small_tiles(test_selection.test_exact_ties_go_to_the_lower_index, "triton", torch.float32)
+UNMASKED = in_small_tiles(selects_as_well, test_selection.PATTERNS[-1])
+LAST_POSITIONS = partial(
+    test_selection.test_selection_of_the_last_positions_is_the_tail_of_the_full_selection,
+    *("triton", 13),
+)
+ANY_BLOCKS = partial(test_parity.test_any_block_index_is_valid, (1, 20, 0, 15), {})
+CLOSED = partial(test_parity.test_a_gate_may_be_closed_or_open, (2, 0.0))
+# The keys of large blocks take several steps.
+LOSSES = in_small_tiles(selector_losses_are_those_of_pytorch, {"packed": 0, "large blocks": 0})
+OWN_QUERIES = in_small_tiles(selector_losses_are_those_of_pytorch, {"packed": 1, "batch": 2})
 POOL = fused.pool(Documents((21, 9), l=7, d=3), heads=2, size=6, rotates=True).assert_parity
 ROTARY = fused.rotary(LAYOUTS["prefill"], Documents((9, 0, 1, 8), l=5, d=3)).assert_parity
 SWIGLU, NORM = fused.swiglu((3, 12), 5).assert_parity, fused.norm((70, 24)).assert_parity
@@ -257,7 +205,7 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "a document reads another's compressed keys":
             wrong(common, "keys_before", result=lambda y, a: tl.maximum(y - 1, 0)),
     },
-    any_block_index_is_valid: {
+    ANY_BLOCKS: {
         "a block named twice counts twice":
             in_source(selected, "_members", "words |= tl.where", "words += tl.where"),
         "a block that begins after a query counts for it": wrong(selected, "_members", t=plus(99)),
@@ -287,11 +235,11 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "one local block too few is forced":
             wrong(select, "select_kernel", C=having(LOCAL=plus(-1))),
     },
-    unmasked_tiles_are_fully_visible: {
+    UNMASKED: {
         "a tile of blocks that some queries do not see is not masked":
             in_source(select, "select_kernel", "visible(t, C), 0) - 1", "visible(t, C), 0) + 9"),
     },
-    ties_go_to_the_lower_index: {
+    TIES: {
         "ties go to the higher index":
             in_source(select, "_keep_best",
                       "tl.min(tl.where(score == top[:, None], j[None, :], NONE)",
@@ -300,7 +248,7 @@ PLANTS: dict[Check, dict[str, Into]] = {
             in_source(select, "_keep_best", "tl.max(tl.where(best == least[:, None], index, -1)",
                       "tl.min(tl.where(best == least[:, None], index, NONE)"),
     },
-    the_last_positions_select_as_in_the_full_sequence: {
+    LAST_POSITIONS: {
         "decoding begins at the document's first position":
             wrong(select, "select_kernel", lambda a: {"seq_len": a["q_len"]}),
     },
@@ -330,11 +278,11 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "the window's keys get the compressed branch's delta":
             wrong(band, "band_keys_kernel", lambda a: {"delta_win": a["delta_cmp"]}),
     },
-    gates_may_be_closed: {
+    CLOSED: {
         "a closed gate lets gradients through":
             wrong(band, "band_keys_kernel", lse2_win=lambda x: x.where(x < torch.inf, 0)),
     },
-    selector_losses_are_those_of_pytorch: {
+    LOSSES: {
         "a query does not see its own key in the target":
             wrong(selector_loss, "_selected_mass", position=plus(-1)),
         "the target's running sum is not rescaled":
@@ -358,7 +306,7 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "a key's gradient has queries of another document":
             wrong(selector_loss, "_score_gradient", first_key=lambda x: 0 * x),
     },
-    selector_losses_of_own_queries_are_those_of_pytorch: {
+    OWN_QUERIES: {
         "the gradient of own queries lacks the scale":
             wrong(selector_loss, "queries_kernel", lambda a: {"dloss": a["dloss"] / a["scale"]}),
         "the gradient of own queries lacks a tile of keys":
