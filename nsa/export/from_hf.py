@@ -194,16 +194,16 @@ def rope_settings(llama: Any) -> dict[str, Any]:
 def _check_supported(folder: Path, llama: Any, context_length: int) -> None:
     """Raise a ValueError that names the first setting that this model does not support."""
     rope = {"rope_type": "default", **llama.rope_parameters}
-    # A sliding window is refused only if it is shorter than the sequences of training.
+    # A sliding window that is not shorter than a training sequence changes nothing.
     seq_len = min(RunConfig().data.seq_len, llama.max_position_embeddings)
-    window = context_length if context_length < seq_len else None
+    short_window = context_length if context_length < seq_len else None
     rope_types = f"one of {', '.join(ROPE_TYPES)}; import a checkpoint from before the extension"
     for name, value, supported, shown in (
         ("quantization_config", getattr(llama, "quantization_config", None), (None,), "None"),
         ("attention_bias", getattr(llama, "attention_bias", False), (False,), "False"),
         ("mlp_bias", getattr(llama, "mlp_bias", False), (False,), "False"),
         ("hidden_act", llama.hidden_act, ("silu",), "'silu'"),
-        ("sliding_window", window, (None,), f"None, or {seq_len} and more"),
+        ("sliding_window", short_window, (None,), f"None, or {seq_len} and more"),
         ("attention_dropout", getattr(llama, "attention_dropout", 0.0), (0.0,), "0"),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,), "1"),
         ("rope_type", rope["rope_type"], tuple(ROPE_TYPES), rope_types),
@@ -233,7 +233,8 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
     if tied and HEAD in weights:
         head = weights.pop(HEAD)
         # safetensors' save_model stores a shared weight once, perhaps as the head.
-        if not head.equal(weights.setdefault(EMBEDDING, head)):
+        weights.setdefault(EMBEDDING, head)
+        if not head.equal(weights[EMBEDDING]):
             raise ValueError(
                 f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from the "
                 f"embedding; set it to false in {CONFIG}"

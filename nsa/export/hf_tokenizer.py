@@ -30,7 +30,7 @@ from nsa.untrusted import check_links, read_object
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
-    "generation_config.json",
+    "generation_config.json",  # its eos_token_id may list several ids, see `stop_ids`
 )
 # Fields of tokenizer_config.json about the machine that wrote it, or code in another folder.
 DROPPED = ("local_files_only", "is_local", "auto_map")
@@ -58,8 +58,9 @@ def imported_files(tokenizer: Tokenizer | None) -> list[Path]:
     if not isinstance(tokenizer, HubTokenizer):
         return []
     source = tokenizer_folder(tokenizer.name)
-    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    return files if (source / ORIGIN).is_file() else []
+    if not (source / ORIGIN).is_file():
+        return []
+    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
@@ -74,7 +75,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         special = set(source.all_special_tokens) | {
             token.content for token in source.added_tokens_decoder.values() if token.special
         }
-        # One special token ends a text.
+        # If eos is the only special token, the tokenizer below has all that `source` has.
         if source.chat_template or tokenizer.start_id is not None or len(special) > 1:
             source.model_max_length = source.init_kwargs["model_max_length"] = seq_len
             source.padding_side = source.init_kwargs["padding_side"] = "left"

@@ -65,6 +65,7 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
     folder, base = args.to.absolute(), deepcopy(source.config)
     train = base.train
     if train.start_from is None:  # a tenth of the steps and rates of training from random weights
+        # The format turns 6e-4 / 10 = 5.9999999999999995e-05 into 6e-05.
         base.train = replace(
             train,
             steps=max(1, train.steps // 10),

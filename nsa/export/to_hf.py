@@ -57,10 +57,11 @@ def export(path: Path, to: Path, dtype: str | None = None, dense: bool = False) 
 
 
 def _write(run: StoredRun, folder: Path, dense: bool) -> None:
-    weights, rename = dict(run.model.state_dict()), _name
+    weights = dict(run.model.state_dict())
     if dense:
-        weights, rename = without_index(weights), dense_name
-    write_weights({rename(name): weight for name, weight in weights.items()}, folder)
+        weights = without_index(weights)
+    name_of = dense_name if dense else sparse_name
+    write_weights({name_of(name): weight for name, weight in weights.items()}, folder)
     origin = find_origin(run.folder, run.config.train.start_from)
     # config.json of the imported folder: as a tree, and as transformers' config
     imported_tree = None if origin is None else origin.config
@@ -110,10 +111,6 @@ def _fields(run: StoredRun, imported: PretrainedConfig | None) -> dict[str, Any]
     return {"max_position_embeddings": positions, "dtype": run.model.embed.weight.dtype, **ids}
 
 
-def _name(name: str) -> str:
-    return ("lm_" if name == "head.weight" else "model.") + name
-
-
 def _json(tree: dict[str, Any]) -> str:
     return json.dumps(tree, indent=2, sort_keys=True) + "\n"
 
@@ -126,23 +123,25 @@ def dense_family(model: ModelConfig) -> str:
             f"--attention dense: model.attention.branches = {attention.branches!r}: a dense model "
             "has one set of keys and values; omit the flag"
         )
-    options = {
-        "qkv_bias": ("qwen2", model.qkv_bias),
-        "qk_norm": ("qwen3", model.qk_norm),
-        "no_rope_every": ("smollm3", bool(model.no_rope_every)),
-    }
-    families = {name: family for name, (family, used) in options.items() if used}
+    families = {}  # by the option that only this family has
+    if model.qkv_bias:
+        families["qkv_bias"] = "qwen2"
+    if model.qk_norm:
+        families["qk_norm"] = "qwen3"
+    if model.no_rope_every:
+        families["no_rope_every"] = "smollm3"
     if len(families) > 1:
         raise ValueError(
             f"--attention dense: no dense family has {' and '.join(families)}; omit the flag"
         )
-    if (model.value_dim or model.head_dim) != model.head_dim:
+    if model.value_dim not in (None, model.head_dim):
         raise ValueError(
             f"--attention dense: model.value_dim = {model.value_dim}: dense families have values "
             f"of head_dim = {model.head_dim}; omit the flag"
         )
     if families:
         return next(iter(families.values()))
+    # transformers' Llama refuses a width that the number of heads does not divide.
     return "mistral" if model.width % model.heads else "llama"
 
 
@@ -159,10 +158,15 @@ def dense_config(model: ModelConfig, **more: Any) -> PretrainedConfig:
     if every := model.no_rope_every:
         sizes["no_rope_layers"] = [int(n % every != 0) for n in range(1, model.layers + 1)]
     if family == "mistral":
-        sizes["sliding_window"] = None
+        sizes["sliding_window"] = None  # transformers' default is 4,096
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     sizes |= {"architectures": [architecture], "rope_parameters": rope}
     return CONFIG_MAPPING[family](**sizes, **more)
+
+
+def sparse_name(name: str) -> str:
+    """Return a weight's name in `NSAForCausalLM`."""
+    return "lm_head.weight" if name == "head.weight" else f"model.{name}"
 
 
 def dense_name(name: str) -> str:
