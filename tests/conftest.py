@@ -45,6 +45,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Name the fork server of this process to a worker of pytest-xdist."""
+    node.workerinput["fork_server"] = ranks.server_address()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    workerinput = getattr(config, "workerinput", {})
+    ranks.shared_server = workerinput.get("fork_server")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip `full` tests without --full and `gpu` tests without a CUDA device; run slow ones first.
 

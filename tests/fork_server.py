@@ -1,11 +1,13 @@
 """Fork server: starts Python programs in milliseconds from a process with their modules imported.
 
-    pytest  --- job ---------->  fork server  --- fork --->  rank 0, rank 1, ...
-            <-- pids, codes ---
+    pytest  --- connects ----->  fork server  --- fork --->  parent of this pytest's ranks
+            --- job ----------------------------------------->  --- fork --->  rank 0, rank 1, ...
+            <-- pids, codes ----------------------------------
 
-Most of a short run's time is imports. A forked program is a real process: it has its own process
-group, files, environment and exit code, and can be killed. The server ends when pytest ends, even
-when killed, and the kernel then ends what it started.
+Most of a short run's time is imports: all workers of pytest-xdist share one server. A forked
+program is a real process: it has its own process group, files, environment and exit code, and can
+be killed. The server ends when pytest ends, even when killed, and the kernel then ends what it
+started; a worker that ends takes its ranks with it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -40,28 +43,46 @@ PR_SET_PDEATHSIG = 1
 
 
 class Server:
-    """The tests' end of the connection."""
+    """The process with the imported modules; it imports them for the first connection."""
 
     def __init__(self, preload: bool) -> None:
         """`preload` must be False if imports touch a GPU, which does not survive a fork."""
-        self._started: list[int] = []
-        self._codes: dict[int, int] = {}
-        self._received = b""
-        self._socket, theirs = socket.socketpair()
+        self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
+        self.address = str(Path(self._folder.name) / "socket")
+        self._owner, theirs = socket.socketpair()
         environment = {
             name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
         }
         modules = PRELOADED if preload else ()
-        with theirs:
+        with theirs, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            ours = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-u", __file__, str(theirs.fileno()), *modules],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-u", __file__, *map(str, ours), *modules],
+                pass_fds=ours,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 # One thread: a forked process would lack the others.
                 env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
                 start_new_session=True,  # Ctrl-C goes to pytest, whose end also ends the server
             )
+
+    def close(self) -> None:
+        self._owner.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Connection:
+    """The tests' end of a connection to the server."""
+
+    def __init__(self, address: str) -> None:
+        self._started: list[int] = []
+        self._codes: dict[int, int] = {}
+        self._received = b""
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address)
 
     def start(
         self, program: Path, *arguments: str, folder: Path, output: Path, env: dict[str, str]
@@ -93,7 +114,7 @@ class Server:
     def _receive(self) -> None:
         received = self._socket.recv(1 << 16)
         if not received:
-            raise RuntimeError(f"the fork server ended with code {self._process.wait()}")
+            raise RuntimeError("the fork server ended; its error is above")
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             pid, code = json.loads(line)
@@ -103,24 +124,23 @@ class Server:
                 self._codes[pid] = code
 
     def close(self) -> None:
-        """End the server and all processes that it started."""
+        """End all processes that this connection started."""
         self._socket.shutdown(socket.SHUT_WR)
-        while self._socket.recv(1 << 16):  # until the server has ended
+        while self._socket.recv(1 << 16):  # until their parent has ended
             pass
         self._socket.close()
-        self._process.wait()
 
 
 class Forked(NamedTuple):
     """A started process."""
 
-    server: Server
+    connection: Connection
     pid: int
     output: Path
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Return the exit code as subprocess does; None if it still runs after `timeout`."""
-        return self.server.code(self.pid, timeout)
+        return self.connection.code(self.pid, timeout)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal unless the process has ended."""
@@ -205,15 +225,13 @@ def set_up(job: dict[str, object]) -> None:
     sys.path[0] = os.path.dirname(sys.argv[0])
 
 
-def main() -> None:
-    """The server's end of the connection."""
+def preload(modules: list[str]) -> None:
+    """Import what forked programs need."""
     import functools
     import gc
     import importlib
-    import runpy
 
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    for name in modules:
         importlib.import_module(name)
     if ops := sys.modules.get("deepspeed.ops"):
         _ = ops.__compatible_ops__  # cached: computing it calls compilers
@@ -225,7 +243,33 @@ def main() -> None:
     assert len(threads) == 1, f"{len(threads)} threads: a forked process would lack all but one"
     gc.collect()
     gc.freeze()  # else each process spends a second collecting the imported modules
-    set_up(serve(channel))
+
+
+def accept(owner: socket.socket, listener: socket.socket, modules: list[str]) -> socket.socket:
+    """Fork a process for each connection; returns only in these, with their connection."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    loaded = False
+    while True:
+        readable, _, _ = select.select([owner, listener], [], [])
+        if owner in readable:  # it has ended
+            os._exit(0)
+        if not loaded:
+            preload(modules)
+            loaded = True
+        channel, _ = listener.accept()
+        with channel:
+            if os.fork() == 0:
+                owner.close()
+                listener.close()
+                return channel.dup()
+
+
+def main() -> None:
+    """The server's end of the connections."""
+    import runpy
+
+    owner, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    set_up(serve(accept(owner, listener, sys.argv[3:])))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.fork_server import Forked, Server
+from tests.fork_server import Connection, Forked, Server
 
 ROOT = Path(__file__).parents[1]
 TAIL = 4_000  # characters of a rank's stderr and stdout that a failure shows
@@ -34,6 +34,8 @@ SET_BY_LAUNCHER = (
 )
 # DeepSpeed defines Muon's functions with torch.compile, whose import takes a rank 1.4 s.
 WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+
+shared_server: str | None = None  # the address of the fork server of all workers of pytest-xdist
 
 
 class RanksFailed(AssertionError):
@@ -111,10 +113,18 @@ class SpawnedRanks:
 
 
 @cache
-def _server() -> Server:
+def server_address() -> str:
+    """Return the address of a fork server that ends with this process."""
     server = Server(preload=not torch.cuda.is_available())
     atexit.register(server.close)
-    return server
+    return server.address
+
+
+@cache
+def _connection() -> Connection:
+    connection = Connection(shared_server or server_address())
+    atexit.register(connection.close)
+    return connection
 
 
 @cache
@@ -141,7 +151,7 @@ def spawn_ranks(
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common} if ranks else {}
         variables |= {"OMP_NUM_THREADS": "1", **(environment or {})}
         started.append(
-            _server().start(
+            _connection().start(
                 program,
                 *arguments,
                 folder=folder or Path.cwd(),
