@@ -17,18 +17,18 @@ import re
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-T = TypeVar("T")
 short_repr = reprlib.repr  # repr() for a message: long values are shortened
 MAX_TEXT_BYTES = 2**28  # of a text file; this project's are far smaller
 MAX_RUN_FILE_BYTES = 2**25  # of a run's table or JSON file; those of a long run are half as large
 MAX_YAML_CHARS = 2**18  # of a YAML document: PyYAML is slow
+INT_TAG, FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 OTHER_BASE = re.compile("[-+]?(0[0-9_xXbB]|.*:)")  # octal, hexadecimal, binary, base 60
 FORCE_DATA, FORCE_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 MAX_DEPTH = 100  # levels of nesting; this project's files have fewer than ten
@@ -57,7 +57,7 @@ def open_limited(path: Path, limit: int) -> FileIO:
 
 
 def read_text(path: Path, errors: str = "strict", limit: int = MAX_TEXT_BYTES) -> str:
-    """Return the UTF-8 text of a regular file; OSError or ValueError if it cannot be read."""
+    """Return the UTF-8 text of a regular file; raise OSError or ValueError if it has none."""
     with open_limited(path, limit) as file:
         try:
             return file.read().decode("utf-8", errors)
@@ -75,8 +75,9 @@ def text_or_empty(path: str | Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise a ValueError if a link leads out of `folder`: a copy could then hold a private file.
+    """Raise a ValueError if a link leads out of `folder`.
 
+    Whoever copies the files of the folder would copy the link's target, which may be private.
     Allowed are links to weights, and links from a hub cache's snapshots to its blobs.
     """
     real = os.path.realpath(folder)
@@ -135,24 +136,19 @@ class _YAMLLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        return _read_decimal(node, super().construct_yaml_int)
+    def construct_number(self, node: yaml.ScalarNode) -> float:
+        is_int = node.tag == INT_TAG
+        read = self.construct_yaml_int if is_int else self.construct_yaml_float
+        if OTHER_BASE.match(node.value) is None:
+            return read(node)
+        value = f"is {read(node)}" if len(node.value) < 20 else "is not decimal"
+        fix = "write a decimal number, or quote text"
+        problem = f"{short_repr(node.value)} {value} in YAML 1.1; {fix}"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        return _read_decimal(node, super().construct_yaml_float)
 
-
-_YAMLLoader.add_constructor("tag:yaml.org,2002:int", _YAMLLoader.construct_yaml_int)
-_YAMLLoader.add_constructor("tag:yaml.org,2002:float", _YAMLLoader.construct_yaml_float)
-
-
-def _read_decimal(node: yaml.ScalarNode, read: Callable[[yaml.ScalarNode], T]) -> T:
-    """Read a number; if it is not decimal, raise an error with the value that YAML 1.1 gives it."""
-    if OTHER_BASE.match(node.value) is None:
-        return read(node)
-    value = f"is {read(node)}" if len(node.value) < 20 else "is not decimal"
-    problem = f"{short_repr(node.value)} {value} in YAML 1.1; write a decimal number, or quote text"
-    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+_YAMLLoader.add_constructor(INT_TAG, _YAMLLoader.construct_number)
+_YAMLLoader.add_constructor(FLOAT_TAG, _YAMLLoader.construct_number)
 
 
 def parse_yaml(text: str) -> Any:

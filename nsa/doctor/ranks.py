@@ -22,7 +22,7 @@ from nsa.text import first_line
 if TYPE_CHECKING:
     import torch
 
-LIMIT_SECONDS = 120.0  # of all all-reduces together
+LIMIT_SECONDS = 120.0  # to verify and time the all-reduce
 _TIMED_ROUNDS = 3  # all-reduces to time, after one to verify
 _SLOW = 2.0  # GB/s; even PCIe 3.0 through the CPU is faster
 _MB, _GB = 10**6, 10**9
@@ -40,8 +40,8 @@ _LINK_FIX = (
 )
 
 
-# What a rank reports: for each check of _COMPARED the values to compare, by name; under "place" its
-# host and the UUID of its GPU, "" on the CPU.
+# What a rank reports, by check: the values to compare, by name. "place" is not compared: it has the
+# rank's "host" and the UUID of its "gpu", which is "" on the CPU.
 Facts = dict[str, dict[str, str]]
 
 

@@ -53,7 +53,7 @@ PYDANTIC: dict[str, type[BaseModel]] = {  # DeepSpeed's classes, which refuse un
     "comms_logger": CommsLoggerConfig,
 }
 ADAMW_KEYS = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
-OTHER_WAYS = (
+OTHER_TRAINING = (  # blocks that start another way of training
     *("autotuning", "compile", "data_efficiency", "expert_parallel", "hybrid_engine"),
     *("pipeline", "tensor_parallel", "weight_quantization", "zero_optimization.zenflow"),
 )
@@ -79,7 +79,7 @@ REFUSED = {
     **WITHDRAWN,
     **getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),  # with DeepSpeed's advice
     **dict.fromkeys(
-        OTHER_WAYS,
+        OTHER_TRAINING,
         "it starts another way of training, which the recipe does not support; remove it",
     ),
 }
@@ -102,10 +102,11 @@ class ZeroMode:
     def has_buckets(self) -> bool:
         """Whether gradients are reduced in buckets of `reduce_bucket_size` elements.
 
-        BF16_Optimizer has none; it runs stage 1, bf16 and fp32 accumulation without offloading.
+        Stage 0 has none, and neither has BF16_Optimizer.
         """
-        mode = (self.stage, self.precision, self.accumulation)
-        return self.stage > 0 and (mode != (1, "bf16", "fp32") or self.offload)
+        mode = (self.stage, self.precision, self.accumulation, self.offload)
+        bf16_optimizer = mode == (1, "bf16", "fp32", False)
+        return self.stage > 0 and not bf16_optimizer
 
 
 def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
@@ -231,7 +232,9 @@ def owned_values(config: RunConfig, world_size: int) -> Owned:
     names = "train.micro_batch × train.accumulation × ranks"
     owned: Owned = {"train_batch_size": (prod(factors), f"{names} = {product}")}
     for key, name in OWNED_FIELDS.items():
-        value = train.rows if name == "micro_batch" else getattr(train, name)
+        value = getattr(train, name)
+        if name == "micro_batch":
+            value = train.rows  # a number, even for `auto`
         owned[key] = value, f"train.{name} = {getattr(train, name)}"
     for precision in ("bf16", "fp16"):
         enabled = train.precision == precision
@@ -315,7 +318,8 @@ def _parser_problems(resolved: dict[str, Any], source: str) -> Problems:
     try:
         DeepSpeedConfig(config)
     except ValidationError as error:
-        block = next((path for path, kind in PYDANTIC.items() if kind.__name__ == error.title), "")
+        paths = {kind.__name__: path for path, kind in PYDANTIC.items()}
+        block = paths.get(error.title, "")  # the title is the name of the class
         fields = PYDANTIC[block].model_fields if block else {}
         for detail in error.errors():
             path = ".".join((block, *map(str, detail["loc"]))).strip(".")

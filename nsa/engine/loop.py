@@ -289,7 +289,7 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
         return None, []
     run.engine.eval()
     if run.state.step <= run.config.train.selector_steps:
-        run.engine.module.set_dense(False)
+        run.engine.module.set_dense(False)  # only sparse attention shows what the index learned
     try:
         for batch in batches:
             # DeepSpeed's launcher kills its ranks 30 seconds after a signal: leave time to save.

@@ -77,14 +77,15 @@ def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
         sizes = model_of(config).sizes
         threshold = zero.get("stage3_param_persistence_threshold", 1e5)
         persistent = [size for size in sizes if size <= threshold]  # not sharded
-        reused = zero.get("stage3_max_live_parameters", 1e9) >= sum(sizes)
+        limit = zero.get("stage3_max_live_parameters", 1e9)
+        distance = zero.get("stage3_max_reuse_distance", 1e9)
         # The forward pass, a recomputation and the backward pass each read all weights.
-        reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * sum(sizes)
+        stay_gathered = limit >= sum(sizes) and distance >= 3 * sum(sizes)
         stage_3 = {
             "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
             "persistent": sum(persistent),
             "persistent_tensors": len(persistent),
-            "gathers": 1 if reused else 2,
+            "gathers": 1 if stay_gathered else 2,
         }
     reduced = str(resolved.get("communication_data_type") or mode.precision)
     return Zero(

@@ -89,10 +89,11 @@ def _refused_if_unusable(run_dir: Path) -> Iterator[None]:
 
 
 def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
-    """Return the checkpoint to resume from, the folder of the run's settings, and log lines.
+    """Return the newest valid checkpoint, the folder of the run's settings, and log lines.
 
-    The checkpoint is the newest valid one; None: there is none. Settings are in the checkpoint; if
-    it is None or of an earlier version, in the run's folder; None: in neither.
+    The settings are read from the checkpoint. Checkpoints of an earlier version hold no settings:
+    then, and without a checkpoint, they are read from the run's folder. None stands for what does
+    not exist.
     """
     path, damaged = newest_valid(run_dir / "checkpoints")
     notes = [f"skipped: {note}" for note in damaged]
@@ -146,8 +147,8 @@ class FolderLock:
         if self._run_dir.is_symlink():
             self._run_dir.stat()  # raises a clearer error than mkdir for a broken link or a loop
         path = self._run_dir / LOCK
-        candidates = (path, self._run_dir, *self._run_dir.parents)
-        self._created = [candidate for candidate in candidates if not candidate.exists()]
+        used = (path, self._run_dir, *self._run_dir.parents)
+        self._created = [entry for entry in used if not entry.exists()]
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+", opener=no_symlink)  # noqa: SIM115 (held until the end)
         try:
@@ -161,7 +162,7 @@ class FolderLock:
                 ) from None
             self._file.seek(0)
             owner = printable(self._file.read(200))
-            raise ValueError(
+            raise ValueError(  # without undo(): the other run needs the folder and the lock file
                 f"{self._run_dir}: in use by another run ({owner}); wait until it ends, or choose "
                 "another --run-dir"
             ) from None
@@ -172,13 +173,13 @@ class FolderLock:
 
     def undo(self) -> None:
         """Remove the folders and the file that this lock created, and release the lock."""
-        if self._run_dir in self._created:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
         with contextlib.suppress(OSError):  # another run may use a parent folder
             for path in self._created:
-                if path.name == LOCK:
+                if path == self._run_dir:
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name == LOCK:
                     path.unlink(missing_ok=True)
-                elif path != self._run_dir:
+                else:
                     path.rmdir()
         if self._file is not None:
             self._file.close()

@@ -42,7 +42,7 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **values: Any) -
         sender.close()
         try:
             text, error = receiver.recv()
-        except EOFError:  # it was ended
+        except EOFError:  # the process was ended
             process.join()
             text, error = "", f"exit code {process.exitcode}"
             if process.exitcode == -signal.SIGPROF:
@@ -62,9 +62,9 @@ def _render(sender: Connection, seconds: float, arguments: dict[str, Any]) -> No
     signal.setitimer(signal.ITIMER_PROF, seconds)
     text, error = "", None
     try:
-        rendered: Any = render_jinja_template(**arguments)[0]  # of each conversation
-        if len(rendered[0]) <= TEMPLATE_CHARS:
-            text = rendered[0]
+        chats: Any = render_jinja_template(**arguments)[0]  # a text per conversation: here one
+        if len(chats[0]) <= TEMPLATE_CHARS:
+            text = chats[0]
         else:
             error = f"more than {TEMPLATE_CHARS:,} characters"
     except Exception as failure:  # a template may raise any

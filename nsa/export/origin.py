@@ -1,7 +1,7 @@
-"""Origin of an imported model: its name, license and config.json, which its exports keep.
+"""Origin of an imported model: its name, license and config.json.
 
-Exports keep the fields of its config.json that training did not change: servers and converters
-read them.
+Exports keep the name, the license, and the fields of config.json that training did not change:
+servers and converters read them.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ def _license(source: Path) -> str | None:
 
 def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
     """Return the origin of the model that a run started from, if it was imported."""
-    for folder in (run_folder, *([user_path(start_from)] if start_from else [])):
-        file = folder / ORIGIN
+    folders = [run_folder]
+    if start_from:
+        folders.append(user_path(start_from))
+    for file in [folder / ORIGIN for folder in folders]:
         if file.is_file():
             saved = {"config": None} | read_object(file)
             shape = {"name": str, "license": (str, type(None)), "config": (dict, type(None))}
@@ -97,8 +99,8 @@ def merge(
     if any(getattr(model, name) != value for name, value in rope_settings(original).items()):
         dropped |= ROPE
     kept = {name: value for name, value in source.items() if name not in dropped}
-    own = config.to_dict()
-    return config.to_diff_dict() | kept | {name: own[name] for name in OWN & own.keys()}
+    own = {name: value for name, value in config.to_dict().items() if name in OWN}
+    return config.to_diff_dict() | kept | own
 
 
 def changes(tree: dict[str, Any], source: dict[str, Any] | None) -> Iterator[str]:

@@ -83,15 +83,15 @@ class ServedModel:
         from nsa.export.to_hf import export
 
         self.force_model = path.resolve().name  # the only model name in requests
-        where = parse_device(device)
+        target = parse_device(device)
         if (path / CONFIG).is_file():
             read_model(path)  # refuses what this package does not know
-            self._load(path, where)
+            self._load(path, target)
             return
         with TemporaryDirectory() as folder:
             with contextlib.redirect_stdout(io.StringIO()):  # hides what `export` prints
                 exported = export(path, Path(folder) / self.force_model)
-            self._load(exported, where)
+            self._load(exported, target)
 
     def _load(self, folder: Path, device: Any) -> None:
         import torch
@@ -121,7 +121,7 @@ class ServedModel:
         except Exception as error:  # of transformers, safetensors or PyTorch
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"{folder}: cannot be loaded: {reason}; export it again") from None
-        # By default temperature and top_p have no effect, and only 50 tokens can be sampled.
+        # transformers' defaults ignore temperature and top_p, and sample from only 50 tokens.
         model.generation_config.do_sample = True
         model.generation_config.top_k = model.generation_config.top_k or 0
         self.model = model.to(device).eval()

@@ -19,7 +19,6 @@ from nsa.monitor.config import LadderConfig
 from nsa.untrusted import matches, parse_json, text_or_empty
 
 PREFLIGHT = "preflight"
-SANITY_STEP = 1
 GATE_NAMES = (PREFLIGHT, "sanity", "smoke", "extended", "production")
 FILE_NAME = "gates.json"
 _CRITERION = {
@@ -41,14 +40,15 @@ class Gate:
 
 
 def schedule(config: LadderConfig, total_steps: int) -> list[Gate]:
-    """Return the gates of a run of `total_steps`; production is at its last step."""
-    gates = [Gate(name, _step(name, config)) for name in ("sanity", "smoke", "extended")]
-    gates = [gate for gate in gates if gate.step < total_steps]
+    """Return the gates during a run of `total_steps`; production is at its last step."""
+    steps = _gate_steps(config, total_steps)
+    gates = [Gate(name, step) for name, step in steps.items() if 0 < step < total_steps]
     return [*gates, Gate("production", total_steps)]
 
 
-def _step(name: str, config: LadderConfig) -> int:
-    return {"sanity": SANITY_STEP, "smoke": config.smoke, "extended": config.extended}[name]
+def _gate_steps(config: LadderConfig, total_steps: int) -> dict[str, int]:
+    steps = (0, 1, config.smoke, config.extended, total_steps)
+    return dict(zip(GATE_NAMES, steps, strict=True))
 
 
 def until_step(text: str, config: LadderConfig, total_steps: int) -> int:
@@ -56,14 +56,13 @@ def until_step(text: str, config: LadderConfig, total_steps: int) -> int:
     name = text.strip().lower()
     if name.isdecimal() and int(name) > 0:
         return min(int(name), total_steps)
-    if name not in GATE_NAMES:
+    steps = _gate_steps(config, total_steps)
+    if name not in steps:
         raise ValueError(
             f"--until {text}: neither a number of steps above 0 nor a go/no-go gate "
-            f"(choose from {', '.join(GATE_NAMES)})"
+            f"(choose from {', '.join(steps)})"
         )
-    if name == PREFLIGHT:
-        return 0
-    step = total_steps if name == "production" else _step(name, config)
+    step = steps[name]
     if step > total_steps:
         raise ValueError(
             f"--until {name}: this go/no-go gate is at step {step:,}, but the run ends at "

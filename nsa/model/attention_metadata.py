@@ -88,9 +88,9 @@ class AttentionMetadata:
         """
         spec = config.attention.spec
         dense = config.attention.kind == "dense"
-        if not dense:  # first of all: it raises if cu_seqlens does not ascend
+        if not dense:  # before any use of cu_seqlens: it raises if they do not ascend
             first = block_starts(seq_len, cu_seqlens, spec, device)  # [N]
-        position = torch.arange(seq_len, device=device)
+        position = torch.arange(seq_len, device=device)  # [T]
         if cu_seqlens is not None:
             position = position - repeat_per_document(cu_seqlens[:-1], cu_seqlens, seq_len)
         rotary = Rotary.at(position, config)
@@ -127,7 +127,7 @@ def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:
 def sample_queries(seq_len: int, offset: Tensor, count: int = QUERIES) -> Tensor:
     """Return evenly spaced tokens [S], at least `count`; `offset`, a 0-dim integer, shifts them.
 
-    A few tokens per step are enough for the selector loss: each step has others, so that their
+    A few tokens per step are enough for the selector loss: each step samples other tokens, so the
     noise averages out.
     """
     stride = max(1, seq_len // count)

@@ -59,11 +59,11 @@ def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
         window = spec.window if branch == "win" else sys.maxsize
         if branch != "cmp":
             plan |= {f"{kind}_{branch}": Buffer(kind, branch, window=window) for kind in "kv"}
-    compressed = "cmp" if "cmp" in branches else "sel"  # the branch whose keys are compressed
-    if compressed in branches:
+    if "cmp" in branches or "sel" in branches:  # "sel" ranks blocks by their compressed keys
+        source = "cmp" if "cmp" in branches else "sel"  # the branch whose keys are compressed
         entries = "tokens" if attention.compressor == "mean" else "pre_rope"
-        plan["k_tail"] = Buffer("k", compressed, entries, spec.block_len)
-        plan["v_tail"] = Buffer("v", compressed, "tokens", spec.block_len)
+        plan["k_tail"] = Buffer("k", source, entries, spec.block_len)
+        plan["v_tail"] = Buffer("v", source, "tokens", spec.block_len)
         plan["k_cmp"] = Buffer("k", "cmp", "blocks")
     if "cmp" in branches:
         plan["v_cmp"] = Buffer("v", "cmp", "blocks")
@@ -97,11 +97,12 @@ class LayerCache:
         `index` is a token's position, or the number of a compressed block.
         """
         row = torch.arange(len(index), device=index.device)
-        for name, (new,) in content.items():
-            buffer = self.buffers[name]
+        for name, entries in content.items():
+            buffer, new = self.buffers[name], entries[0]  # [B, size, Hkv, D] and [B, Hkv, D]
             at = index % buffer.shape[1]
-            kept = new if valid is None else new.where(valid[:, None, None], buffer[row, at])
-            buffer[row, at] = kept
+            if valid is not None:
+                new = new.where(valid[:, None, None], buffer[row, at])
+            buffer[row, at] = new
 
     def last(self, kind: str, lengths: Tensor, count: int) -> Tensor:
         """Return the compressor's input: the last `count` keys or values, [B, count, Hkv, D]."""

@@ -46,8 +46,8 @@ from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.language_model import LanguageModel, check_tokens
 from nsa.ops.inputs import check_documents
 
-# Servers that replace a model's attention, by the name of their attention. They pass only the
-# newest tokens, from which alone a model with its own attention would answer.
+# Servers that replace a model's attention, by the name of their attention. It holds their cache, so
+# they pass only the newest tokens: a model that keeps its own attention would see no others.
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -56,6 +56,7 @@ class Block(GradientCheckpointingLayer, block.Block):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
+        # For `_init_weights`. As attributes they would have to be tensors or modules to mypy.
         residual = (2 * config.layers) ** -0.5  # as LanguageModel initializes
         self.attention.o.__dict__["init_scale"] = self.mlp.down.__dict__["init_scale"] = residual
         if hasattr(self.attention, "gates"):
@@ -165,7 +166,9 @@ class NSAModel(NSAPreTrainedModel):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
         core = LanguageModel(config.model_config(), block=Block)
-        core._modules.pop("head", None)  # NSAForCausalLM has one
+        # NSAForCausalLM has the head. `core` refers to it, but not as a submodule: its weight would
+        # otherwise be a weight of NSAModel too.
+        core._modules.pop("head", None)
         core.__dict__["head"] = None
         # self and core share one registry of submodules: weights keep the trainer's names, and
         # replacing a module in one (by an adapter, a larger vocabulary) replaces it in the other.
@@ -239,17 +242,20 @@ class NSAModel(NSAPreTrainedModel):
             )
 
             def collect(x: Tensor) -> Tensor:
-                """Pass on the collected tensor, so that it gets a gradient."""
-                hidden.append(unpack(x, real))
-                return x if real is None else hidden[-1][real][None]
+                """Collect a block's input and return it: what is collected gets a gradient."""
+                unpacked = unpack(x, real)  # [B, T, width]
+                hidden.append(unpacked)
+                return x if real is None else unpacked[real][None]
 
             x = self.embed(tokens) if inputs_embeds is None else tokens
             x, loss = self.core.run_blocks(x, metadata, collect if output_hidden_states else None)
             states = unpack(x, real)
-        outputs: dict[str, Any] = {"last_hidden_state": states, "past_key_values": cache}
-        if output_hidden_states:
-            outputs["hidden_states"] = (*hidden, states)
-        return NSAModelOutput(**outputs, selector_loss=loss)  # ** hides Tensor from mypy
+        return NSAModelOutput(
+            last_hidden_state=states,
+            past_key_values=cache,
+            hidden_states=(*hidden, states) if output_hidden_states else None,
+            selector_loss=loss,
+        )
 
     @torch.compiler.disable
     def _states_with_cache(
@@ -262,11 +268,11 @@ class NSAModel(NSAPreTrainedModel):
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the final hidden states, and each block's input if `with_inputs`."""
         real = real_tokens(attention_mask, tokens, cache.columns)
-        document_starts(position_ids, tokens, real, cache.columns)
+        document_starts(position_ids, tokens, real, cache.columns)  # raises if there is a second
         inputs: list[Tensor] = []
 
         def collect(_: nn.Module, arguments: tuple[Tensor, Tensor | None]) -> None:
-            x, delta = arguments
+            x, delta = arguments  # [1, tokens of all prompts, width], or in a step [1, B, width]
             inputs.append((x if delta is None else x + delta)[0])
 
         blocks = self.core.blocks if with_inputs else ()
@@ -481,9 +487,11 @@ def keep_columns(states: Tensor, mask: Tensor | None, keep: int | Tensor) -> Ten
 
     For keep = 1, return each sequence's last token, even if right padding follows it.
     """
-    if mask is not None and isinstance(keep, int) and keep == 1:
+    if not isinstance(keep, int):
+        return states[:, keep]
+    if keep == 1 and mask is not None:
         return last_tokens(states, mask)
-    return states[:, slice(-keep, None) if isinstance(keep, int) else keep]
+    return states[:, -keep:]
 
 
 @torch.compiler.disable  # reads the mask

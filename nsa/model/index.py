@@ -4,9 +4,9 @@
                 -> k -> φ over each compressed block -> RoPE at its end  keys [B, N, Hkv, Dk]
     q · k       -> the best blocks of each token and KV head, by select_blocks
 
-The attention layer projects and rotates these with its own queries and keys, in one product and
-one op. There is one index head per KV head. Its weights start as the layer's: the mean of the
-group's query projections, and the key projection.
+The attention layer projects and rotates the index's queries and keys together with its own, in one
+matrix product and one op. There is one index head per KV head. Its weights start as the layer's:
+the mean of the group's query projections, and the key projection.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Index(nn.Module):
             self.pool = BlockPool(length, heads, size, config.attention.backend)
 
     def compress(self, k: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Pool the tokens' keys before RoPE [B, T, Hkv, Dk] to rotated ones [B, N, Hkv, Dk]."""
+        """Pool the pre-RoPE keys of tokens [B, T, Hkv, Dk] to rotated keys of blocks [B, N, …]."""
         if self.pool is not None:
             return self.pool(k, metadata.block_rotary, metadata)
         assert metadata.block_rotary is not None
@@ -45,13 +45,14 @@ class Index(nn.Module):
 
 
 def index_start(attention: Mapping[str, Tensor], kv_heads: int) -> dict[str, Tensor]:
-    """Return an index's initial weights, given its attention layer's; names are without a prefix.
+    """Return an index's initial weights, without φ's: φ starts as the mean.
 
-    The parameters of φ are left out: φ starts as the mean.
+    `attention` has the weights of the attention layer by their names within the layer.
     """
-    size, start = len(attention["k.weight"]) // kv_heads, {}
+    size = len(attention["k.weight"]) // kv_heads
+    start = {}
     for name, weight in attention.items():
-        if name in ("q.weight", "q.bias"):  # the mean of each group's queries
+        if name in ("q.weight", "q.bias"):  # the mean over each group's query heads
             start[name] = weight.unflatten(0, (kv_heads, -1, size)).mean(1).flatten(0, 1)
         elif name in ("k.weight", "k.bias", "q_norm.weight", "k_norm.weight"):
             start[name] = weight.clone()

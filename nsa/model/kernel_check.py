@@ -100,8 +100,9 @@ def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
                 problem = problem or f"its error is {wrong:.2g}, and {limit:.2g} is allowed"
             if not torch.equal(result, repeated):
                 problem = problem or "two runs give different bits"
-            if not wrong / limit <= largest:  # a NaN replaces it too
-                error, allowed, largest = wrong, limit, wrong / limit
+            ratio = math.inf if math.isnan(wrong) else wrong / limit
+            if ratio > largest:
+                error, allowed, largest = wrong, limit, ratio
     except UnsupportedCall:
         return None
     except Exception as raised:  # whatever a compiler or a driver raises
@@ -198,11 +199,11 @@ def _attention(
 
     if config.attention.kind == "dense":
         return
-    spec, heads, key, value = config.attention.spec, config.kv_heads, layer.key_dim, layer.value_dim
+    spec, heads = config.attention.spec, config.kv_heads
     if config.attention.compressor == "pool":
-        pooled = [(key, metadata.block_rotary)]
+        pooled = [(layer.key_dim, metadata.block_rotary)]
         if layer.index is None:  # an index has no values
-            pooled.append((value, None))
+            pooled.append((layer.value_dim, None))
         for size, angles in pooled:
             learned = random(heads, size, size) / 8, random(heads, spec.block_len, size)
             block = random(1, total, heads, size), *learned, random(heads * size)
@@ -221,12 +222,12 @@ def _branches(
 ) -> Iterator[Operation]:
     """Yield the operations between the projections: selection, attention and selector loss."""
     spec, heads, cu_seqlens = config.attention.spec, config.kv_heads, metadata.cu_seqlens
-    key, value = layer.key_dim, layer.value_dim
+    key_dim, value_dim = layer.key_dim, layer.value_dim
     assert metadata.block_tokens is not None
     blocks = len(metadata.block_tokens)
-    q, k_cmp = random(1, total, config.heads, key), random(1, blocks, heads, key)
-    k, v = (random(1, total, heads, size) for size in (key, value))
-    q_cmp = None if layer.index is None else random(1, total, heads, key)
+    q, k_cmp = random(1, total, config.heads, key_dim), random(1, blocks, heads, key_dim)
+    k, v = (random(1, total, heads, dim) for dim in (key_dim, value_dim))
+    q_cmp = None if layer.index is None else random(1, total, heads, key_dim)
     common: dict[str, Any] = {"spec": spec, "cu_seqlens": cu_seqlens}
     in_pytorch: dict[str, Any] = {**common, "backend": "blockwise"}
     triton_blocks: list[Tensor] = []  # selected by Triton, which runs first; PyTorch reads them
@@ -259,7 +260,7 @@ def _branches(
         run = partial(selected_attention, block_index=index, **common)
         yield Operation("selected_attention", (q, k, v), run)
     elif layer.branches == BRANCHES:
-        v_cmp = random(1, blocks, heads, value)
+        v_cmp = random(1, blocks, heads, value_dim)
         k_win, v_win = (random(*x.shape) for x in (k, v))
         gates = random(1, total, config.heads, 3).abs()
         yield Operation("nsa_attention", (q, k_cmp, v_cmp, k, v, k_win, v_win, gates), attend)

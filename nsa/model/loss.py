@@ -87,8 +87,9 @@ def loss_and_gradients(
     """Return the summed loss and its gradients, empty unless `with_gradients`."""
     losses = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
     d_hidden = hidden.new_empty(hidden.shape if with_gradients else 0)
-    # The first chunk sets d_weight; without tokens it stays 0.
-    d_weight = weight.new_zeros(weight.shape if with_gradients and not len(hidden) else 0)
+    d_weight = weight.new_empty(0)  # the first chunk sets it
+    if with_gradients and not len(hidden):  # there is no chunk
+        d_weight = torch.zeros_like(weight)
     rows = chunk_rows(hidden, weight)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), rows):
@@ -123,8 +124,8 @@ def _(
     hidden: Tensor, weight: Tensor, labels: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    shapes = (hidden.shape, weight.shape) if with_gradients else (0, 0)
-    return total, hidden.new_empty(shapes[0]), weight.new_empty(shapes[1])
+    d_hidden = hidden.new_empty(hidden.shape if with_gradients else 0)
+    return total, d_hidden, weight.new_empty(weight.shape if with_gradients else 0)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

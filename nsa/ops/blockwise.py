@@ -87,17 +87,18 @@ def band_tiles(
     for start in range(length - 1, seq_len, step):
         stop = min(start + step, seq_len)
         low = max(0, start - window + 1)
-        seen_by_all = (start + 1 - length) // stride + 1
-        last = (stop - length) // stride + 1
+        high = (stop - length) // stride + 1
+        unseen_by_last_row = range(low, stop - window)
+        unseen_by_first_row = range((start + 1 - length) // stride + 1, high)
         row = torch.arange(start, stop, device=device)[:, None]
         biases = []
-        for keys in (range(low, stop - window), range(seen_by_all, last)):
+        for keys in (unseen_by_last_row, unseen_by_first_row):
             if keys:
                 key = torch.arange(keys.start, keys.stop, device=device)
                 outside = (key * stride + length - 1 > row) | (key <= row - window)
                 columns = slice(keys.start - low, keys.stop - low)
                 biases.append((slice(None), columns, _bias(outside)))
-        tiles.append(Tile(slice(start, stop), slice(low, last), biases))
+        tiles.append(Tile(slice(start, stop), slice(low, high), biases))
     return tiles
 
 
@@ -191,7 +192,7 @@ def attend_backward(
     tiles: Iterable[Tile],
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Add to `grads`, those of (q, k, v); `saved` is (do, delta = Σ do·o − dlse, lse)."""
+    """Add the gradients of (q, k, v) to `grads`; `saved` is (do, delta = Σ do·o − dlse, lse)."""
     do, delta, lse = saved
     q, k, v = inputs
     dq, dk, dv = grads
@@ -336,17 +337,17 @@ def _fill_index(
     heads, queries, group = q.shape[:3]
     step = queries_per_tile(heads, group)
     blocks, weights = overlap_table(seq_len, spec, q.dtype, q.device)
+    before = seq_len - queries  # positions before the first query
     for start in range(0, queries, step):
         stop = min(start + step, queries)
-        first, past_last = (seq_len - queries + i for i in (start, stop))  # positions
-        position = torch.arange(first, past_last, device=q.device)[:, None]
+        position = torch.arange(before + start, before + stop, device=q.device)[:, None]
         own = position // spec.select_len
-        candidates = spec.select_blocks_len(past_last)
+        candidates = spec.select_blocks_len(before + stop)
         block = torch.arange(candidates, device=q.device)
         if candidates <= spec.select_top:
             index[:, start:stop, :candidates] = torch.where(block <= own, block, -1)
             continue
-        seen = spec.visible_compressed(past_last - 1)
+        seen = spec.visible_compressed(before + stop - 1)
         score = q[:, start:stop].flatten(1, 2) @ k_cmp[:, :seen].mT
         end = torch.arange(seen, device=q.device) * spec.block_stride + spec.block_len - 1
         table = blocks[:, :candidates], weights[:, :candidates]

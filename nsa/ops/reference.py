@@ -56,7 +56,10 @@ def select_blocks(x: SelectionInputs) -> Tensor:
 def visible_blocks(
     seq_len: int, spec: NSASpec, device: torch.device | None = None, queries: int | None = None
 ) -> Tensor:
-    """Return which blocks end at or before each of the last `queries`: bool [1, T, 1, N]."""
+    """Return which blocks end at or before each query's position: bool [1, T, 1, N].
+
+    Queries are the last `queries` positions, by default all.
+    """
     queries = seq_len if queries is None else queries
     position = torch.arange(seq_len - queries, seq_len, device=device)
     start = torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
@@ -90,10 +93,11 @@ def importance(
     if lse is not None:
         score = score - lse.to(dtype).unflatten(2, (kv_heads, -1))[..., None]
     score = torch.where(seen, score, -torch.inf)
-    p = score[:, :, :, 0] if lse is None else score.exp().sum(3)  # [B, T, K, N]; lse None: log p
+    # [B, T, K, N]: with `lse` p, summed over the query heads of a KV head; without it the score
+    terms = score[:, :, :, 0] if lse is None else score.exp().sum(3)
     weight = overlap(seq_len, spec, q.device).to(dtype)  # [N, M]
     block = torch.arange(weight.shape[1], device=q.device)
-    total = p.new_full((*p.shape[:3], len(block)), -torch.inf if lse is None else 0)
+    total = terms.new_full((*terms.shape[:3], len(block)), -torch.inf if lse is None else 0)
     if not len(weight):
         return total
     # A selection block adds its overlapping compressed blocks one after another, so two selection
@@ -104,9 +108,9 @@ def importance(
         exists = (first + number < len(weight)).to(dtype)  # 0 where `i` was clamped
         part = weight[i, block] * exists
         if lse is None:
-            total = torch.logaddexp(total, p[..., i] + part.log())
+            total = torch.logaddexp(total, terms[..., i] + part.log())
         else:
-            total += p[..., i] * part
+            total += terms[..., i] * part
     return total
 
 
@@ -116,9 +120,8 @@ def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
     position = torch.arange(seq_len - queries, seq_len, device=score.device)
     own = (position // spec.select_len)[:, None, None]
     block = torch.arange(blocks, device=score.device)
-    candidate = block <= own
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
-    ranked = torch.where(always & candidate, torch.inf, score).masked_fill(~candidate, -torch.inf)
+    ranked = score.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : spec.select_top]
     index = torch.where(order <= own, order, blocks).sort(-1).values  # no candidate: sorted last
     index = torch.where(index < blocks, index, -1).to(torch.int32)

@@ -46,18 +46,18 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
     size = (width * columns, (3.2 if rows > 1 else 3.8) * rows)
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    curves = list(dict.fromkeys(label for panel in panels for label in panel.curves))
+    labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
     for axis, panel in zip(axes, panels, strict=False):
-        _draw_panel(axis, panel, curves, int(width * _CHARACTERS_PER_INCH))
+        _draw_panel(axis, panel, labels, int(width * _CHARACTERS_PER_INCH))
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    labelled: dict[str, Any] = {}  # one legend for all panels, so that it covers no curve
+    legend: dict[str, Any] = {}  # lines by label, of all panels: one legend, which covers no curve
     for axis in axes:
-        lines, labels = axis.get_legend_handles_labels()
-        labelled |= dict(zip(labels, lines, strict=True))
-    if len(labelled) > 1 or not all(panel.ordered for panel in panels):
+        lines, names = axis.get_legend_handles_labels()
+        legend |= dict(zip(names, lines, strict=True))
+    if len(legend) > 1 or not all(panel.ordered for panel in panels):
         style: dict[str, Any] = {"loc": "outside upper left", "frameon": False, "fontsize": "small"}
-        figure.legend(list(labelled.values()), list(labelled), **style)
+        figure.legend(list(legend.values()), list(legend), **style)
     picture = io.BytesIO()
     try:
         figure.savefig(picture, format=out.suffix[1:] or "png")
@@ -66,8 +66,8 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
     atomic_write(out, picture.getvalue())
 
 
-def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> None:
-    """Draw one panel; `curves` are the labels of all panels: a label has one colour in them all."""
+def _draw_panel(axis: Any, panel: Panel, labels: list[str], characters: int) -> None:
+    """Draw one panel; `labels` of all panels' curves give a label the same colour in each panel."""
     from matplotlib import colormaps
 
     axis.set_xlabel(panel.x)
@@ -80,10 +80,10 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> 
     for label, (steps, values) in panel.curves.items():
         if not steps:
             continue
-        index = curves.index(label)
+        index = labels.index(label)
         colour: Any = COLOURS[index % len(COLOURS)]
         if panel.ordered:
-            colour = colormaps["viridis"](0.9 * index / max(1, len(curves) - 1))
+            colour = colormaps["viridis"](0.9 * index / max(1, len(labels) - 1))
         line = {
             "label": fill(label.replace("$", r"\$"), characters),
             "color": colour,

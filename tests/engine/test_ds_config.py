@@ -12,7 +12,7 @@ from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedCo
 
 from nsa.engine.config import RunConfig, walk
 from nsa.engine.ds_config import (
-    OTHER_WAYS,
+    OTHER_TRAINING,
     REFUSED,
     WITHDRAWN,
     leave_to_recipe,
@@ -212,7 +212,7 @@ OTHER_TRAINING = [  # what would change the numbers, or lose steps or checkpoint
             ("checkpoint.load_universal", True, "use --resume --universal"),
             ("zero_optimization.elastic_checkpoint", True, "--resume --universal"),
             *((name, {"enabled": True}, "withdrawn") for name in WITHDRAWN),
-            *((name, {}, "another way of training") for name in OTHER_WAYS),
+            *((name, {}, "another way of training") for name in OTHER_TRAINING),
         )
     ),
 ]

@@ -56,7 +56,7 @@ def constant_result(function: Function) -> Function:
 
 @constant_result
 def _device_problem(device: torch.device) -> str | None:
-    # Not one function with both decorators: Dynamo would trace the one that `cache` wraps.
+    # Two functions, because Dynamo ignores the wrapper of `cache`: it would see no constant result.
     return _find_device_problem(device)
 
 

@@ -1,9 +1,9 @@
 """Block selection in one Triton kernel: importance and top-n; only the selected indices are stored.
 
-Selection block j overlaps at most COUNT compressed blocks, first_overlap(j) + c for c < COUNT. So
-for each c, one tile of keys with a row per j gives the c-th overlap's probabilities for all j at
-once: heads and overlaps add up in registers, whatever the sizes. Each tile of importance is merged
-into a running top-n.
+Selection block j overlaps at most COUNT compressed blocks: first_overlap(j) + c for c < COUNT. For
+each c, the kernel loads a tile of keys whose row j is the c-th compressed block that overlaps j. So
+the products with this tile have a column per j, and are added in registers over heads and c. Each
+tile of importance is merged into a running top-n.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ TAKEN = tl.constexpr(-3e30)  # the score of a block that is no candidate, or is 
 @triton.jit
 def first_overlap(j, C: tl.constexpr):
     """Return the first compressed block that overlaps j: the least i with i·d + l > j·l'."""
-    BACK: tl.constexpr = (C.LEN + C.STRIDE - 1) // C.STRIDE  # no negative dividend
+    # Triton divides towards 0: adding BACK · STRIDE makes the dividend positive.
+    BACK: tl.constexpr = (C.LEN + C.STRIDE - 1) // C.STRIDE
     return (j * C.SELECT - C.LEN + BACK * C.STRIDE) // C.STRIDE - BACK + 1
 
 
@@ -90,7 +91,8 @@ def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.const
 def _log_importance(q, k, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
     """Return log2 Σ 2^score[i] · overlap(i, j) over visible blocks i: [QUERIES, BLOCKS].
 
-    Without an lse: with one query head per KV head it changes no rank. Terms are added by i.
+    There is one query head per KV head, so an lse would not change the order of the blocks. The sum
+    is added in the order of i.
     """
     QUERIES: tl.constexpr = C.QUERIES
     BLOCKS: tl.constexpr = C.BLOCKS
@@ -136,9 +138,9 @@ def _keep_best(score, j, best, index):
         better = (top > least)[:, None]
         block = tl.min(tl.where(score == top[:, None], j[None, :], NONE), 1)
         worst = tl.max(tl.where(best == least[:, None], index, -1), 1)
-        out = better & (best == least[:, None]) & (index == worst[:, None])
-        best = tl.where(out, top[:, None], best)
-        index = tl.where(out, block[:, None], index)
+        replaced = better & (best == least[:, None]) & (index == worst[:, None])
+        best = tl.where(replaced, top[:, None], best)
+        index = tl.where(replaced, block[:, None], index)
         score = tl.where(better & (j[None, :] == block[:, None]), TAKEN, score)
         least = tl.min(best, 1)
         top = tl.max(score, 1)
@@ -154,7 +156,7 @@ def select_kernel(
     QUERIES: tl.constexpr = C.QUERIES
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    grid_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    grid_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles, with most blocks, first
     document, tile, start, length = document_tile(cu, documents, grid_tile, q_len, 1, QUERIES)
     before = seq_len - q_len
     row = tl.arange(0, QUERIES)
