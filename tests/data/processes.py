@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
-from tests.ranks import alive
-
-SECONDS = 20.0  # in which a process must end
+from tests.ranks import alive, wait_for
 
 
 def workers_of(parent: int) -> list[int]:
@@ -24,9 +21,5 @@ def workers_of(parent: int) -> list[int]:
     return sorted(pids)
 
 
-def ends_soon(pid: int) -> bool:
-    """Whether a process ends within SECONDS; a zombie has ended."""
-    deadline = time.monotonic() + SECONDS
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pid)
+def wait_for_end(pids: list[int]) -> None:
+    wait_for(lambda: not any(map(alive, pids)))

@@ -20,7 +20,6 @@ from nsa.data.batches import Samples, block_of
 from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import DividedSource, open_dataset
-from nsa.data.files import open_files
 from nsa.data.shards import INDEX, Shard, find_index, read_index, verify_shards, write_index
 from nsa.data.source import DataError
 from nsa.data.writer import (
@@ -33,7 +32,7 @@ from nsa.data.writer import (
     plan_of,
     prepare,
 )
-from tests.data.processes import ends_soon, workers_of
+from tests.data.processes import wait_for_end, workers_of
 from tests.data.test_prepare import contents
 from tests.data.texts import configure, documents_in, split, texts, train_tokenizer, write_lines
 from tests.disks import mounted
@@ -128,7 +127,6 @@ def test_a_writer_stops_once_its_run_has_enough_and_is_followed_if_it_needs_more
     short = rows(first.open_samples("train", 3), 100)
     wait_for(lambda: not workers_of(os.getpid()))
     index = find_index(folder_of(tmp_path))
-    assert index is not None
     assert not index.finished
     kept = contents(folder_of(tmp_path))
     longer = first.open_samples("train", 3)
@@ -248,7 +246,7 @@ def test_after_kill_9_the_next_run_continues_without_a_lost_or_repeated_sample(
     workers = workers_of(run.pid)
     run.kill()
     run.wait(10)
-    assert all(ends_soon(worker) for worker in workers)
+    wait_for_end(workers)
     finished = spawn_ranks(RUN, large, str(tmp_path), str(steps), "0", "0", "2", ranks=0)
     assert finished.codes(60) == [0], finished.text("err")
     with closing(TokenCache(open_dataset(configure(large)), tmp_path / "other")) as cache:
@@ -281,7 +279,7 @@ def test_a_mixture_of_prepared_and_other_sources_has_its_fractions(
 def test_shards_of_different_tokenizers_are_not_mixed(
     large: str, tmp_path: Path, open_cache: OpenCache
 ) -> None:
-    train_tokenizer(open_files(Path(large), "text"), 300, tmp_path / "bpe")
+    train_tokenizer(LARGE, 300, tmp_path / "bpe")
     prepare(configure(large), tmp_path / "bytes")
     config = configure({str(tmp_path / "bytes"): 1, large: 1}, tokenizer=f"hf:{tmp_path / 'bpe'}")
     with pytest.raises(DataError, match=r"set data\.tokenizer to a prepared one's") as refused:
@@ -345,7 +343,6 @@ def test_a_full_disk_names_the_bytes_that_the_run_still_needs(large: str, tmp_pa
         error = run.text("err")
         (folder,) = (path for path in disk.iterdir() if path.is_dir())
         index = find_index(folder)
-        assert index is not None
         needed = 8_192 * 16 + 1 - index.tokens("train")  # of 8,000 samples, which end in a block
         assert f"the disk is full: {2 * needed:,} bytes or more are needed" in error
         assert "are free; free some space and run the same command again" in error

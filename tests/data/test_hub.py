@@ -159,20 +159,16 @@ def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_compl
     assert run(f"http://127.0.0.1:{free_port()}", 5_000) == rest
 
 
-@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_fully_loaded_dataset_is_read_offline_and_a_streamed_one_is_refused(
-    tmp_path: Path, streaming: bool
-) -> None:
-    written = write(tmp_path / "root", "parquet", 30, 30)
-    home, load = tmp_path / "home", {"name": REPO, "streaming": streaming}
+def test_a_fully_loaded_dataset_is_read_offline_and_another_is_refused(tmp_path: Path) -> None:
+    written, home = write(tmp_path / "root", "parquet", 30, 30), tmp_path / "home"
     with serving(tmp_path / "root") as server:
         hub = {"HF_ENDPOINT": server.address}
-        assert results_of("load", home, load, **hub) == [{"rows": 60}]
-    job = {"name": f"hf:{REPO}", "config": {}}
-    (result,) = results_of("read", home, job, **hub, HF_HUB_OFFLINE="1")
-    assert result["texts"] == ([] if streaming else written)
-    for fix in FIXES if streaming else ():
-        assert fix in result["error"]
+        assert results_of("load", home, {"name": REPO}, **hub) == [{"rows": 60}]
+    jobs = [{"name": f"hf:{name}", "config": {}} for name in (REPO, "someone/else")]
+    loaded, other = results_of("read", home, *jobs, **hub, HF_HUB_OFFLINE="1")
+    assert loaded["texts"] == written
+    for fix in FIXES:
+        assert fix in other["error"]
 
 
 def test_a_closed_port_is_reported_at_once_with_fixes(tmp_path: Path) -> None:

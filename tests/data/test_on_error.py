@@ -90,14 +90,6 @@ def test_a_broken_last_file_is_counted_once_by_a_pass_that_resumes_after_it(
     assert list(open_skipping(last).read(cursor)) == []
 
 
-def test_stop_names_the_file_the_line_and_the_setting(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.jsonl:10: not a line .*, or set data\.on_error=skip$"):
-        list(open_files(folder, "text").read_all())
-    message = r"c\.parquet: cannot be read .*remove it, or set data\.on_error=skip$"
-    with pytest.raises(DataError, match=message):
-        list(open_files(folder / "c.parquet", "text").read_all())
-
-
 def test_prepare_counts_in_one_line_what_it_skips(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

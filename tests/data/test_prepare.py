@@ -20,9 +20,9 @@ from nsa.cli import main
 from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import open_files
-from nsa.data.shards import INDEX, open_shards, read_index, verify_shards, write_index
+from nsa.data.shards import INDEX, find_index, open_shards, read_index, verify_shards, write_index
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
-from nsa.data.tokenizer import ByteTokenizer, Tokenizer
+from nsa.data.tokenizer import ByteTokenizer
 from nsa.data.writer import (
     DOCUMENTS_PER_CALL,
     LOCK,
@@ -35,14 +35,11 @@ from nsa.data.writer import (
     prepare,
 )
 from tests.data.odd_sources import Fails, Opened, Unreached
-from tests.data.processes import ends_soon, workers_of
-from tests.data.texts import documents_of, train_tokenizer, write_lines
+from tests.data.processes import wait_for_end, workers_of
+from tests.data.texts import HELD_OUT, documents_of, train_tokenizer, write_lines
 from tests.disks import flip_a_bit, mount, mounted
 from tests.fork_server import Forked
 from tests.ranks import ROOT, spawn_ranks, wait_for
-
-HALVES = HeldOut(0.5, by_position=True)
-HELD_OUT = 0.2  # so that every part has validation documents
 
 
 def generated(size: int) -> list[bytes]:
@@ -90,8 +87,8 @@ def wait_for_shards(process: Forked, out: Path, count: int) -> None:
     wait_for(has_shards)
 
 
-def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
-    return documents_of(open_shards(str(out), split), tokenizer)
+def texts_of(out: Path, split: str) -> list[bytes]:
+    return documents_of(open_shards(str(out), split))
 
 
 def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> None:
@@ -108,7 +105,7 @@ def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> No
         expected = Counter(
             text for text in texts if is_validation(text, HELD_OUT) == (split == "val")
         )
-        assert Counter(texts_of(tmp_path, split, ByteTokenizer())) == expected
+        assert Counter(texts_of(tmp_path, split)) == expected
         shards = index.of(split)
         assert sum(shard.documents for shard in shards) == expected.total()
         assert sum(shard.text_bytes for shard in shards) == sum(map(len, expected.elements()))
@@ -127,7 +124,7 @@ def test_repeated_kills_do_not_change_the_result(
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert "Traceback" not in process.text("err")
-        assert all(map(ends_soon, workers))
+        wait_for_end(workers)
         index = json.loads((out / INDEX).read_text())
         assert not index["finished"]
         for shard in index["shards"]:
@@ -166,7 +163,7 @@ def test_after_an_interruption_the_same_command_resumes(
     assert process.wait() == code
     assert re.search(line, process.text("err"))
     assert "Traceback" not in process.text("err")
-    assert ends_soon(writer)
+    wait_for_end([writer])
     assert start(corpus, out).wait() == 0
     assert contents(out) == uninterrupted
 
@@ -217,7 +214,7 @@ def test_a_finished_folder_is_not_rewritten(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tokenizer") / "saved"
-    train_tokenizer(synthetic(100_000), 400, out)
+    train_tokenizer(generated(100_000), 400, out)
     return out
 
 
@@ -240,17 +237,12 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
         (replace(config, held_out=0.3), 10_000, r"held_out = 0\.2, not 0\.3"),
         (replace(config, pattern="*.jsonl"), 10_000, r"pattern = None, not '\*\.jsonl'"),
         (config, 7, r"shard_tokens = 10000, not 7"),
-        (
-            replace(config, tokenizer=f"hf:{trained}"),
-            10_000,
-            r"tokenizer = 'byte', not 'hf:.*'",
-        ),
+        (replace(config, tokenizer=f"hf:{trained}"), 10_000, r"tokenizer = 'byte', not 'hf:.*'"),
     ):
         with pytest.raises(DataError, match=rf"{out} was started with {difference}.*another --out"):
             prepare(other, out, shard_tokens=shard_tokens)
-    plan = json.loads((out / INDEX).read_text())
-    plan["stamp"]["tokenizer_fingerprint"] = "0"
-    (out / INDEX).write_text(json.dumps(plan))
+    plan = find_index(out)
+    write_index(out, replace(plan, stamp=replace(plan.stamp, tokenizer_fingerprint="0")))
     with pytest.raises(DataError, match=r"tokenizer_fingerprint = '0', not '.*'; name another"):
         prepare(config, out, shard_tokens=10_000)
 
@@ -263,16 +255,10 @@ def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:
         (folder / f"{name}.txt").write_bytes(text)
     config = DataConfig(source=str(folder), held_out=0.5)
     prepare(config, tmp_path / "out", shard_tokens=1_000)
-    assert texts_of(tmp_path / "out", "train", ByteTokenizer())
-    prepared = [
-        text for split in SPLITS for text in texts_of(tmp_path / "out", split, ByteTokenizer())
-    ]
-    assert sorted(prepared) == sorted(
-        part
-        for text in texts.values()
-        for split in SPLITS
-        if (part := HALVES.text_for(text, split))
-    )
+    halves = HeldOut(0.5, by_position=True)
+    for split in SPLITS:
+        parts = (halves.text_for(text, split) for text in texts.values())
+        assert sorted(texts_of(tmp_path / "out", split)) == sorted(filter(None, parts))
 
 
 def test_after_an_early_error_a_corrected_command_or_source_may_use_the_folder(
@@ -317,11 +303,7 @@ def test_documents_are_tokenized_up_to_a_thousand_or_a_size_at_a_time(tmp_path: 
 @pytest.fixture(scope="module")
 def body(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
-    lines = [
-        json.dumps({"body": document.text.decode()}) for document in synthetic(60_000).read_all()
-    ]
-    path.write_text("\n".join(lines))
-    return path
+    return Path(write_lines(path, generated(60_000), field="body"))
 
 
 def call(*arguments: object) -> int:
@@ -368,9 +350,8 @@ def test_prepare_and_check_report_contents_and_damage(
 def test_the_contents_of_each_split_are_reported_also_of_an_empty_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [json.dumps({"text": f"document {number}"}) for number in range(1_000)]
-    (tmp_path / "many.jsonl").write_text("\n".join(lines))
-    source = ("--source", tmp_path / "many.jsonl", "--tokenizer", "byte", "--held-out", "1e-9")
+    many = write_lines(tmp_path / "many.jsonl", [b"document %d" % n for n in range(1_000)])
+    source = ("--source", many, "--tokenizer", "byte", "--held-out", "1e-9")
     flags = ("--out", tmp_path / "out", "--shard-tokens", 5_000)
     assert call("prepare", *source, *flags) == 2
     assert "val: no documents, so no run can use" in capsys.readouterr().out
@@ -413,11 +394,8 @@ def test_every_flag_of_prepare_reaches_it(tmp_path: Path, monkeypatch: pytest.Mo
 
 def writer_of(folder: Path, kind: type[Opened], name: str = "books") -> Writer:
     source = kind(DataConfig(source=name), name, HeldOut(0.1))
-    locked = lock(folder)
-    assert locked is not None
-    return Writer(
-        Job(source, ByteTokenizer(), folder, plan_of(source, ByteTokenizer()), {}), locked
-    )
+    job = Job(source, ByteTokenizer(), folder, plan_of(source, ByteTokenizer()))
+    return Writer(job, lock(folder))
 
 
 def error_of(writer: Writer) -> DataError:
@@ -478,4 +456,4 @@ def test_a_writer_that_waits_for_text_ends_with_its_parent(tmp_path: Path) -> No
     workers = workers_of(parent.pid)
     parent.kill()
     parent.wait()
-    assert all(map(ends_soon, workers))
+    wait_for_end(workers)

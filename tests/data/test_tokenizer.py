@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Backend
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
-from nsa.data.builtin import ListSource
 from nsa.data.config import DataConfig
-from nsa.data.source import DataError, Document, Source
+from nsa.data.source import DataError
 from nsa.data.tokenizer import (
     CHARS_PER_PIECE,
     ByteTokenizer,
@@ -33,7 +30,7 @@ from nsa.data.tokenizer import (
     split_text,
     stop_ids,
 )
-from tests.data.texts import train_tokenizer
+from tests.data.texts import train_bpe, train_tokenizer
 from tests.ranks import ROOT, spawn_ranks
 
 PROSE = (
@@ -48,15 +45,11 @@ GPT4_WORDS = (
 )
 
 
-def texts_source(texts: Sequence[bytes]) -> Source:
-    return ListSource("texts", len(texts), lambda at: Document(texts[at], f"text {at}"))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small trained tokenizer."""
     out = tmp_path_factory.mktemp("tokenizer") / "saved"
-    train_tokenizer(texts_source([PROSE.encode() * 3, b"once upon a time\n" * 9]), 420, out)
+    train_tokenizer([PROSE.encode() * 3, b"once upon a time\n" * 9], 420, out)
     return out
 
 
@@ -68,18 +61,9 @@ def trained(folder: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def gpt4_like() -> HubTokenizer:
     """Splits text into words as GPT-4 does: newlines belong to the punctuation before them."""
-    backend = Backend(models.BPE())
     split = pre_tokenizers.Split(Regex(GPT4_WORDS), "isolated")
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([GIANT], trainer)
+    backend = train_bpe([GIANT.encode()], 500, pre_tokenizers.Sequence([split, bytewise]))
     return HubTokenizer("gpt4-like", backend.to_str(), "<|endoftext|>")
 
 
@@ -245,13 +229,12 @@ def test_a_name_or_folder_that_is_no_tokenizer_is_refused(name: str, complaint: 
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(folder: Path, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    copy = edited(folder, tmp_path / "copy", {})
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["eos_token"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(DataError, match=r"no end-of-text token.*eos_token"):
-        build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path}"))
+        build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
 
 
 def test_a_tokenizer_whose_end_of_text_can_be_spelled_is_refused(folder: Path) -> None:

@@ -114,9 +114,9 @@ def texts(count: int, longest: int = 60) -> list[bytes]:
     return [text(number, number * 37 % longest) for number in range(count)]
 
 
-def write_lines(path: Path, documents: Iterable[bytes]) -> str:
+def write_lines(path: Path, documents: Iterable[bytes], field: str = "text") -> str:
     """Write JSON lines; returns the value for data.source."""
-    path.write_text("".join(json.dumps({"text": text.decode()}) + "\n" for text in documents))
+    path.write_text("".join(json.dumps({field: text.decode()}) + "\n" for text in documents))
     return str(path)
 
 
@@ -143,10 +143,13 @@ def documents_of(store: TokenStore, tokenizer: Tokenizer | None = None) -> list[
     return documents_in(tokens, tokenizer)
 
 
-def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
-    """Train byte-level BPE like GPT-2's, as docs/start/your-data.md shows, and save it in `out`."""
+GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def train_bpe(documents: Iterable[bytes], vocab_size: int, words: Any = GPT2_WORDS) -> Backend:
+    """Train byte-level BPE, as docs/start/your-data.md shows."""
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = words
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -154,8 +157,13 @@ def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (document.text.decode(errors="replace") for document in source.read_all())
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator((text.decode() for text in documents), trainer)
+    return backend
+
+
+def train_tokenizer(documents: Iterable[bytes], vocab_size: int, out: Path) -> Tokenizer:
+    """Train a tokenizer and save it in `out`."""
+    backend = train_bpe(documents, vocab_size)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     tokenizer.save_pretrained(out)
     return build_tokenizer(DataConfig(tokenizer=f"hf:{out}"))

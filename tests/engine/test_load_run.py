@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_source
 from nsa.data.shards import Index, write_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import build_tokenizer
@@ -36,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("load_run")
     source = write_lines(folder / "lines.jsonl", texts(400, 200))
     config = DataConfig(source=source, held_out=0.2)
-    config.tokenizer = train_tokenizer(open_source(config, source), 300, folder / "bpe").name
+    config.tokenizer = train_tokenizer(texts(400, 200), 300, folder / "bpe").name
     prepare(config, folder / "prepared")
     flags = ("--steps=4", "--run-dir=run", f"--set=data.source={folder / 'prepared'}")
     succeed(on_one_rank("m7c.py", *TINY, *flags, folder=folder))

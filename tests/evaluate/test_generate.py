@@ -22,6 +22,7 @@ from nsa.data.tokenizer import ByteTokenizer, HubTokenizer
 from nsa.engine.load_run import StoredRun, load_run
 from nsa.evaluate.generate import decode_stream, print_texts
 from nsa.model.decode import generate
+from tests.data.texts import train_bpe
 from tests.evaluate.models import write_model
 from tests.ops.cases import one_thread as one_thread
 from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
@@ -139,13 +140,13 @@ def test_streamed_pieces_join_to_the_decoded_text() -> None:
         assert "\ufffd" not in "".join(pieces)
 
 
+TEXT = "the cat the cat 😀 sat"
+
+
 def with_bytes() -> HubTokenizer:
     """Like GPT-2's: an emoji is several tokens."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return trained(backend, trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet))
+    backend = train_bpe([TEXT.encode()], 300)
+    return HubTokenizer("test", backend.to_str(), "<|endoftext|>")
 
 
 def with_words() -> HubTokenizer:
@@ -153,7 +154,8 @@ def with_words() -> HubTokenizer:
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    return trained(backend, trainers.BpeTrainer(special_tokens=["</s>", "<unk>"]))
+    backend.train_from_iterator([TEXT], trainers.BpeTrainer(special_tokens=["</s>", "<unk>"]))
+    return HubTokenizer("test", backend.to_str(), "</s>")
 
 
 def with_bytes_for_the_unknown() -> HubTokenizer:
@@ -166,11 +168,6 @@ def with_bytes_for_the_unknown() -> HubTokenizer:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    return HubTokenizer("test", backend.to_str(), "</s>")
-
-
-def trained(backend: Backend, trainer: trainers.BpeTrainer) -> HubTokenizer:
-    backend.train_from_iterator(["the cat the cat 😀 sat"], trainer)
     return HubTokenizer("test", backend.to_str(), "</s>")
 
 

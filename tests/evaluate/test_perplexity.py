@@ -26,7 +26,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Samples
 from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_dataset, open_source
+from nsa.data.dataset import open_dataset
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.engine.load_run import StoredRun, load_run
 from nsa.evaluate import perplexity
@@ -200,8 +200,7 @@ def test_the_held_out_split_of_prepared_data_is_evaluated(
 
 def test_each_run_reads_the_data_with_its_own_tokenizer(folder: Path) -> None:
     lines, other = str(folder / "lines.jsonl"), folder / "other, in words"
-    source = open_source(DataConfig(source=lines), lines)
-    tokenizer = train_tokenizer(source, 300, folder / "tokenizer")
+    tokenizer = train_tokenizer(LINES, 300, folder / "tokenizer")
     write_model(other, f"data.tokenizer={tokenizer.name}")
     both = [str(folder / "nsa"), "--compare", str(other), "--source", lines]
     first, second = evaluate(folder, *both, "--tokens", "960")

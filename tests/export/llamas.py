@@ -14,11 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nsa.cli import main
-from nsa.data.config import DataConfig
-from nsa.data.dataset import open_source
 from nsa.data.tokenizer import Tokenizer
 from nsa.engine.load_run import load_run
-from tests.data.texts import texts, train_tokenizer, write_lines
+from tests.data.texts import texts, train_tokenizer
 
 Refused = Callable[..., str]  # the fixtures `refusal` and `refused`
 
@@ -89,8 +87,7 @@ def imported(folder: Path, to: Path, *arguments: str) -> Any:
 
 def add_tokenizer(folder: Path) -> Tokenizer:
     """Train a tokenizer of 300 ids and save it in a model's folder."""
-    source = write_lines(folder.parent / "lines.jsonl", texts(40))
-    tokenizer = train_tokenizer(open_source(DataConfig(), source), 300, folder.parent / "bpe")
+    tokenizer = train_tokenizer(texts(40), 300, folder.parent / "bpe")
     for file in (folder.parent / "bpe").iterdir():
         file.replace(folder / file.name)
     return tokenizer

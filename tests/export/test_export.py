@@ -38,7 +38,7 @@ from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
 from nsa.export.to_hf import dense_config, dense_family
 from nsa.model import AttentionConfig, ModelConfig
-from tests.data.texts import train_tokenizer
+from tests.data.texts import contents_of, train_tokenizer
 from tests.engine.runs import TINY, load_profile, on_one_rank, read_metrics, succeed
 from tests.evaluate.models import write_model
 from tests.export.llamas import Refused, imported, logits, tokens
@@ -196,7 +196,7 @@ def test_exported_files_share_permissions_and_keep_the_runs_config(
 def test_the_exported_tokenizer_gives_the_runs_ids_for_any_text(kind: str, tmp_path: Path) -> None:
     tokenizer: Tokenizer = ByteTokenizer()
     if kind == "learned":
-        tokenizer = train_tokenizer(synthetic(30_000), 300, tmp_path / "learned")
+        tokenizer = train_tokenizer(contents_of(synthetic(30_000)), 300, tmp_path / "learned")
     write_tokenizer(tokenizer, tmp_path / "written", 96)
     written = AutoTokenizer.from_pretrained(tmp_path / "written")
     assert written.eos_token_id == written.bos_token_id == tokenizer.eos_id
