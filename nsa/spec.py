@@ -83,14 +83,14 @@ class NSASpec:
         """Positions in the window at `position`."""
         return min(position + 1, self.window)
 
-    def visible_pairs(self, seq_len: int) -> dict[str, int]:
-        """(Query, key) pairs of each branch in a document of `seq_len` positions, for one head."""
-        visible = {
-            "cmp": self.visible_compressed,
-            "sel": self.visible_selected,
-            "win": self.visible_window,
+    def mean_visible(self, seq_len: int) -> dict[str, float]:
+        """Mean number of keys that a query sees in each branch, in a document of `seq_len`."""
+        positions = range(seq_len)
+        return {
+            "cmp": sum(map(self.visible_compressed, positions)) / seq_len,
+            "sel": sum(map(self.visible_selected, positions)) / seq_len,
+            "win": sum(map(self.visible_window, positions)) / seq_len,
         }
-        return {branch: sum(map(keys, range(seq_len))) for branch, keys in visible.items()}
 
 
 @lru_cache(maxsize=64)

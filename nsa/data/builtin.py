@@ -15,7 +15,7 @@ from nsa.data.source import Cursor, DataError, Document, Documents, Source
 SYNTHETIC_SEED = 0  # the same documents in every run
 SYNTHETIC_BYTES = 4_000_000
 
-WRITTEN_BY_SETUP = "git_version_info_installed.py"  # describes the machine, so it is left out
+WRITTEN_BY_SETUP = "git_version_info_installed.py"  # left out: it describes the machine
 
 
 @dataclass(eq=False)
@@ -88,8 +88,9 @@ def _synthetic_texts(size: int) -> Iterator[bytes]:
     left = size
     while left > 0:
         topic = random.randint(0, len(lexicon), 32)
-        count = random.geometric(1 / 128)
-        words = topic[np.minimum(random.geometric(0.1, count), len(topic)) - 1]
+        count = random.geometric(1 / 128)  # words of the document
+        number = np.minimum(random.geometric(0.1, count), len(topic)) - 1  # 0 is the most frequent
+        words = topic[number]
         document = b" ".join([lexicon[word] for word in words])[:left]
         left -= len(document)
         yield document

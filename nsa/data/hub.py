@@ -25,7 +25,7 @@ from nsa.text import type_and_message
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # `datasets`' readers of files
-ROWS_PER_BLOCK = 64  # rows per copy of the state of `datasets`; a copy takes longer than a row
+ROWS_PER_BLOCK = 64  # a copy of the state of `datasets` takes longer than a row: one per block
 HUB = "https://huggingface.co"
 PROBE_SECONDS = 5.0  # a server that does not respond for this long counts as down
 SERVER_ERRORS = (500, 502, 503, 504)
@@ -75,7 +75,7 @@ class Hub(Source):
             builder = datasets.load_dataset_builder(
                 self._path, self._subset, data_files=files, revision=revision
             )
-            if hasattr(builder.config, "batch_size"):  # default: a row group's length, maybe 0
+            if hasattr(builder.config, "batch_size"):  # its default, a row group's length, may be 0
                 builder.config.batch_size = ROWS_PER_BLOCK
             return builder.as_streaming_dataset(split=self._config.split), str(builder.hash)
         except Exception as error:  # of `datasets`, its file systems and its builders
@@ -99,8 +99,8 @@ class Hub(Source):
     def read(self, cursor: Cursor | None = None) -> Documents:
         """Start a pass, or resume one after a document.
 
-        Cursor: the state of `datasets` before a block ("dataset"), and the rows consumed, in the
-        block ("given") and in total ("rows").
+        A cursor holds the state of `datasets` before a block of rows ("dataset"), and how many rows
+        are consumed in this block ("given") and in total ("rows").
         """
         stream, revision = self._opened
         cursor = cursor or {"revision": revision, "rows": 0, "dataset": None, "given": 0}

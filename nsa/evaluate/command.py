@@ -75,7 +75,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _evaluate_runs(args: argparse.Namespace, temporary: Path) -> tuple[list[Row], list[Path]]:
     """Evaluate all runs and write the results; return their rows and the files.
 
-    `temporary`: folder for a cache of tokens, if the first run has none.
+    `temporary`: folder for the cache of tokens if the first run's folder has none.
     """
     from nsa.data.cache import cache_folder
     from nsa.data.dataset import open_dataset
@@ -155,7 +155,7 @@ def _lengths(args: argparse.Namespace, trained_len: int) -> list[int]:
 
 
 def sources_overlap(data: DataConfig, other: DataConfig) -> bool:
-    """Return whether the two have a source in common, or one a file in the other's folder."""
+    """Return whether two settings share a source, or a source of one contains one of the other."""
 
     def path_of(name: str) -> Path:
         return Path(os.path.realpath(user_path(name))) if is_path(name) else Path(name)

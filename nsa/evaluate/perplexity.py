@@ -62,6 +62,7 @@ def open_eval_data(
                     f"--split all: data.source = {source.name!r} was split when it was prepared; "
                     "choose held_out or train"
                 )
+        # Nothing is held out, so the training split has all documents.
         sources = [replace(source, division=HeldOut(0.0)) for source in dataset.sources]
         dataset, split = replace(dataset, sources=sources), "train"
     with closing(TokenCache(dataset, folder)) as cache:
@@ -114,6 +115,7 @@ class Mean:
         samples = int((counts > 0).sum())
         if samples < 2:
             return cls(value.item(), None)
+        # The standard error of a ratio of two sums over samples.
         spread = (losses - value * counts).square().sum() * samples / (samples - 1)
         return cls(value.item(), (spread.sqrt() / total).item())
 

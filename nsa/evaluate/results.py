@@ -69,7 +69,7 @@ class Result:
     def _baseline(self, results: Sequence[Result]) -> Result | None:
         """Return the first run's result at this length; for the first run, at its shortest length.
 
-        Return None if that is this result itself, or if the evaluated tokens differ.
+        Return None for the baseline itself, and if the two results are of different tokens.
         """
         baseline = next(result for result in results if result.seq_len == self.seq_len)
         if baseline is self:
@@ -102,7 +102,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
         over = f"{_label(row['over'])}: {_loss(row['over'], '+.4f')}" if row["over"] else "-"
         by_result.append((row["run"], *formatted, over))
     header = ("run", *(title for title, _ in FIGURES.values()), "loss minus that of")
-    # `align` puts a table's last column to the left; an empty one keeps the losses to the right.
+    # `align` sets a table's last column to the left, so an empty one follows the losses.
     table = [(*row, "") for row in [("loss by position", *labels), *by_position]]
     return [*align([header, *by_result]), "", *align(table)]
 

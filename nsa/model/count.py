@@ -6,7 +6,7 @@ from nsa.model.config import ModelConfig
 
 
 def parameter_sizes(config: ModelConfig) -> list[int]:
-    """Elements of each parameter, without allocating them; the tied embedding counts once."""
+    """Return the size of each parameter without allocating it; a tied embedding counts once."""
     from nsa.model.language_model import meta_model
 
     return [parameter.numel() for parameter in meta_model(config).parameters()]
@@ -25,24 +25,27 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
     """
     value_dim = config.value_dim or config.head_dim
     kv_size = config.kv_heads * (config.head_dim + value_dim)
-    attention, mlp = config.attention, 3 * config.width * config.mlp_width
-    per_key = 2 * config.heads * (config.head_dim + value_dim)
-    products: float = config.heads * (config.head_dim + value_dim) * config.width  # q and o
-    selection = 0.0  # FLOPs of both passes; all other terms are of the forward pass
+    attention, spec = config.attention, config.attention.spec
+    per_key = 2 * config.heads * (config.head_dim + value_dim)  # FLOPs
+    # A layer's multiply-adds in the forward pass, without attention: q and o, SwiGLU, …
+    products: float = config.heads * (config.head_dim + value_dim) * config.width
+    products += 3 * config.width * config.mlp_width
+    selection = 0.0  # a layer's FLOPs of both passes
     if dense_equivalent or attention.kind == "dense":
         products += kv_size * config.width
         keys = (seq_len + 1) / 2
     elif attention.has_index:
-        spec, size = attention.spec, config.kv_heads * config.head_dim
         products += kv_size * config.width
-        pairs = spec.visible_pairs(seq_len)
-        keys = pairs["sel"] / seq_len
-        index = 4 * size * config.width  # q and k, each forward and for the weight's gradient
+        visible = spec.mean_visible(seq_len)
+        keys = visible["sel"]
+        size = config.kv_heads * config.head_dim  # of the index's queries and of its keys
+        # Two projections, each with a forward pass and the gradient of its weight alone.
+        index = 4 * size * config.width
         if attention.compressor == "pool":
             index += size * config.head_dim * (3 if attention.selector_loss > 0 else 1)
-        selection = 2 * index + 2 * size * pairs["cmp"] / seq_len
+        selection = 2 * index + 2 * size * visible["cmp"]
     else:
-        spec, branches = attention.spec, attention.branch_names
+        branches = attention.branch_names
         products += kv_size * config.width * len(branches)
         products += len(branches) * config.heads * config.width  # gates
         blocks = spec.compressed_len(seq_len) / seq_len
@@ -50,13 +53,12 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
             products += kv_size * config.head_dim * (spec.block_len + 1) * blocks
         elif attention.compressor == "pool":
             products += config.kv_heads * (config.head_dim**2 + value_dim**2)
-        pairs = spec.visible_pairs(seq_len)
-        visible = {branch: pairs[branch] / seq_len for branch in pairs}
+        visible = spec.mean_visible(seq_len)
         keys = sum(visible[branch] for branch in branches)
         if "sel" in branches:
             selection = 2 * config.heads * config.head_dim * visible["cmp"]
             if "cmp" not in branches:  # selection still needs its softmax, forward only
                 selection += per_key * visible["cmp"]
-    forward = config.layers * (2 * (products + mlp) + per_key * keys)
+    forward = config.layers * (2 * products + per_key * keys)
     forward += 2 * config.vocab_size * config.width  # head
     return 3 * forward + config.layers * selection
