@@ -16,7 +16,7 @@ from nsa.data.source import HeldOut, Source, is_builtin, is_path
 from nsa.system import user_path
 
 # A source has few documents if there are fewer than FEW_DOCUMENTS, and a hash would hold out fewer
-# than FEW_IN_VALIDATION of them on average. It might hold out none, so the end of each is held out.
+# than FEW_IN_VALIDATION of them on average, maybe none. Then the end of each document is held out.
 FEW_DOCUMENTS = 1_000
 FEW_IN_VALIDATION = 5
 VALIDATION_BYTES = 1 << 14  # to hold out of few documents: enough for a sample of 2,048 tokens
@@ -31,8 +31,8 @@ class DividedSource:
     name: str
     division: HeldOut
     is_prepared: bool = False  # a folder of shards, which were divided when they were written
-    content: str = ""  # as in `Source`; "" if that is not opened
-    size: int | None = None  # bytes of text, if that is known
+    content: str = ""  # as in `Source`; "" if the source is prepared or of the hub
+    size: int | None = None  # bytes of text; None: unknown
     notes: list[str] = field(default_factory=list)  # for the log
 
     @property

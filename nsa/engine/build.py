@@ -58,7 +58,7 @@ def parameter_groups(
 
 
 def gradient_check_tokens(config: RunConfig) -> int:
-    """Return the tokens of the gradient check on each rank: few, however long the sequences are."""
+    """Return how many tokens the gradient check reads on each rank."""
     return min(config.data.seq_len, CHECK_TOKENS)
 
 
@@ -75,8 +75,8 @@ def build_engine(
     check_gradients(model, tokens)
     engine = initialise(model, config, ds_config)
     if weights is not None:
-        # DeepSpeed's master weights start as copies of weights rounded to the run's dtype. Those of
-        # an fp32 checkpoint must not change in selector steps, which train only the index.
+        # DeepSpeed's master weights start as copies of weights rounded to the run's dtype. Selector
+        # steps train only the index: the other weights of an fp32 checkpoint must stay as they are.
         stored = read_weights(weights)
         for name, parameter in engine.module.named_parameters():
             if stored[name].dtype != parameter.dtype:
@@ -100,11 +100,12 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
                 dist_init_required=False,
             )
     except Exception as error:
-        missing = isinstance(error, ImportError) and error.name == "wandb"
-        # wandb's own errors, as without a key, tell what to do.
-        if not missing and type(error).__module__.partition(".")[0] != "wandb":
+        if isinstance(error, ImportError) and error.name == "wandb":
+            fix = "; install it, or remove its block from the DeepSpeed config"
+        elif type(error).__module__.partition(".")[0] == "wandb":
+            fix = ""  # wandb's errors say what to do: without an API key, log in
+        else:
             raise
-        fix = "; install it, or remove its block from the DeepSpeed config" if missing else ""
         raise ValueError(f"wandb: {' '.join(str(error).split())}{fix}") from error
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # plain: stage 0 with fp32
         skip_nonfinite_steps(engine.optimizer)

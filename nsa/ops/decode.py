@@ -67,10 +67,10 @@ def _select(
 ) -> Tensor:
     """Return each sequence's selected blocks, ascending, padded with -1: [B, K, n or fewer].
 
-    `ranking` are probabilities of compressed keys, or scores if `logarithmic`.
+    `ranking_BKN` holds probabilities of compressed keys, or their scores if `logarithmic`.
     """
     own = torch.div(lengths - 1, spec.select_len, rounding_mode="floor")[:, None, None]
-    if spec.select_blocks_len(capacity) <= spec.select_top:
+    if spec.select_blocks_len(capacity) <= spec.select_top:  # every block is selected
         block = torch.arange(spec.select_blocks_len(capacity), device=own.device)
         return torch.where(block <= own, block, -1).expand(-1, ranking_BKN.shape[1], -1)
     add = log_sum_overlaps if logarithmic else sum_overlaps

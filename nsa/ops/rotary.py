@@ -52,6 +52,7 @@ def rotary_pool(
     numbers = [int(number) for number in layout]
     inputs = RotaryPoolInputs(packed, cos, sin, block_tokens, token_blocks, numbers)
     _check(inputs, layout)
+    # Views with the head sizes of keys and of values, by which `dispatch` decides.
     heads = (packed[:, :, None, :size] for size in (layout.key_dim, layout.value_dim))
     op = torch_rotary_pool
     if dispatch(backend, "rotary_pool", *heads) is triton:
@@ -140,7 +141,7 @@ def _unpool(x: RotaryPoolInputs, gradient: Tensor) -> Tensor:
     assert x.block_tokens is not None
     assert x.token_blocks is not None
     dtype = torch.promote_types(x.packed.dtype, torch.float32)
-    each = gradient.to(dtype) / x.block_tokens.shape[1]
+    each = gradient.to(dtype) / x.block_tokens.shape[1]  # [B, N, Hkv, D]
     padded = F.pad(each, (0, 0, 0, 0, 0, 1))  # index -1 reads these zeros
     return padded[:, x.token_blocks].sum(2)
 
@@ -167,16 +168,20 @@ def _set_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of one set's keys and values: sums over the outputs built from them."""
     layout, (dk_cmp, dv_cmp) = x.read_layout(), gradients[2:4]
-    dk, dv = gradients[4 + 2 * number : 6 + 2 * number]
-    rotated, values = ([dk], [dv]) if layout.returns_set(number) else ([], [])
+    d_rotated, d_keys, d_values = list[Tensor](), list[Tensor](), list[Tensor]()
+    if layout.returns_set(number):
+        dk, dv = gradients[4 + 2 * number : 6 + 2 * number]
+        d_rotated.append(dk)
+        d_values.append(dv)
     if number == 0 and layout.mean:
-        rotated.append(_unpool(x, dk_cmp))
-        values.append(_unpool(x, dv_cmp))
-    keys = [rotate(reduce(torch.add, rotated), x.cos, -x.sin)] if rotated else []
+        d_rotated.append(_unpool(x, dk_cmp))
+        d_values.append(_unpool(x, dv_cmp))
+    if d_rotated:
+        d_keys.append(rotate(reduce(torch.add, d_rotated), x.cos, -x.sin))
     if number == 0 and layout.pre_rope:
-        keys.append(dk_cmp)
-        values.append(dv_cmp)
-    return reduce(torch.add, keys), reduce(torch.add, values)
+        d_keys.append(dk_cmp)
+        d_values.append(dv_cmp)
+    return reduce(torch.add, d_keys), reduce(torch.add, d_values)
 
 
 torch_rotary_pool = register(
@@ -185,5 +190,6 @@ torch_rotary_pool = register(
     _forward,
     RotaryPoolInputs.empty_outputs,
     outputs=12,
+    # Saved: gates. Of `packed`, the backward pass reads only shape and dtype.
     gradient=Gradient(_backward, inputs=1, outputs=12, saved=slice(1, 2), shape_only=1),
 )
