@@ -10,6 +10,7 @@ import gc
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,8 @@ class Rank:
         return seconds, sent_bytes() - before
 
     def payload(self) -> float:
-        """Return the bytes that a ring of two sends in a step, by DeepSpeed's comms logger."""
-        logger = ds_comm.comms_logger
-        deepspeed.comm.configure(enabled=True, prof_all=True)
-        logger.reset_data()
-        self._step()
-        deepspeed.comm.configure(enabled=False)
-        sent = 0.0
-        for name, sizes in logger.get_raw_data().items():
-            factor = next(factor for op, factor in SENT.items() if name.startswith(op))
-            sent += factor * sum(size * record[0] for size, record in sizes.items())
-        logger.reset_data()
-        return sent
+        """Return the bytes that a rank sends in a step, without those of the transport."""
+        return payload_bytes(self._step)
 
     def collective(self, name: str, elements: int, count: int) -> list[float]:
         """Return the seconds of each repetition of a collective over bf16 elements."""
@@ -112,6 +103,21 @@ class Rank:
     def _now(self) -> float:
         torch.get_device_module(self._device).synchronize()
         return time.perf_counter()
+
+
+def payload_bytes(step: Callable[[], object]) -> float:
+    """Return the bytes that a ring of two sends in a step, by DeepSpeed's comms logger."""
+    logger = ds_comm.comms_logger
+    deepspeed.comm.configure(enabled=True, prof_all=True)
+    logger.reset_data()
+    step()
+    deepspeed.comm.configure(enabled=False)
+    sent = 0.0
+    for name, sizes in logger.get_raw_data().items():
+        factor = next(factor for op, factor in SENT.items() if name.startswith(op))
+        sent += factor * sum(size * record[0] for size, record in sizes.items())
+    logger.reset_data()
+    return sent
 
 
 def sent_bytes() -> int:

@@ -1,7 +1,7 @@
 """Worker of test_plan_memory.py on two ranks: what DeepSpeed's engine allocates in one step.
 
 Its argument is config:checkpointing:attention. It prints a line of JSON: bytes in use between
-steps, peak, and collectives.
+steps, peak, collectives, and the bytes that a rank sends in a step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.spec import NSASpec
+from tests.bench.comm_ranks import payload_bytes
 
 SPANS = ("step", "step again", "last step")
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
@@ -117,6 +119,7 @@ def measured(name: str, checkpointing: str, kind: str) -> dict[str, float]:
         for span in SPANS:
             with recorded.span(span):
                 step(config, engine)
+        sent = payload_bytes(partial(step, config, engine))
         engine.destroy()
         del engine
         gc.collect()
@@ -127,6 +130,7 @@ def measured(name: str, checkpointing: str, kind: str) -> dict[str, float]:
         # Frees by gloo's threads are not seen: peaks come out high, more so on a busy machine.
         "peak": between + min(recorded.peak[span] for span in SPANS),
         "collectives": recorded.collectives[SPANS[0]],
+        "sent": sent,
     }
 
 

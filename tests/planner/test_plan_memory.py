@@ -46,7 +46,8 @@ def test_memory_and_collectives_of_a_step_are_those_of_deepspeeds_engine(name: s
     """Of rank 0 of two.
 
     Between steps: of live tensors. Not of stage 3, which keeps small parameters twice: a tenth of
-    the toy. Collectives within 20%: buckets are not filled up, as a matrix is never split.
+    the toy. Collectives within 20%: buckets are not filled up, as a matrix is never split. Bytes
+    within 2%: few are of the gradients' norm.
     """
     (row, *_), _ = launch_rows(WORKER, f"{name}:{CASES[name]}")
     planned, sent = memory(*setting(name), 2), traffic(*setting(name), 2)
@@ -54,6 +55,7 @@ def test_memory_and_collectives_of_a_step_are_those_of_deepspeeds_engine(name: s
     if name != "zero3":
         assert sum(planned.static.values()) == pytest.approx(row["between"], rel=0.01)
     assert sent.collectives == pytest.approx(row["collectives"], rel=0.2)
+    assert sent.bytes_per_step == pytest.approx(row["sent"], rel=0.02)
 
 
 def changed(mode: str = "none", **changes: Any) -> tuple[Model, BatchShape]:
