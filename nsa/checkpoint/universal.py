@@ -67,7 +67,8 @@ def to_universal(saved: Checkpoint) -> Checkpoint:
 
 def _convert(checkpoint: Path, converted: Path) -> None:
     """Run the converter as a process, because it keeps global state and prints."""
-    code = "import sys; sys.path = [*filter(None, sys.path)]; "  # as -P, new in Python 3.11
+    # Without the working directory, "", in sys.path; Python 3.11 has the option -P for that.
+    code = "import sys; sys.path = [*filter(None, sys.path)]; "
     command = [sys.executable, "-c", f"{code}import {__name__} as this; this.run_converter()"]
     command += ["--input_folder", str(checkpoint), "--output_folder", str(converted)]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]

@@ -60,9 +60,6 @@ class DataConfig:
     def _weights(self) -> dict[str, float]:
         return self.source if isinstance(self.source, dict) else {self.source: 1.0}
 
-    def source_names(self) -> str:
-        return ", ".join(self.sources())
-
     def sources(self) -> dict[str, float]:
         """Return the sources by name, each with its fraction of the samples."""
         weights = self._weights()

@@ -83,9 +83,9 @@ def is_validation(text: bytes, fraction: float) -> bool:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The division of a source between training and validation; 0.0: all is for training."""
+    """The division of a source between training and validation."""
 
-    fraction: float
+    fraction: float  # for validation; 0.0: all is for training
     by_position: bool = False  # hold out the end of each document, not whole documents by hash
 
     def text_for(self, text: bytes, split: str) -> bytes:

@@ -78,8 +78,9 @@ class Job:
         return int(self.plan.settings.get("shard_tokens", growing))
 
     def is_enough(self, index: Index) -> bool:
-        reached = [index.tokens(split) >= tokens for split, tokens in self.needs.items()]
-        return index.finished or (bool(reached) and all(reached))
+        if index.finished or not self.needs:
+            return index.finished
+        return all(index.tokens(split) >= tokens for split, tokens in self.needs.items())
 
 
 def plan_of(source: DividedSource, tokenizer: Tokenizer, shard_tokens: int | None = None) -> Index:
@@ -165,8 +166,10 @@ class Writer:
     def is_running(self) -> bool:
         """Return whether it still writes; raise its error."""
         code = self._process.poll()
-        if code is None or code == 0:
-            return code is None
+        if code is None:
+            return True
+        if code == 0:
+            return False
         if code == REFUSED:
             self._error_file.seek(0)
             raise pickle.load(self._error_file)

@@ -174,7 +174,7 @@ class Gpus:
 
     used_mib: list[int] = field(default_factory=list)  # memory in use on each GPU
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # (a, b): a can read b
-    problem: str = "it is a CPU build"  # why torch can use none, if it can use none
+    problem: str = "it is a CPU build"  # the reason, if torch can use no GPU
 
 
 def torch_gpus() -> Gpus:

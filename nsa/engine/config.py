@@ -169,7 +169,7 @@ class RunConfig:
         return self.samples_per_step(ranks) * self.data.seq_len
 
     def resolved(self) -> RunConfig:
-        """Return the config with train.dense_steps=auto as a number: 0 if dense steps cannot be."""
+        """Return the config with train.dense_steps=auto as a number: 0 if the run can have none."""
         train = self.train
         if train.dense_steps != AUTO:
             return self
@@ -199,9 +199,10 @@ def resolve_config(
     assignments: list[str] | None = None,
 ) -> RunConfig:
     """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
-    tree, changes = asdict(recipe), list[tuple[dict[str, Any], str]]()
+    tree = asdict(recipe)
     if file is not None:
         _override(tree, [(_read_yaml(file), str(file))])
+    changes = []
     for assignment in assignments or []:
         path, equals, text = assignment.partition("=")
         if not equals:
@@ -213,11 +214,11 @@ def resolve_config(
         changes.append((value, f"--set {assignment}"))
     given = _override(tree, changes)
     config = _validated(tree)
-    window = "model.attention.spec.window"
-    if window in given and config.model.attention.has_index:
+    attention = config.model.attention
+    if "model.attention.spec.window" in given and attention.has_index:
         raise ValueError(
-            f"{window} = {config.model.attention.spec.window}: branches=sel has no window; remove "
-            "it and set local_blocks, the last blocks that are always selected"
+            f"model.attention.spec.window = {attention.spec.window}: branches=sel has no window; "
+            "remove it and set local_blocks, the last blocks that are always selected"
         )
     return config
 
@@ -267,17 +268,17 @@ def _adapt_to_attention(tree: dict[str, Any], given: set[str]) -> None:
     attention = tree["model"]["attention"]
     sparse = attention["kind"] == "nsa"
     has_index = attention["branches"] == "sel"
-    has_three_branches = attention["branches"] == "+".join(BRANCHES)
     if "train.value_rate" not in given and sparse and not has_index:
         tree["train"]["value_rate"] = 1.0  # other rates were measured with one set of values only
     compresses = has_index or "cmp" in str(attention["branches"])
     if "model.attention.compressor" not in given and not compresses:
         attention["compressor"] = "mean"
+    can_have_loss = sparse and (has_index or attention["branches"] == "+".join(BRANCHES))
     if "model.attention.selector_loss" not in given:
-        if not sparse or not (has_index or has_three_branches):
+        if not can_have_loss:
             attention["selector_loss"] = 0.0
-        elif has_index:  # nothing else trains the index
-            attention["selector_loss"] = attention["selector_loss"] or 1.0
+        elif has_index and not attention["selector_loss"]:
+            attention["selector_loss"] = 1.0  # nothing else trains the index
     if "model.attention.spec.window" not in given and sparse and has_index:
         attention["spec"]["window"] = NSASpec.window
 
@@ -292,22 +293,22 @@ def scaled_warmup(warmup: int, before: int, steps: Any) -> int:
 def _accumulation(before: Any, train: dict[str, Any]) -> Any:
     """Return the accumulation that keeps a step's tokens; micro_batch was `before`.
 
-    The types are checked later: return it unchanged if a value has a wrong type.
+    With micro_batch=auto accumulation counts sequences, else micro-batches. The types are checked
+    later: return it unchanged if a value has a wrong type.
     """
     after, accumulation = train["micro_batch"], train["accumulation"]
     if type(accumulation) is not int:
         return accumulation
-    if after == AUTO and isinstance(before, int):
+    if type(before) is int and after == AUTO:
         return before * accumulation
-    if before != AUTO or type(after) is not int or after < 1:
-        return accumulation
-    micro_batches, rest = divmod(accumulation, after)
-    if rest or not micro_batches:
-        raise ValueError(
-            f"train.micro_batch = {after}: does not divide the recipe's {accumulation} sequences "
-            "per rank and step; set a divisor, or train.accumulation too"
-        )
-    return micro_batches
+    if before == AUTO and type(after) is int and after > 0:
+        if accumulation % after:
+            raise ValueError(
+                f"train.micro_batch = {after}: does not divide the recipe's {accumulation} "
+                "sequences per rank and step; set a divisor, or train.accumulation too"
+            )
+        return accumulation // after
+    return accumulation
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -350,7 +351,7 @@ def _merge(
         raise ValueError(f"{source}: {path} is a section; set one of {', '.join(tree)} in it")
     for key, value in changes.items():
         name = f"{path}.{key}" if path else str(key)
-        if name == "attention":
+        if name == "attention":  # short for model.attention
             _merge(tree["model"]["attention"], value, source, given, "model.attention")
             continue
         check_setting(name, value, source)

@@ -112,8 +112,8 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
     tokenizer = build_tokenizer(replace(data, tokenizer=recorded["name"]))
     if tokenizer.fingerprint != recorded["fingerprint"]:
         raise DataError(
-            f"data.source = {data.source_names()!r}: was tokenized with {recorded['name']!r}, "
-            "which has changed since; restore that tokenizer"
+            f"data.source = {', '.join(data.sources())!r}: was tokenized with "
+            f"{recorded['name']!r}, which has changed since; restore that tokenizer"
         )
     return tokenizer
 

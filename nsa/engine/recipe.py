@@ -227,7 +227,7 @@ def _resolve_settings(
         if config.model.vocab_size != before:
             notes.append(
                 f"model.vocab_size = {vocab_size} instead of {before}: the ids of "
-                f"{config.data.source_names()}, rounded up to a multiple of 64"
+                f"{', '.join(config.data.sources())}, rounded up to a multiple of 64"
             )
     config.check_phases()
     return base, config

@@ -202,7 +202,7 @@ def _open_data(
     if opened.exhausted is not None:
         note = f"; {opened.exhausted} has fewer than the {tokens:,} requested"
     _log(
-        f"{config.source_names()}, split {split}, packing {config.packing}, tokenizer "
+        f"{', '.join(config.sources())}, split {split}, packing {config.packing}, tokenizer "
         f"{tokenizer.name}: {opened.tokens:,} tokens in {opened.count:,} samples{note}"
     )
     return opened

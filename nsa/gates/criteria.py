@@ -109,9 +109,11 @@ def _steps_recorded(inputs: GateInputs) -> Criterion:
 
     A run may have been resumed on more ranks, so the others need not have the steps before.
     """
-    spans = inputs.histories[0].spans  # they overlap where a restart repeated steps
+    steps = set[int]()  # of rank 0; spans overlap where a restart repeated steps
+    for before, last in inputs.histories[0].spans:
+        steps.update(range(before + 1, min(last, inputs.step) + 1))
     recorded = {history.rank: history.step for history in inputs.histories}
-    recorded[0] = len({n for start, end in spans for n in range(start, min(end, inputs.step))})
+    recorded[0] = len(steps)
     worst = min(recorded, key=lambda rank: recorded[rank])
     value, source = recorded[worst], f"heartbeats of {len(recorded)} ranks"
     if value < inputs.step:

@@ -16,7 +16,7 @@ from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import Compressor, MLPCompressor, PoolCompressor
 from nsa.model.config import UNTRAINED_INDEX, AttentionConfig, ModelConfig
-from nsa.model.fused import head_norm, is_plain, norm_columns, parallel_linear
+from nsa.model.fused import head_norm, is_plain, norm_outputs, parallel_linear
 from nsa.model.index import Index, index_start
 from nsa.ops import (
     PackedLayout,
@@ -142,7 +142,7 @@ class Attention(nn.Module):
             norms = [(self.q, self.q_norm), (self.k, self.k_norm)]
             if index is not None:
                 norms += [(self.v, None), (index.q, index.q_norm), (index.k, index.k_norm)]
-            packed = norm_columns(packed, [(len(linear.weight), norm) for linear, norm in norms])
+            packed = norm_outputs(packed, norms)
         return packed
 
     def rotary_pool(
@@ -330,13 +330,10 @@ class NSAttention(Attention):
                 queries, keys = parts.indexed
                 with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
                     kv["index"] = queries, self.index.compress(keys, metadata)
-        elif self.layout.mean:
-            assert parts.compressed is not None
-            kv["cmp"] = parts.compressed
-        elif "cmp" in kv:
-            assert parts.compressed is not None
-            assert self.compress is not None
-            kv["cmp"] = self.compress(*parts.compressed, metadata)
+        elif parts.compressed is not None:
+            kv["cmp"] = parts.compressed  # means, or pre-RoPE keys and values for φ
+            if self.compress is not None:
+                kv["cmp"] = self.compress(*parts.compressed, metadata)
         return kv
 
     def compute_selector_loss(
@@ -367,8 +364,8 @@ class NSAttention(Attention):
         if self.config.qk_norm:
             k = head_norm(k, self.k_norm)
         if self.layout.mean:
-            # One set of keys, no queries and no values.
-            layout = PackedLayout(0, self.kv_heads, self.key_dim, 0, 1, first_set=1, mean=True)
+            # Of one set of keys only the means are returned.
+            layout = self.layout._replace(heads=0, value_dim=0, kv_sets=1, gates=0, first_set=1)
             tables = *metadata.rotary, metadata.block_tokens, metadata.token_blocks
             means = rotary_pool(k, layout, *tables, backend=self.backend).compressed
             assert means is not None

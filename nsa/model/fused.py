@@ -163,9 +163,11 @@ def head_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
     return norm(x.unflatten(-1, (-1, norm.weight.shape[0]))).flatten(-2)
 
 
-def norm_columns(packed: Tensor, parts: Sequence[tuple[int, nn.RMSNorm | None]]) -> Tensor:
-    """Normalize the heads in packed [.., P]; `parts` are (columns, norm or None) from its left."""
-    columns, norms = zip(*parts, strict=True)
-    *first, rest = packed.split([*columns, packed.shape[-1] - sum(columns)], -1)
-    pairs = zip(first, norms, strict=True)
-    return torch.cat([x if norm is None else head_norm(x, norm) for x, norm in pairs] + [rest], -1)
+def norm_outputs(packed: Tensor, norms: Sequence[tuple[nn.Linear, nn.RMSNorm | None]]) -> Tensor:
+    """Normalize the heads in packed [.., P], which starts with the outputs of these linears."""
+    sizes = [len(linear.weight) for linear, _ in norms]
+    outputs = list(packed.split([*sizes, packed.shape[-1] - sum(sizes)], -1))
+    for i, (_, norm) in enumerate(norms):
+        if norm is not None:
+            outputs[i] = head_norm(outputs[i], norm)
+    return torch.cat(outputs, -1)

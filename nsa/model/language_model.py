@@ -100,9 +100,9 @@ class LanguageModel(nn.Module):
             )
         if labels is not None:
             check_tokens(labels, self.config.vocab_size, "labels")
-        # `detached`: the loss's backward pass skips the layers; `_WithZeroGradients` reads all of
-        # their weights instead. With ZeRO-3, whose weights have a `ds_id`, it visits all layers:
-        # ZeRO-3 gathers a layer's weights only for such a visit.
+        # `detached`: the loss's backward pass skips the layers, so `_WithZeroGradients` gives the
+        # weights their gradients. With ZeRO-3, whose weights have a `ds_id`, the backward pass must
+        # visit the layers, because ZeRO-3 gathers a layer's weights only for such a visit.
         detached = selector_only and not hasattr(self.embed.weight, "ds_id")
         queries = QUERIES_ALONE if selector_only else QUERIES
         x, selector_loss = self._hidden(input_ids, cu_seqlens, queries, detached)

@@ -66,11 +66,9 @@ def git_commit(source: Path) -> str | None:
     # An installed copy, which git does not track, may lie in a checkout of something else.
     if not git("ls-files", "--error-unmatch", source.name):
         return None
-    status = git("status", "--porcelain=v2", "--branch", "-uno").splitlines()
-    head = re.match(r"# branch\.oid ([0-9a-f]+)$", status[0] if status else "")
-    if head is None:
-        return None
-    return head[1] + ("+changes" if any(line[0] != "#" for line in status) else "")
+    # Without tags, `describe` returns the commit.
+    name = git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
+    return name.strip() or None
 
 
 def cpu_model() -> str:

@@ -1,6 +1,6 @@
 """Operations on each token alone: SwiGLU, RMSNorm with the residual add, in-place cross-entropy.
 
-On a GPU a forward and a backward kernel, PyTorch elsewhere.
+On a GPU kernels compute them, elsewhere PyTorch.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class HangDetector:
         collapse = self._find_collapse() if running else None
         report = self._find_hang(running)
         beats = [self.beats[rank]["mono"] for rank in running if rank in self.beats]
-        if report is not None or start - min(beats, default=start) > 3 * HEARTBEAT_SECONDS:
+        is_late = start - min(beats, default=start) > 3 * HEARTBEAT_SECONDS
+        if report is not None or is_late:  # the disk may be the cause
             self._write_probe()
         if time.monotonic() - start > DISK_LIMIT_SECONDS:
             self._disk_failed_at = time.monotonic()
