@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -133,9 +134,10 @@ def test_the_command_fails_if_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_launch_finds_the_checks_binaries_in_tritons_cache(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """So `meta` tensors compile what real ones do. And no other launch's."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     with recording() as recorded:
         arguments = toys.every_kind_of_argument("meta")
         launch(toys.take_all, (1,), Config(1, 1, 4, 2), **arguments, WIDTH=32)
