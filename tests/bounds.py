@@ -7,8 +7,6 @@ address was computed: a row too far is an error also where another tensor of the
 Allowed are a tensor's elements, not its storage, and of a strided view not the gaps between rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class Extent:
     gaps: np.ndarray | None  # by element: True if not of the tensor; None if all are
 
     @classmethod
-    def of(cls, x: Tensor, name: str, number: int) -> Extent:
+    def of(cls, x: Tensor, name: str, number: int) -> "Extent":
         dims = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if step]
         span = 1 + sum((n - 1) * step for n, step in dims) if x.numel() else 0
         dense = span in (0, prod(n for n, _ in dims))

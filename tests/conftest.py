@@ -1,7 +1,5 @@
 """Shared by all tests: the `full` and `gpu` markers, a fixed number of threads, free ports."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -83,7 +81,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def free_port() -> int:
-    """A free TCP port of this machine."""
     return ranks.free_port()
 
 

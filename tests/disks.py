@@ -3,8 +3,6 @@
 Mounting needs root.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -68,7 +66,6 @@ def truncate(path: Path) -> None:
 
 
 def flip_a_bit(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

@@ -10,8 +10,6 @@ be killed. The server ends when pytest ends, even when killed, and the kernel th
 started; a worker that ends takes its ranks with it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -86,7 +84,7 @@ class Connection:
 
     def start(
         self, program: Path, *arguments: str, folder: Path, output: Path, env: dict[str, str]
-    ) -> Forked:
+    ) -> "Forked":
         """Run a Python file in `folder`; its stdout and stderr go to output.out and output.err."""
         job = {
             "arguments": [str(program), *arguments],
@@ -132,8 +130,6 @@ class Connection:
 
 
 class Forked(NamedTuple):
-    """A started process."""
-
     connection: Connection
     pid: int
     output: Path

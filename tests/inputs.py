@@ -1,7 +1,5 @@
 """The tensors of nsa.ops' functions, by their names; imports PyTorch alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -26,7 +24,7 @@ class Inputs:
     gates: Tensor
 
     @classmethod
-    def of(cls, case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
+    def of(cls, case: "Case", dtype: torch.dtype = torch.float64) -> "Inputs":
         """Normal numbers, and gates in (0, 1)."""
         draw = torch.Generator().manual_seed(case.seed)
 
@@ -46,5 +44,5 @@ class Inputs:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
 
-    def to(self, target: torch.dtype | torch.device | str) -> Inputs:
+    def to(self, target: torch.dtype | torch.device | str) -> "Inputs":
         return Inputs(*(x.to(target) for x in self.tensors()))

@@ -4,8 +4,6 @@ Under `recording` the library's launchers run on `meta` tensors, so the compile 
 a GPU would run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

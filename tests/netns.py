@@ -4,8 +4,6 @@ The link exists only in the two namespaces: no interface, address or route of th
 and it disappears with them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
@@ -31,8 +29,6 @@ _QUEUE = "16mb"  # bytes that wait at the throttle before packets are dropped
 
 @dataclass(frozen=True)
 class Link:
-    """The two namespaces and their addresses."""
-
     namespaces: tuple[str, str]
     addresses: tuple[str, str] = ("10.77.0.1", "10.77.0.2")
 

@@ -8,8 +8,6 @@ are those of its tensor arguments, each once, or twice if it is read and overwri
 one flat buffer, as ZeRO-1 and 2 place them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -54,9 +52,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 _PART_OF = {name: part for part, names in PARTS.items() for name in names}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 # By operation: a tensor of which at most one row per token moves, and a tensor with that many rows.
-_ROWS_MOVED = {
-    "aten::embedding": ("weight", "result"),
-}
+_ROWS_MOVED = {"aten::embedding": ("weight", "result")}
 # By kernel: an argument that it reads and overwrites, and the constant that enables this, if any.
 _REWRITTEN = {
     "cross_entropy_kernel": ("logits", "GRADIENT"),
@@ -86,8 +82,6 @@ class Operation:
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []

@@ -1,7 +1,5 @@
 """Runs a Python file on several processes, one per rank, as a launcher does."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Operations and bytes of a pass, against counts by hand; a micro-batch of M7C stays fused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -61,9 +59,7 @@ def test_a_linear_is_three_products_and_its_views_are_free() -> None:
     ],
     ids=["broadcast", "expanded", "in place", "copy", "out", "zeros"],
 )
-def test_bytes_are_those_of_inputs_and_outputs(
-    run: Callable[[Tensor], object], expected: int
-) -> None:
+def test_bytes_are_of_inputs_and_outputs(run: Callable[[Tensor], object], expected: int) -> None:
     assert [x.bytes for x in recorded(run)] == [expected]
 
 

@@ -1,7 +1,5 @@
 """NSASpec: patterns that raise, and its counts of blocks at every length."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError, astuple, replace
 from typing import Any
 

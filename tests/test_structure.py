@@ -1,7 +1,5 @@
 """Source tree: import layers by the design page's table, no cycles, docstrings, file lengths."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Calls with a time limit, programs' output, files that may be missing or installed; tables."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -30,9 +28,7 @@ from nsa.untrusted import text_or_empty
 from tests.ranks import ROOT
 
 
-def test_a_programs_output_is_empty_if_it_fails_hangs_or_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_output_is_empty_if_a_program_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output_of("printf", r"out\377") == "out\N{REPLACEMENT CHARACTER}"
     assert output_of("sh", "-c", "echo out; exit 1") == ""
     assert output_of("no-such-program") == ""
@@ -87,9 +83,7 @@ def test_a_missing_package_has_no_version() -> None:
     assert package_version("no-such-package") is None
 
 
-def test_an_address_is_reached_by_the_interface_that_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_address_is_reached_by_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by one whose address begins alike."""
     real = psutil.net_if_addrs()
     own = {

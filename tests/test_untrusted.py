@@ -1,7 +1,5 @@
 """Files of others: no pipe blocks, no nesting overflows, no escape reaches a terminal."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -122,9 +120,7 @@ def test_a_value_has_a_shape_or_not(value: object, shape: object, expected: bool
     assert matches(value, shape) == expected
 
 
-def test_an_error_that_quotes_a_file_is_printable(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_an_error_that_quotes_a_file_is_safe(tmp_path: Path, refusal: Callable[..., str]) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"\x1b]0;owned\x07\nnsa: fine": 1}))
     error = refusal("check", file)  # one line

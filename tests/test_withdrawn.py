@@ -1,7 +1,5 @@
 """Withdrawn settings, values, flags and verbs: refused by name; old checkpoints still load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,9 @@ from nsa.engine.config import RunConfig, read_saved_config, resolve_config, to_y
 from nsa.model.hf_config import NSAConfig
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that no version had, so that this page tests the mechanism alone."""
+    """Settings that no version had."""
     monkeypatch.setitem(withdrawn.SETTINGS, "train.momentum", (0.5, "set train.learning_rate"))
     monkeypatch.setitem(withdrawn.SETTINGS, "model.attention.sinks", (0, withdrawn.REMOVE))
     monkeypatch.setitem(withdrawn.VALUES, ("train.precision", "int8"), "bf16")
@@ -23,7 +21,6 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(withdrawn.VERBS, "data dance", "walk")
 
 
-@pytest.mark.usefixtures("_table")
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [
@@ -45,7 +42,6 @@ def test_a_withdrawn_setting_is_refused_with_its_replacement(
         resolve_config(RunConfig(), file)
 
 
-@pytest.mark.usefixtures("_table")
 def test_a_saved_config_loads_without_its_withdrawn_settings(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     saved = to_yaml(RunConfig()).replace("precision: bf16", "precision: int8\n  momentum: 0.9")
@@ -60,7 +56,6 @@ def test_a_saved_config_loads_without_its_withdrawn_settings(tmp_path: Path) -> 
     assert read_saved_config(file) == (RunConfig(), [])
 
 
-@pytest.mark.usefixtures("_table")
 def test_a_saved_model_that_this_version_cannot_compute_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("model: {init_std: 0.04}\n")
@@ -78,7 +73,6 @@ def test_a_saved_model_that_this_version_cannot_compute_is_refused(tmp_path: Pat
         NSAConfig(attention={"sinks": 4})
 
 
-@pytest.mark.usefixtures("_table")
 def test_withdrawn_flags_and_verbs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["plan", "--guess=3"], "--guess=3: withdrawn in this version; read the plan"),
@@ -93,7 +87,6 @@ def test_withdrawn_flags_and_verbs_are_refused(capsys: pytest.CaptureFixture[str
 
 
 def test_no_withdrawn_setting_exists() -> None:
-    """Each name in the table is one that the tree of settings no longer has."""
     for name, (_, advice) in withdrawn.SETTINGS.items():
         assert advice
         with pytest.raises(ValueError, match=f"{name} is withdrawn"):

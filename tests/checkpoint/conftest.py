@@ -1,7 +1,5 @@
 """Fixtures: checkpoints of a real engine on two ranks, saved once for all tests here."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

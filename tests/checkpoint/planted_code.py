@@ -1,8 +1,5 @@
 """Plant code in a checkpoint: it runs when a file is unpickled, and all hashes are right."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +28,6 @@ def plant(checkpoint: Path, kind: str, ran: Path) -> int:
         torch.save(content | {"planted": Code(ran)}, file)
     rehash(checkpoint)
     return len(files)
-
-
-def forge_layout(checkpoint: Path, layout: str) -> None:
-    """Let the checkpoint claim another ZeRO stage, which is read by other functions."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["saved_under"]["layout"] = layout
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    rehash(checkpoint)
 
 
 def rehash(checkpoint: Path) -> None:

@@ -1,7 +1,5 @@
 """On two ranks: save an engine and under every failure; print the results."""
 
-from __future__ import annotations
-
 import json
 import random
 import resource
@@ -21,6 +19,7 @@ from nsa.checkpoint.state_file import read_state_file
 from nsa.engine.process_group import CpuCollectives, Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import build, step, weights
 
+OWN = {"betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 2.0, "decay": 3.0, "lr_factor": 4.0}
 ATTACHMENTS = {"config.yaml": "train: {}\n", "ds_config.json": "{}\n"}
 
 
@@ -74,7 +73,7 @@ def two_steps(trial: Trial) -> dict[str, Any]:
 
 
 def resume(trial: Trial) -> dict[str, Any]:
-    """Compare random numbers and weights after loading with those after saving."""
+    """Compare random numbers, weights and settings after loading with those before it."""
     continued = weights(trial.engine)
     seed(90)  # loading must undo this
     saved = read_state_file(trial.root / "run/step00000003")
@@ -86,7 +85,14 @@ def resume(trial: Trial) -> dict[str, Any]:
     for index in range(3, 6):
         step(trial.engine, index)
     same = torch.equal(weights(trial.engine), continued)
-    return {"same": same, "drawn": drawn, "expected": expected}
+    optimizer = trial.engine.optimizer
+    optimizer.clip_grad = 0.125
+    for group in optimizer.param_groups:
+        group |= OWN
+    load_checkpoint(trial.engine, saved)
+    kept = optimizer.clip_grad == 0.125
+    kept &= all(group.items() >= OWN.items() for group in optimizer.param_groups)
+    return {"same": same, "drawn": drawn, "expected": expected, "kept": kept}
 
 
 def seed(rank: int) -> None:

@@ -1,7 +1,5 @@
 """On two ranks, for each ZeRO stage: save an engine; plant code in copies and try to load them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Atomic commit: killed before every file change; and pruning."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -217,10 +215,7 @@ def test_a_failed_removal_is_a_warning_and_the_others_are_removed(tmp_path: Path
 @pytest.mark.parametrize(
     ("code", "fix"),
     [
-        (
-            errno.ENOSPC,
-            "; free some space, .* checkpoint.keep .* free inodes: delete",
-        ),
+        (errno.ENOSPC, "; free some space, .* checkpoint.keep .* free inodes: delete"),
         (errno.EROFS, "; fix the folder's permissions or mount, or choose another folder"),
         (errno.EFBIG, "; raise the limit of a file's size"),
         (errno.EIO, "$"),

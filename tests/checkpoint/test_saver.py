@@ -1,7 +1,5 @@
 """Saver with a real engine on two ranks, and every kind of damage to its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -60,6 +58,7 @@ def test_resumed_training_is_bit_identical_including_random_numbers(saved: Saved
     _, ranks = saved
     for trials in ranks:
         assert trials["resume"]["same"]
+        assert trials["resume"]["kept"], "settings of the optimizer, which a checkpoint holds too"
         assert trials["resume"]["drawn"] == trials["resume"]["expected"]
     drawn = [trials["resume"]["drawn"] for trials in ranks]
     assert all(one != other for one, other in zip(*drawn, strict=True)), "each rank has its own"
@@ -111,30 +110,26 @@ def test_a_damaged_file_is_named_and_its_checkpoint_skipped(
     assert [note.split(":")[0] for note in notes] == ["step00000006", "step00000003"]
 
 
-def entries(manifest: dict[str, Any]) -> dict[str, Any]:
-    return manifest["files"]
-
-
 @pytest.mark.parametrize(
     ("forge", "problem"),
     [
         (lambda m: m.update(step=3), "has step = 3: not the folder's"),
         (lambda m: m.update(step="soon"), "cannot be read"),
-        (lambda m: m.update(files=list(entries(m))), "cannot be read"),
+        (lambda m: m.update(files=list(m["files"])), "cannot be read"),
         (lambda m: m.update(ranks=float("inf")), "cannot be read"),
         (lambda m: m.update(ranks=0), "has ranks = 0: must be 1 to"),
         (lambda m: m.update(ranks=10**15), "has ranks = 1000000000000000: must be 1 to"),
         (lambda m: m.update(time="1e5"), "cannot be read"),
-        (lambda m: entries(m).update({"a\0": entries(m)["state.json"]}), "cannot be read"),
+        (lambda m: m["files"].update({"a\0": m["files"]["state.json"]}), "cannot be read"),
         (lambda m: m.update(files={}), "does not name rng_rank0.pt"),
-        (lambda m: entries(m).pop("rng_rank1.pt"), "does not name rng_rank1.pt"),
-        (lambda m: entries(m).pop("state.json"), "does not name state.json"),
+        (lambda m: m["files"].pop("rng_rank1.pt"), "does not name rng_rank1.pt"),
+        (lambda m: m["files"].pop("state.json"), "does not name state.json"),
         (lambda m: m.pop("ranks"), "cannot be read"),
-        (lambda m: entries(m)["state.json"].update(bytes=-1), "cannot be read"),
-        (lambda m: entries(m)["state.json"].pop("sha256"), "cannot be read"),
+        (lambda m: m["files"]["state.json"].update(bytes=-1), "cannot be read"),
+        (lambda m: m["files"]["state.json"].pop("sha256"), "cannot be read"),
         *(
             (
-                lambda m, name=name: entries(m).update({name: {"bytes": 12, "sha256": ""}}),
+                lambda m, name=name: m["files"].update({name: {"bytes": 12, "sha256": ""}}),
                 f"names {name}, outside its folder",
             )
             for name in ("../latest", "/etc/passwd")

@@ -1,7 +1,5 @@
 """Universal checkpoints: a run resumes on another number of ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -51,10 +49,7 @@ def read(root: Path, name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("stage", "saved_on"),
-    [
-        (1, 2),
-        *(pytest.param(*case, marks=full) for case in ((0, 1), (0, 2), (1, 1), (2, 2))),
-    ],
+    [(1, 2), *(pytest.param(*case, marks=full) for case in ((0, 1), (0, 2), (1, 1), (2, 2)))],
 )
 def test_a_run_resumes_on_another_number_of_ranks(root: Path, stage: int, saved_on: int) -> None:
     saved = read(root, f"{stage}_from_{saved_on}")
@@ -70,14 +65,9 @@ def test_a_run_resumes_on_another_number_of_ranks(root: Path, stage: int, saved_
 
 @pytest.mark.parametrize(
     ("stage", "ranks"),
-    [
-        (1, 1),
-        *(pytest.param(*case, marks=full) for case in ((0, 1), (0, 2), (1, 2), (2, 1))),
-    ],
+    [(1, 1), *(pytest.param(*case, marks=full) for case in ((0, 1), (0, 2), (1, 2), (2, 1)))],
 )
-def test_after_a_universal_checkpoint_an_engine_loads_a_regular_one(
-    root: Path, stage: int, ranks: int
-) -> None:
+def test_after_a_universal_checkpoint_a_plain_one_loads(root: Path, stage: int, ranks: int) -> None:
     first, again = read(root, f"{stage}_from_{ranks}"), read(root, f"{stage}_from_{ranks}_again")
     assert torch.equal(again["weights"], first["weights"])
     assert again["losses"] == first["losses"]

@@ -3,8 +3,6 @@
 No command runs code from a checkpoint: each file that DeepSpeed reads is attacked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,7 +19,7 @@ from nsa.checkpoint.universal import to_universal
 from nsa.checkpoint.weights import find_weights, read_weights, set_weights
 from nsa.untrusted import data_only
 from tests.checkpoint.conftest import forked_converter
-from tests.checkpoint.planted_code import KINDS, Code, forge_layout, plant
+from tests.checkpoint.planted_code import KINDS, Code, plant, rehash
 
 Weights = dict[str, torch.Tensor]
 
@@ -127,9 +125,7 @@ def test_an_index_cannot_name_a_file_outside_its_folder(tmp_path: Path) -> None:
         read_weights(folder)
 
 
-def test_a_folder_without_weights_is_refused_with_the_names_of_what_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_without_weights_is_refused_naming_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither checkpoints/ nor model.safetensors.*name the"):
         find_weights(tmp_path)
     (tmp_path / "checkpoints").mkdir()
@@ -179,7 +175,10 @@ def test_a_forged_layout_reads_no_pickles(stages: Path, tmp_path: Path) -> None:
     shutil.copytree(stages / "1" / "step00000003", checkpoint)
     plant(checkpoint, "model", tmp_path / "ran")
     plant(checkpoint, "optimizer", tmp_path / "ran")
-    forge_layout(checkpoint, "3")
+    state = checkpoint / "state.json"
+    state.write_text(state.read_text().replace('"1 or 2"', '"3"'))
+    rehash(checkpoint)
+    assert read_state_file(checkpoint).topology.layout == "3"
     with pytest.raises(ValueError, match=REFUSED):
         read_weights(checkpoint)
     assert not (tmp_path / "ran").exists()

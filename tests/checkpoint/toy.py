@@ -1,7 +1,5 @@
 """A tiny DeepSpeed engine with every kind of state that a checkpoint must hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +56,6 @@ def step(engine: Any, index: int) -> float:
 
 
 def weights(engine: Any) -> torch.Tensor:
-    """Return all weights in one vector."""
     return torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
 
 

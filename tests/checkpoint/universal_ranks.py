@@ -1,7 +1,5 @@
 """On one or two ranks: save checkpoints, and resume those of the other number of ranks."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`nsa doctor`: node checks, GPU checks, output and exit codes; the code fingerprint."""
 
-from __future__ import annotations
-
 import json
 from collections import namedtuple
 from pathlib import Path
@@ -11,29 +9,7 @@ import torch
 
 from nsa.cli import main
 from nsa.doctor import node
-from nsa.doctor.node import (
-    FAIL,
-    GB,
-    MIB,
-    OK,
-    SKIP,
-    WARN,
-    Check,
-    Gpus,
-    compiler_check,
-    disk_check,
-    failures,
-    gpu_checks,
-    kept_checkpoints,
-    lines,
-    node_checks,
-    p2p_disabled,
-    passed,
-    peer_check,
-    shm_check,
-    torch_gpus,
-    version_check,
-)
+from nsa.doctor.node import FAIL, GB, MIB, OK, SKIP, WARN, Check, Gpus
 from nsa.doctor.ranks import code_fingerprint
 
 
@@ -50,7 +26,7 @@ from nsa.doctor.ranks import code_fingerprint
     ],
 )
 def test_old_versions_are_refused(package: str, version: str | None, status: str) -> None:
-    check = version_check(package, version)
+    check = node.version_check(package, version)
     assert check.status == status
     assert bool(check.fix) == (status != OK)
     old = status == FAIL and version is not None
@@ -59,11 +35,11 @@ def test_old_versions_are_refused(package: str, version: str | None, status: str
 
 def test_a_missing_compiler_or_header_fails_on_gpus_only(tmp_path: Path) -> None:
     header = tmp_path / "Python.h"
-    assert compiler_check("/usr/bin/cc", header, gpus=2).status == FAIL
+    assert node.compiler_check("/usr/bin/cc", header, gpus=2).status == FAIL
     header.touch()
-    assert compiler_check("/usr/bin/cc", header, gpus=2).status == OK
-    assert compiler_check(None, header, gpus=2).status == FAIL
-    assert compiler_check(None, header, gpus=0).status == WARN
+    assert node.compiler_check("/usr/bin/cc", header, gpus=2).status == OK
+    assert node.compiler_check(None, header, gpus=2).status == FAIL
+    assert node.compiler_check(None, header, gpus=0).status == WARN
 
 
 @pytest.mark.parametrize(
@@ -82,7 +58,7 @@ def test_a_missing_compiler_or_header_fails_on_gpus_only(tmp_path: Path) -> None
 def test_shared_memory_is_required_without_peer_access(
     free: int | None, gpus: int, peer_access: bool, status: str
 ) -> None:
-    check = shm_check(free, gpus, peer_access)
+    check = node.shm_check(free, gpus, peer_access)
     assert check.status == status
     assert status == OK or "--shm-size" in check.fix
 
@@ -93,29 +69,10 @@ def test_all_kept_checkpoints_must_fit(
 ) -> None:
     usage = namedtuple("usage", "free")(free * GB)
     monkeypatch.setattr(node.shutil, "disk_usage", lambda folder: usage)
-    check = disk_check(tmp_path / "run", checkpoint_bytes=2 * GB, checkpoints=10)
+    check = node.disk_check(tmp_path / "run", checkpoint_bytes=2 * GB, checkpoints=10)
     assert check.status == status
     assert "10 checkpoints of 2.00 GB and logs take 22.0 GB" in check.detail
     assert ("checkpoint.keep=3" in check.fix) == (status != OK)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "expected"),
-    [
-        (Gpus(), ("fail", "torch sees 0 of 2: it is a CPU build")),
-        (Gpus([4]), ("ok", "torch sees 1")),
-    ],
-)
-def test_a_rank_per_gpu_is_expected(
-    gpus: Gpus, expected: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = "GPU 0: A100 (UUID: a)\n  MIG 1g.10gb\nGPU 1: A100 (UUID: b)\n"
-    monkeypatch.setattr(node, "output_of", lambda *command: listed)
-    monkeypatch.setattr(node, "torch_gpus", lambda: gpus)
-    checks = node.node_checks(tmp_path, parameters=1, checkpoints=1)
-    of_gpus = {check.name: (check.status, check.detail) for check in checks}
-    assert of_gpus["gpus"] == expected
-    assert "peer access" not in of_gpus
 
 
 @pytest.mark.parametrize(
@@ -147,54 +104,54 @@ def test_two_gpus_need_shared_memory_or_peer_access_that_nccl_may_use(
         (300, 100, 0, 300, 1),
     ],
 )
-def test_checkpoints_on_disk_are_counted(
-    steps: int, every: int, keep: int, done: int, count: int
-) -> None:
-    assert kept_checkpoints(steps, every, keep, done) == count
-
-
-TWO = Gpus([4, 4])
-
-
-def test_two_healthy_a100s_pass() -> None:
-    assert gpu_checks(2, TWO, 2) == [Check("gpus", OK, "torch sees 2")]
-    displays = Gpus([2_000, 4])
-    assert gpu_checks(2, displays, 2) == gpu_checks(2, TWO, 2)
+def test_checkpoints_are_counted(steps: int, every: int, keep: int, done: int, count: int) -> None:
+    assert node.kept_checkpoints(steps, every, keep, done) == count
 
 
 @pytest.mark.parametrize(
-    ("gpus", "status", "words"),
+    ("gpus", "status", "detail"),
     [
-        (Gpus(problem="driver is too old"), FAIL, "driver is too old"),
-        (Gpus([4, 30_211]), WARN, "GPU 1: 30,211 MiB"),
+        (Gpus([4, 4]), OK, "torch sees 2"),
+        (Gpus([2_000, 4]), OK, "torch sees 2"),  # a display
         (Gpus([2_001, 4]), WARN, "GPU 0: 2,001 MiB"),
+        (Gpus([4, 30_211]), WARN, "GPU 1: 30,211 MiB"),
+        (Gpus([4]), OK, "torch sees 1"),  # of CUDA_VISIBLE_DEVICES: a rank per GPU
+        (Gpus(), FAIL, "torch sees 0 of 2: it is a CPU build"),
+        (Gpus(problem="driver is too old"), FAIL, "torch sees 0 of 2: driver is too old"),
     ],
 )
-def test_a_gpu_problem_is_reported_with_a_fix(gpus: Gpus, status: str, words: str) -> None:
-    (problem,) = [check for check in gpu_checks(2, gpus, 2) if check.status != OK]
-    assert problem.status == status
-    assert words in problem.detail
-    assert problem.fix
+def test_a_gpu_that_torch_does_not_see_or_that_is_in_use_is_reported_with_a_fix(
+    gpus: Gpus, status: str, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = "GPU 0: A100 (UUID: a)\n  MIG 1g.10gb\nGPU 1: A100 (UUID: b)\n"
+    monkeypatch.setattr(node, "output_of", lambda *command: listed)
+    monkeypatch.setattr(node, "torch_gpus", lambda: gpus)
+    checks = {
+        check.name: check for check in node.node_checks(tmp_path, parameters=1, checkpoints=1)
+    }
+    check = checks.get("gpu in use", checks["gpus"])
+    assert (check.status, check.detail, bool(check.fix)) == (status, detail, status != OK)
+    assert ("peer access" in checks) == (len(gpus.used_mib) > 1)
 
 
 def test_a_machine_without_gpus_skips_gpu_checks() -> None:
-    assert gpu_checks(0, Gpus(), 0) == [Check("gpus", SKIP, "no GPU here")]
+    assert node.gpu_checks(0, Gpus(), 0) == [Check("gpus", SKIP, "no GPU here")]
 
 
 def test_missing_peer_access_is_reported_by_pair() -> None:
-    check = peer_check({(0, 1): True, (1, 0): False})
+    check = node.peer_check({(0, 1): True, (1, 0): False})
     assert check.status == WARN
     assert "none 1->0: " in check.detail
-    assert peer_check({(0, 1): True, (1, 0): True}).status == OK
+    assert node.peer_check({(0, 1): True, (1, 0): True}).status == OK
     none = dict.fromkeys([(0, other) for other in range(1, 6)], False)
-    assert "none 0->1, 0->2, 0->3, 0->4 and more: " in peer_check(none).detail
+    assert "none 0->1, 0->2, 0->3, 0->4 and more: " in node.peer_check(none).detail
 
 
 def test_nccls_variables_disable_peer_access() -> None:
-    assert p2p_disabled({"NCCL_P2P_DISABLE": "1"})
-    assert p2p_disabled({"NCCL_P2P_LEVEL": "loc"})
-    assert p2p_disabled({"NCCL_P2P_LEVEL": "0"})
-    assert not p2p_disabled({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "SYS"})
+    assert node.p2p_disabled({"NCCL_P2P_DISABLE": "1"})
+    assert node.p2p_disabled({"NCCL_P2P_LEVEL": "loc"})
+    assert node.p2p_disabled({"NCCL_P2P_LEVEL": "0"})
+    assert not node.p2p_disabled({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "SYS"})
 
 
 def test_gpus_and_their_peer_access_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +159,9 @@ def test_gpus_and_their_peer_access_are_torchs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: first < second)
-    assert torch_gpus() == Gpus([0, 0], {(0, 1): True, (1, 0): False})
+    assert node.torch_gpus() == Gpus([0, 0], {(0, 1): True, (1, 0): False})
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: (index + 1) * 2**30)
-    assert torch_gpus().used_mib == [1_024, 2_048]
+    assert node.torch_gpus().used_mib == [1_024, 2_048]
 
 
 def test_a_rocm_build_without_a_gpu_reports_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +172,9 @@ def test_a_rocm_build_without_a_gpu_reports_its_problem(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "init", fail)
     for name in ("cuda", "hip"):
         monkeypatch.setattr(torch.version, name, None)
-    assert torch_gpus() == Gpus(problem="it is a CPU build")
+    assert node.torch_gpus() == Gpus(problem="it is a CPU build")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert torch_gpus() == Gpus(problem="No HIP GPUs are available")
+    assert node.torch_gpus() == Gpus(problem="No HIP GPUs are available")
 
 
 CHECKS = [
@@ -230,7 +187,7 @@ CHECKS = [
 
 
 def test_a_check_is_one_line_with_the_fix_below() -> None:
-    assert lines(CHECKS) == [
+    assert node.lines(CHECKS) == [
         "ok   torch     2.13.0",
         "warn /dev/shm  512 MiB free",
         "               -> docker run --shm-size=8g",
@@ -242,15 +199,15 @@ def test_a_check_is_one_line_with_the_fix_below() -> None:
 
 
 def test_only_a_failure_prevents_a_run() -> None:
-    assert not passed(CHECKS)
-    assert passed(CHECKS[:4])
-    assert failures(CHECKS) == "disk: 1 GB free (free some)"
-    assert failures(CHECKS[:4]) == ""
+    assert not node.passed(CHECKS)
+    assert node.passed(CHECKS[:4])
+    assert node.failures(CHECKS) == "disk: 1 GB free (free some)"
+    assert node.failures(CHECKS[:4]) == ""
 
 
 def test_this_machine_passes_for_a_small_run_and_nothing_is_written(tmp_path: Path) -> None:
-    checks = node_checks(tmp_path / "not/there", parameters=10**6, checkpoints=2)
-    assert passed(checks), lines(checks)
+    checks = node.node_checks(tmp_path / "not/there", parameters=10**6, checkpoints=2)
+    assert node.passed(checks), node.lines(checks)
     statuses = {check.name: check.status for check in checks}
     assert statuses["torch"] == statuses["deepspeed"] == statuses["disk"] == OK
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,5 @@
 """Rank checks: all ranks return the same list, name the rank that differs, and never hang."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re
@@ -37,9 +35,7 @@ def results() -> Results:
     }
 
 
-def test_healthy_ranks_pass_with_one_nodes_warning_and_the_speed_of_the_link(
-    results: Results,
-) -> None:
+def test_healthy_ranks_pass_with_a_nodes_warning_and_the_links_speed(results: Results) -> None:
     healthy = results["healthy"]
     assert {name for name, check in healthy.items() if check.status != OK} == {"disk"}
     assert healthy["disk"] == WARNING
@@ -65,9 +61,7 @@ def test_a_rank_with_other_code_or_config_is_named_with_the_difference(results: 
         ("broken", "rank 1: RuntimeError: NCCL error: unhandled system error(?!.*last error)"),
     ],
 )
-def test_a_faulty_link_fails_on_both_ranks_within_the_time_limit(
-    fault: str, detail: str, results: Results
-) -> None:
+def test_a_faulty_link_fails_both_ranks_in_time(fault: str, detail: str, results: Results) -> None:
     check = results[fault]["all-reduce"]
     assert check.status == FAIL
     assert re.search(detail, check.detail)
@@ -103,9 +97,7 @@ def test_one_rank_has_nothing_to_compare_and_no_link_to_warn_about() -> None:
     assert checks == [WARNING, Check("ranks", SKIP, "one rank: nothing to compare")]
 
 
-def test_a_rank_whose_gpu_cannot_be_used_reports_it_as_its_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_whose_gpu_is_broken_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for its facts."""
 
     def fail(device: torch.device) -> None:

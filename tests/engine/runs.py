@@ -4,8 +4,6 @@ No launcher: the fork server starts the ranks, which saves seconds per run. Deep
 used in tests/faults/test_node.py.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -52,7 +50,6 @@ Finished = subprocess.CompletedProcess[str]
 
 
 def on_two_ranks(recipe: str, *arguments: str, folder: Path, port: int | None = None) -> Finished:
-    """Run a recipe on two ranks in `folder`."""
     return _run(recipe, arguments, folder, ranks=2, port=port)
 
 
@@ -141,7 +138,6 @@ def validation_loss(loaded: StoredRun, run_dir: Path) -> float:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Return the logged loss of each step."""
     return {int(row["step"]): row["loss"] for row in read_metrics(run_dir)}
 
 

@@ -1,7 +1,5 @@
 """The smallest config with every part: two layers, all three branches, each kind of parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`auto`: micro-batch and activation checkpointing are planned, and kept by resumed runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -15,12 +13,11 @@ from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig, TrainConfig, resolve_config
 from nsa.engine.ds_config import resolve_ds_config
 from nsa.engine.micro_batch import batch_of, model_of, resolved_zero, zero_of
-from nsa.engine.recipe import Recipe
 from nsa.engine.run_request import RunRequest
 from nsa.planner.forecast import MODES, memory, required
 from nsa.planner.inputs import Zero
 from tests.engine.runs import load_profile
-from tests.engine.small import gpus, small
+from tests.engine.small import gpus, small, small_request
 
 GB = 1e9
 pytestmark = pytest.mark.usefixtures("counted_once")
@@ -32,13 +29,11 @@ def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Production:
     """Request the production run of m7c.py on two GPUs of this many bytes, or without a GPU."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     profile = load_profile("m7c", "production")
-    recipe = Recipe("m7c", "", {"production": lambda: profile})
 
     def request(gpu_memory: float | None, *flags: str) -> RunRequest:
         if gpu_memory is not None:
             monkeypatch.setattr(recipes, "get_accelerator", lambda: gpus(gpu_memory))
-        arguments = ["--profile=production", f"--run-dir={tmp_path / 'run'}", *flags]
-        return recipes.resolve_request(recipe, recipes.build_parser(recipe).parse_args(arguments))
+        return small_request(f"--run-dir={tmp_path / 'run'}", *flags, profile=lambda: profile)
 
     return request
 
@@ -218,9 +213,7 @@ def test_production_takes_the_fastest_mode_that_fits_and_logs_why(
         assert len({figure for _, figure in figures}) == 3
 
 
-def test_a_resumed_run_keeps_its_mode_on_another_gpu(
-    tmp_path: Path, production: Production
-) -> None:
+def test_a_resumed_run_keeps_its_mode_on_any_gpu(tmp_path: Path, production: Production) -> None:
     (tmp_path / "run").mkdir()
     for name, text in production(1.001 * needed("selective")).config_files().items():
         (tmp_path / "run" / name).write_text(text)
