@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -45,8 +46,9 @@ def test_a_file_that_cannot_be_read_is_empty_text(tmp_path: Path) -> None:
 
 def test_work_returns_its_result_or_error_and_a_block_ends() -> None:
     assert with_timeout(60, lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        with_timeout(60, lambda: 1 // 0)
+    for error in (ValueError("of the work"), TimeoutError("of the work")):
+        with pytest.raises(type(error), match=r"^of the work$"):
+            with_timeout(60, mock.Mock(side_effect=error))
     with pytest.raises(SystemExit):
         in_background(sys.exit).result(60)
     assert in_background(threading.current_thread).result(60).daemon, "no exit waits for it"

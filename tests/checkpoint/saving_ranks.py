@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import numpy as np
@@ -106,7 +107,7 @@ def draw() -> list[float]:
 
 
 def one_rank_fails(trial: Trial) -> dict[str, Any]:
-    """Rank 1 can write no file above 100 bytes."""
+    """Rank 1 can write no file above 100 bytes; later rank 0 cannot remove old checkpoints."""
     folder = trial.root / "one_rank"
     saver = trial.saver(folder, keep=1)
     trial.attempt(saver, folder, 1)
@@ -115,7 +116,9 @@ def one_rank_fails(trial: Trial) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     failed = trial.attempt(saver, folder, 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return failed | {"then": trial.attempt(saver, folder, 3)}
+    then = trial.attempt(saver, folder, 3)
+    with patch("nsa.checkpoint.saver.prune", side_effect=OSError("Stale file handle")):
+        return failed | {"then": then, "unpruned": trial.attempt(saver, folder, 4)}
 
 
 def main() -> None:

@@ -74,6 +74,8 @@ def test_if_one_rank_cannot_write_all_raise_and_the_next_save_works(saved: Saved
         assert row["then"]["error"] is None
         assert row["then"]["newest"] == "step00000003"
         assert row["then"]["left"] == ["latest", "step00000003"], "keep = 1"
+        assert row["unpruned"]["error"] is None, "rank 0 still meets the others"
+        assert row["unpruned"]["left"] == ["latest", "step00000003", "step00000004"]
 
 
 FILES = (

@@ -108,10 +108,16 @@ def test_a_users_script_does_not_wait_for_a_killed_build(tmp_path: Path, free_po
 
 
 JOIN = """
-import tempfile
+import os, tempfile, time
+from pathlib import Path
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
-tempfile.tempdir = {!r}
-start_ranks(Ranks.from_environment())
+tempfile.tempdir = {0!r}
+ready, leave = Path({0!r}, "ready"), os._exit
+os._exit = lambda code: leave(code if ready.exists() else 9)
+start_ranks(ranks := Ranks.from_environment())
+time.sleep(ranks.rank / 2)
+if ranks.rank == ranks.world_size - 1:
+    ready.touch()
 stop_ranks()
 """
 
@@ -154,7 +160,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, kind: str) ->
 
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_ranks_of_one_launcher_meet_at_a_file_and_leave_none(ranks: int, tmp_path: Path) -> None:
-    """A rank alone meets no other."""
+    """A rank alone meets no other. All leave once the last is ready."""
     (program := tmp_path / "join.py").write_text(JOIN.format(str(tmp_path)))
     started = spawn_ranks(program, ranks=ranks)
     assert started.codes(90) == [0] * ranks, started.text("err")
