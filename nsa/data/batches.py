@@ -127,7 +127,7 @@ class Samples:
             consumed = round(samples * fraction)
             if store.grows:
                 size = "size unknown" if store.size is None else f"{store.size:,} bytes"
-                # A lower bound: a token of text has one byte or more.
+                # A lower bound, as a token of text has one byte or more; 0 if the size is unknown.
                 epochs = consumed * self.seq_len / (store.size or math.inf)
                 read = "tokenised as they are read, shuffled in blocks"
             else:
@@ -266,13 +266,13 @@ class Mixer:
             before = position * count // total
             if (position + 1) * count // total > before:
                 return source, before
-            position -= before  # now counts positions of later sources
+            position -= before  # from here on a position among those of later sources
             total -= count
         raise AssertionError("the last source gets every remaining position")
 
 
 def _round_to_total(fractions: Sequence[float], total: int) -> list[int]:
-    """Return integers proportional to `fractions` with sum `total`; round up largest remainders."""
+    """Return `total` divided by `fractions`, in integers: the largest remainders are rounded up."""
     exact = [fraction * total for fraction in fractions]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from nsa.planner.inputs import BatchShape, Model, Zero
 
 MODES = ("none", "selective", "reentrant")  # fastest first; other modes cost as much as reentrant
-BACKWARD_FRACTION = 2 / 3  # of a micro-batch's time, without recomputation
 # Fraction of the layers' forward time in norms, RoPE and SwiGLU. Estimated from their bytes
 # (python -m tests.bench traffic), not measured.
 ELEMENTWISE_FRACTION = 0.25
@@ -123,10 +122,11 @@ def _reduction_copies(model: Model, zero: Zero, gradients: int) -> int:
 def _update_copies(model: Model, zero: Zero, ranks: int) -> int:
     """Return the bytes of gradients during the update: as reduced, and copies of them."""
     if zero.stage == 0:
-        return (model.weight_bytes + 4) * model.parameters  # 4: in fp32
-    if zero.bf16_optimizer:
-        return (model.weight_bytes + 2) * model.parameters  # 2: flat; those in fp32 are static
-    return (2 * zero.accumulate_bytes + 4) * model.parameters // ranks  # as reduced, flat, fp32
+        return (model.weight_bytes + 4) * model.parameters  # 4: a copy in fp32
+    if zero.bf16_optimizer:  # its sums in fp32 are static
+        return (model.weight_bytes + 2) * model.parameters  # 2: a flat copy
+    # As reduced, a flat copy, and a copy in fp32.
+    return (2 * zero.accumulate_bytes + 4) * model.parameters // ranks
 
 
 @dataclass(frozen=True)
@@ -155,28 +155,27 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
         after_update, per_micro_batch = zero.persistent, model.parameters - zero.persistent
     elif zero.stage:
         after_update = model.parameters
-    layers = model.parameters - model.outside_layers
+    reductions = batch.accumulation if zero.stage >= 2 else 1
+    in_layers = model.parameters - model.outside_layers
     # A bucket that holds all layers is full only after the backward pass.
-    last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
+    last = min(zero.bucket, model.layer) if zero.bucket < in_layers else in_layers
     return Traffic(
         reduce=reduce_bytes * model.parameters,
-        reductions=batch.accumulation if zero.stage >= 2 else 1,
+        reductions=reductions,
         gather=gather_bytes * after_update,
         fetch=gather_bytes * per_micro_batch * zero.gathers,
         tail=reduce_bytes * (model.embedding + last),
-        collectives=_collectives(model, zero, batch),
+        collectives=_collectives(zero, in_layers, reductions),
     )
 
 
-def _collectives(model: Model, zero: Zero, batch: BatchShape) -> int:
+def _collectives(zero: Zero, in_layers: int, reductions: int) -> int:
     """Count the collectives of a step, including the small ones for grad_norm and overflow."""
-    layers = model.parameters - model.outside_layers
-    reductions = batch.accumulation if zero.stage >= 2 else 1
     if not zero.bucket:  # one reduction, and all-gathers of two parameter groups
         return 3 if zero.stage else 1
-    buckets = -(-layers // zero.bucket) + 1  # the embedding has its own
+    buckets = -(-in_layers // zero.bucket) + 1  # the embedding has its own
     if zero.stage == 3:
-        buckets += zero.gathers * (-(-layers // max(zero.prefetch, 1)) + 1)
+        buckets += zero.gathers * (-(-in_layers // max(zero.prefetch, 1)) + 1)
         return reductions * buckets + zero.persistent_tensors + 2
     return reductions * buckets + 4
 
@@ -197,7 +196,7 @@ class Hardware:
     """Speed of GPUs and links."""
 
     flops: float  # dense peak in the training dtype, 1/s
-    mfu: float | None  # fraction of the peak that a GPU reaches; None: as measured
+    mfu: float | None  # fraction of the peak that a GPU reaches; None: MFU, or as fast as the host
     link: float  # bytes/s from one GPU to its neighbour
     network: float = math.inf  # bytes/s from one node to the next
     nodes: int = 1
@@ -288,8 +287,9 @@ def communication_seconds(
     total = blocking + sent.reductions * (reduce + fetch)
     if not zero.overlap:
         return total, total
-    backward = 3 / 4 if _recomputes(batch) else BACKWARD_FRACTION  # 3/4: recomputes
-    late = max(sent.tail / rate, reduce - micro * backward)
+    # A backward pass takes as long as two forward passes, or as three with recomputation.
+    backward = micro * (3 / 4 if _recomputes(batch) else 2 / 3)
+    late = max(sent.tail / rate, reduce - backward)
     if zero.stage == 3:  # weights are prefetched, except the first layer's
         late = max(sent.tail / rate, reduce + fetch - micro)
     return total, min(total, blocking + sent.reductions * late)

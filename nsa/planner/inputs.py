@@ -55,9 +55,10 @@ class Model:
         from nsa.model.count import flops_per_token
 
         step = flops_per_token(self.config, seq_len, dense_equivalent=kind == "dense")
-        layers = (step - 6 * self.embedding) / 3
+        head = 3 * 2 * self.embedding  # a backward pass costs two forward passes
+        layers = (step - head) / 3
         if self.teacher is not None:  # its forward pass, and this model's head a second time
-            step += flops_per_token(self.teacher, seq_len) / 3 + 6 * self.embedding
+            step += flops_per_token(self.teacher, seq_len) / 3 + head
         return step, layers
 
 

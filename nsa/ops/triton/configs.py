@@ -62,8 +62,8 @@ def _first_that_runs(key: Key) -> Config:
 def exclude(tile: Config, kernel: str, reason: str) -> bool:
     """From now on take the operation's next candidate, because this tile cannot launch here.
 
-    Return False if `choose_config` did not choose the tile. Raise a ValueError if the tile is the
-    last candidate. It remains one, so that a later call raises the same error.
+    Return False if `choose_config` did not choose the tile. Raise a ValueError if no candidate is
+    left; the tile is then not excluded, so that a later call raises the same error.
     """
     key = tile.key if isinstance(tile, Tile) else None
     if key is None:
@@ -83,12 +83,12 @@ def exclude(tile: Config, kernel: str, reason: str) -> bool:
     return True
 
 
-# By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
-# Several branches share `forward`, `queries` and `keys`; an entry `window_forward` would override
-# `forward` for the window. `gathered` is the selected branch on long sequences, with small tiles
-# (selected.py), and `gathered_decode` is decoding. The size 192 is for keys of up to 256 with
-# values of up to 128, as in the paper. In `select`, rows are queries and keys are selection blocks;
-# `select_summed` ranks each selection block by several keys of an index.
+# By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the one expected to
+# be fastest first. Several branches share `forward`, `queries` and `keys`; an entry
+# `window_forward` would override `forward` for the window. `gathered` is the selected branch on
+# long sequences, with small tiles (selected.py), and `gathered_decode` is decoding. The size 192 is
+# for keys of up to 256 with values of up to 128, as in the paper. In `select`, rows are queries and
+# keys are selection blocks; `select_summed` ranks each selection block by several keys of an index.
 _HALF_PRECISION: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
@@ -146,8 +146,8 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
 _HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
 # A chip's own candidates, tried before the general ones: by operation or kind of kernel, and head
-# size. Those of sm_90 are measured (docs/benchmarks/gpu.md), those of sm_80 estimated from counts
-# (traffic.md). `small` is for other chips, with 64 to 100 KB of shared memory for a program.
+# size. The table of sm_90 is measured (docs/benchmarks/gpu.md), the table of sm_80 estimated from
+# counts (traffic.md), and `small` is for chips with 64 to 100 KB of shared memory for a program.
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
         ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],
@@ -205,7 +205,7 @@ AMD = {"gfx942": "gfx942", "gfx950": "gfx942"}  # AMD's chips -> the chip whose 
 def candidates(
     operation: str, sizes: tuple[int, int], dtype: torch.dtype, chip: str = "sm_80"
 ) -> list[Config]:
-    """Return at most four tile sizes, the likeliest for this chip first."""
+    """Return at most four tile sizes, the one expected to be fastest on this chip first."""
     branch, _, kernel = operation.partition("_")
     similar_chip = chip
     if chip not in _BY_CHIP:
@@ -219,7 +219,7 @@ def candidates(
         size = 192
     size = min(limit for limit in table[kind] if limit >= size)
     own = by_chip.get((operation, size)) or by_chip.get((kind, size), [])
-    if chip != similar_chip:  # a limit on registers is measured on one chip
+    if chip != similar_chip:  # a limit on registers holds only for the chip that it is measured on
         own = [numbers[:4] for numbers in own]
     general = table[kind][size]
     # AMD's chips have shared memory for two stages. General candidates are for larger chips: take

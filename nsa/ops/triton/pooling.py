@@ -1,7 +1,7 @@
 """Learned pooling of compressed blocks (φ = `pool`): kernels and launchers.
 
-A forward program pools one block of one KV head. A backward program takes a run of tokens of one
-head: it writes their gradient, and its part of the parameters' gradients to one row. A second
+A forward program pools one block of one KV head. A backward program takes a segment of tokens of
+one head: it writes their gradient, and its part of the parameters' gradients to one row. A second
 kernel adds these rows in ascending order, so gradients are the same from run to run.
 
 The two halves of a head that RoPE rotates are padded separately: columns [0, HALF_P) are the first
@@ -23,7 +23,7 @@ from nsa.ops.triton.common import dot, kernel, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 
-TOKENS_PER_PART = 128  # tokens of a backward program
+TOKENS_PER_SEGMENT = 128
 
 
 @triton.jit
@@ -86,11 +86,11 @@ def pool_forward_kernel(
         HALF_P: tl.constexpr = PADDED // 2
         d = tl.arange(0, HALF_P)
         a, b = tl.split(tl.trans(tl.reshape(acc, [2, HALF_P])))  # [HALF_P]
-        c = tl.load(cos + block * HALF + d, mask=d < HALF, other=0.0)
-        s = tl.load(sin + block * HALF + d, mask=d < HALF, other=0.0)
-        low, high = (a * c - b * s).to(y.dtype.element_ty), (b * c + a * s).to(y.dtype.element_ty)
-        tl.store(y + out + d, low, mask=d < HALF)
-        tl.store(y + out + HALF + d, high, mask=d < HALF)
+        cosine = tl.load(cos + block * HALF + d, mask=d < HALF, other=0.0)
+        sine = tl.load(sin + block * HALF + d, mask=d < HALF, other=0.0)
+        low, high = a * cosine - b * sine, b * cosine + a * sine
+        tl.store(y + out + d, low.to(y.dtype.element_ty), mask=d < HALF)
+        tl.store(y + out + HALF + d, high.to(y.dtype.element_ty), mask=d < HALF)
     else:
         tl.store(y + out + col, acc.to(y.dtype.element_ty), mask=inside)
 
@@ -103,9 +103,9 @@ def pool_backward_kernel(
     LEN: tl.constexpr, LEN_P: tl.constexpr, COVER: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Store dx of a run of tokens, and the run's part of d_weight, d_position and d_scale."""
-    run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    parts += (batch * tl.num_programs(0) + run) * (HEADS * SIZE * (SIZE + LEN + 1))
+    """Store dx of a segment, and its part of d_weight, d_position and d_scale."""
+    segment, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    parts += (batch * tl.num_programs(0) + segment) * (HEADS * SIZE * (SIZE + LEN + 1))
     col, inside = _columns(SIZE, HALF, PADDED)
     w = _load_weight(weight + head * SIZE * SIZE, col, inside, SIZE).to(x.dtype.element_ty)
     factor = tl.load(scale + head * SIZE + col, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -113,7 +113,7 @@ def pool_backward_kernel(
     d_position = tl.zeros([LEN_P, PADDED], tl.float32)
     d_scale = tl.zeros([PADDED], tl.float32)
     for first in range(0, TOKENS, ROWS):
-        t = run * TOKENS + first + tl.arange(0, ROWS)
+        t = segment * TOKENS + first + tl.arange(0, ROWS)
         valid = t < seq_len
         row = ((batch * seq_len + t) * HEADS + head) * SIZE
         mask = valid[:, None] & inside[None, :]
@@ -130,11 +130,12 @@ def pool_backward_kernel(
             if HALF > 0:  # rotate back
                 HALF_P: tl.constexpr = PADDED // 2
                 n = tl.arange(0, PADDED)
-                sign = tl.where(n < HALF_P, 1.0, -1.0)[None, :]
-                partner = (1 - n // HALF_P) * HALF + n % HALF_P  # columns of the other half
-                angle = block * HALF
-                g *= _load(cos, angle, n % HALF_P, mask)
-                g += sign * _load(dy, at, partner, mask) * _load(sin, angle, n % HALF_P, mask)
+                half, d = n // HALF_P, n % HALF_P
+                sign = tl.where(half == 0, 1.0, -1.0)[None, :]
+                partner = (1 - half) * HALF + d  # the column that RoPE pairs with this one
+                angles = block * HALF  # the row of cos and sin
+                g *= _load(cos, angles, d, mask)
+                g += sign * _load(dy, at, partner, mask) * _load(sin, angles, d, mask)
             mean = _load(pooled, at, col, mask)
             # A block counts once, with its first token.
             d_scale += tl.sum(tl.where((covered & (i == 0))[:, None], g * mean, 0.0), 0)
@@ -144,8 +145,9 @@ def pool_backward_kernel(
             d_score = p * (k.to(tl.float32) - mean) * g
             dk += p * g
             ds += d_score
-            at_i = (tl.arange(0, LEN_P)[:, None] == i[None, :]) & covered[None, :]
-            d_position = dot(at_i.to(k.dtype), d_score.to(k.dtype), d_position)
+            # [LEN_P, ROWS]: one-hot, so that the product adds each row's d_score at its index i.
+            is_i = (tl.arange(0, LEN_P)[:, None] == i[None, :]) & covered[None, :]
+            d_position = dot(is_i.to(k.dtype), d_score.to(k.dtype), d_position)
         d_weight = dot(tl.trans(k), ds.to(k.dtype), d_weight)
         dk = dot(ds.to(k.dtype), tl.trans(w), dk)
         mask = valid[:, None] & inside[None, :]
@@ -175,17 +177,17 @@ def pool_forward(x: PoolInputs) -> tuple[Tensor, ...]:
 def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight, position and scale."""
     batch, seq_len, heads, size = x.x.shape
-    runs = cdiv(seq_len, TOKENS_PER_PART)
+    segments = cdiv(seq_len, TOKENS_PER_SEGMENT)
     sizes = [parameter.numel() for parameter in x[1:4]]
     dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
-    parts = x.x.new_empty(batch * runs, sum(sizes), dtype=torch.float32)
-    # With 32 rows registers spill, as the weight's gradient stays in them.
+    parts = x.x.new_empty(batch * segments, sum(sizes), dtype=torch.float32)
+    # The gradient of `weight` stays in registers; with 32 rows they spill.
     config = Config(16, 0, 8 if size > 64 else 4, 1)
     launch(
-        pool_backward_kernel, (runs, heads, batch), config, **_inputs(x, config),
+        pool_backward_kernel, (segments, heads, batch), config, **_inputs(x, config),
         dy=dy.contiguous(), token_blocks=x.token_blocks.contiguous(), pooled=pooled, lse=lse,
         dx=dx, parts=parts, LEN_P=padded_size(x.block_tokens.shape[1]),
-        COVER=x.token_blocks.shape[1], TOKENS=TOKENS_PER_PART,
+        COVER=x.token_blocks.shape[1], TOKENS=TOKENS_PER_SEGMENT,
     )  # fmt: skip
     return dx, *sum_parts(parts, x[1:4])
 
