@@ -142,7 +142,8 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         )
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ValueError(f"{path}: {reason}; name a JSON file") from error
+        fix = "name a JSON file, such as --deepspeed_config ds_configs/zero1_pcie.json"
+        raise ValueError(f"{path}: {reason}; {fix}") from error
     except json.JSONDecodeError as error:
         fix = "write plain JSON: no comments, no trailing commas, names in double quotes"
         raise ValueError(f"{path}: {error}; {fix}") from error
