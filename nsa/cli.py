@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; ValueError and OSError become one line on stderr and exit code 2."""
     parser = _parser()
     flags, command = split_command(sys.argv[1:] if argv is None else argv)
-    for name in (" ".join(flags[:1]), " ".join(flags[:2])):
+    for words in (1, 2):  # a withdrawn verb has one word or two
+        name = " ".join(flags[:words])
         if name in VERBS:
             parser.error(f"{name}: withdrawn in this version; {VERBS[name]}")
     args, unknown = parser.parse_known_args(flags)

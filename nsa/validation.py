@@ -57,7 +57,8 @@ def positive_flags(args: object, *names: str) -> None:
     """Require each value of these command-line flags, if given, to be 1 or more."""
     for name in names:
         value = getattr(args, name)
-        for number in value if isinstance(value, list) else [value]:
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
             if number is not None and number < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {number}: must be 1 or more")
 
@@ -77,16 +78,17 @@ class Parser(argparse.ArgumentParser):
 
     def hint(self, word: str) -> str:
         """Return `word`; if it is misspelt, with the flag or verb that it resembles."""
-        groups = [x for x in self._actions if isinstance(x, argparse._SubParsersAction)]
-        verbs = {name: parser for group in groups for name, parser in group.choices.items()}
+        verbs: dict[str, argparse.ArgumentParser] = {}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                verbs = action.choices
         name = word.partition("=")[0]
         known = list(verbs)
         if word.startswith("-"):
-            parsers = (self, *(verbs[verb] for verb in self.words if verb in verbs))
-            known = [flag for p in parsers for x in p._actions for flag in x.option_strings]
-        if name in known:
-            return word
-        if self.allow_abbrev and any(other.startswith(name) for other in known):
+            parsers = [self, *(verbs[verb] for verb in self.words if verb in verbs)]
+            known = [flag for parser in parsers for flag in parser._option_string_actions]
+        is_abbreviation = self.allow_abbrev and any(other.startswith(name) for other in known)
+        if name in known or is_abbreviation:
             return word
         close = get_close_matches(name, known, n=1, cutoff=0.7)
         return f"{word} (did you mean {close[0]}?)" if close else word
@@ -94,7 +96,7 @@ class Parser(argparse.ArgumentParser):
 
 def reject_unknown_flags(parser: Parser, words: Sequence[str]) -> NoReturn:
     """Exit with code 2; `words` are the arguments that `parser` did not recognize."""
-    parser.words = ()
+    parser.words = ()  # `error` adds no hints: the message below has them
     for word in words:
         if advice := FLAGS.get(f"{parser.prog} {word.partition('=')[0]}"):
             parser.error(f"{word}: withdrawn in this version; {advice}")

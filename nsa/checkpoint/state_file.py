@@ -16,7 +16,7 @@ from nsa.dtypes import DTYPES
 from nsa.untrusted import matches, read_object
 
 STATE = "state.json"
-MAX_RANKS = 65_536
+MAX_RANKS = 65_536  # a file that names more is damaged
 ANY_RANKS = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 
@@ -87,7 +87,7 @@ def read_tokenizer(folder: Path) -> Mapping[str, str] | None:
 
 
 def check_loadable(checkpoint: Path, saved: Topology, current: Topology) -> None:
-    """Raise a ValueError if an engine of topology `current` cannot load one of topology `saved`."""
+    """Raise a ValueError if a run of topology `current` cannot load a checkpoint of `saved`."""
     for key, name, fix in (
         ("layout", "ZeRO stage {}", "choose a DeepSpeed config of ZeRO stage {}"),
         ("precision", "precision {}", "set train.precision={}"),

@@ -30,7 +30,8 @@ from nsa.untrusted import data_only, open_regular, parse_json, read_text
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"
-TRANSFORMERS_PREFIX = re.compile(r"^(model\.|lm_(?=head\.))")  # "model.<name>", "lm_head.<name>"
+# transformers writes "model.norm.weight" and "lm_head.weight" for norm.weight and head.weight.
+TRANSFORMERS_PREFIX = re.compile(r"^(model\.|lm_(?=head\.))")
 
 
 def find_weights(path: Path) -> Path:
@@ -182,10 +183,8 @@ def _master_weights_stage_1_2(
     for rank in range(ranks):
         (file,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         state = _load_mapped(file, optimizer=True)["optimizer_state_dict"]
-        groups = zip(
-            state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True
-        )
-        for flat, slices in groups:
+        partitions = state["single_partition_of_fp32_groups"]
+        for flat, slices in zip(partitions, state["param_slice_mappings"], strict=True):
             for name, piece in slices.items():
                 pieces[name].append(flat[piece.start : piece.start + piece.numel])
     for name, weight in trained.items():

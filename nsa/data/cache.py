@@ -27,7 +27,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, Samples, block_of, hash64
 from nsa.data.config import DataConfig
 from nsa.data.dataset import Dataset, DividedSource
-from nsa.data.shards import INDEX, Index, TokenStore, find_index, open_shards, read_index
+from nsa.data.shards import INDEX, Index, Stamp, TokenStore, find_index, open_shards, read_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import Tokenizer, build_tokenizer
 from nsa.data.writer import Job, Writer, lock, plan_of, progress_of
@@ -52,20 +52,18 @@ class TokenCache:
             for source in dataset.sources
             if not source.is_prepared
         }
-        self.stamps = [
-            self._cached[name].stamp if name in self._cached else read_index(name).stamp
-            for name in config.sources()
-        ]
-        first = self.stamps[0]
-        for name, stamp in zip(config.sources(), self.stamps, strict=True):
+        self.stamps: list[Stamp] = []
+        for name in config.sources():
+            cached = self._cached.get(name)
+            stamp = read_index(name).stamp if cached is None else cached.stamp
+            self.stamps.append(stamp)
+            first = self.stamps[0]
             if stamp.tokenizer_fingerprint != first.tokenizer_fingerprint:
-                tokenizers = (
-                    f"{x.tokenizer} {x.tokenizer_fingerprint[:8]}" for x in (first, stamp)
-                )
                 raise DataError(
-                    f"data.source: {dataset.sources[0].name} and {name} have different "
-                    f"tokenizers ({', '.join(tokenizers)}); set data.tokenizer to a prepared "
-                    "one's, or prepare them again with one tokenizer"
+                    f"data.source: {dataset.sources[0].name} and {name} have different tokenizers "
+                    f"({first.tokenizer} {first.tokenizer_fingerprint[:8]}, {stamp.tokenizer} "
+                    f"{stamp.tokenizer_fingerprint[:8]}); set data.tokenizer to a prepared one's, "
+                    "or prepare them again with one tokenizer"
                 )
 
     def start(self, samples: Mapping[str, int]) -> None:
@@ -105,12 +103,13 @@ class CachedSource:
 
     def __init__(self, source: DividedSource, tokenizer: Tokenizer, root: Path) -> None:
         plan = plan_of(source, tokenizer)
+        # The stamp's fingerprint identifies the tokenizer; its name may be a path.
         settings = {**asdict(plan.stamp), **plan.settings, "tokenizer": None}
         self._key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         slug = re.sub(r"[^\w.-]+", "_", source.name.rstrip("/").rpartition("/")[2])[:40]
         self.stamp, self._folder = plan.stamp, root / f"{slug}-{self._key}"
         self._job = Job(source, tokenizer, self._folder, plan)
-        self._index, self._version = plan, (0, 0)  # newest index, and the version of its file
+        self._index, self._version = plan, (0, 0)  # version: inode and mtime of the index's file
         self._writer: Writer | None = None
 
     def need(self, split: str, tokens: int) -> None:
@@ -120,14 +119,17 @@ class CachedSource:
 
     def start(self) -> None:
         """Start a writer if tokens are missing and no process writes them."""
-        if not self._job.is_enough(self._refresh()) and (locked := lock(self._folder)):
+        if self._job.is_enough(self._refresh()):
+            return
+        locked = lock(self._folder)
+        if locked is not None:
             self._writer = Writer(self._job, locked)
 
     def store(self, split: str) -> TokenStore:
         """Return a split, as soon as it has tokens."""
-        # Wait for all of a small source, to shuffle it as a whole, like a prepared one.
         source, folder = self._job.source, self._folder
         if source.is_small:
+            # Wait for all of it, to shuffle it as a whole, like a prepared folder.
             store = TokenStore(folder, source.name, self._wait_for(split, math.inf), split)
             tokens = store.read(0, len(store)).astype(np.uint32)
             store.fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()
@@ -136,6 +138,7 @@ class CachedSource:
         index = wait(1)
         store = TokenStore(folder, source.name, index, split, wait)
         revision = (index.cursor or {}).get("revision")  # of a hub dataset
+        # Later tokens are not written yet, so the fingerprint is that of the settings.
         store.fingerprint = f"{hash64('growing', self._key, str(revision)):016x}"
         store.size = source.size
         return store
@@ -148,15 +151,16 @@ class CachedSource:
         source, config = self._job.source, self._job.source.config
         if math.isfinite(tokens):
             self.need(split, int(tokens))
-        progress, since = (0, ""), time.monotonic()
+        progress, changed_at = (0, ""), time.monotonic()
         index = self._refresh()
         while not index.finished and index.tokens(split) < tokens:
             if self._writer is None or not self._writer.is_running():
                 self.close()
                 self.start()
-            if (newest := progress_of(self._folder)) != progress:
-                progress, since = newest, time.monotonic()
-            elif time.monotonic() - since > config.timeout:
+            newest = progress_of(self._folder)
+            if newest != progress:
+                progress, changed_at = newest, time.monotonic()
+            elif time.monotonic() - changed_at > config.timeout:
                 raise DataError(
                     f"data.source = {source.name!r}: no document for {config.timeout:g} seconds "
                     f"(data.timeout); the last one read was {newest[1]}. Raise data.timeout, or "
@@ -177,8 +181,10 @@ class CachedSource:
         """Read the index again if it changed."""
         with suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._folder / INDEX)
-            if (version := (status.st_ino, status.st_mtime_ns)) != self._version:
-                self._index, self._version = find_index(self._folder) or self._index, version
+            version = status.st_ino, status.st_mtime_ns
+            if version != self._version:
+                self._index = find_index(self._folder) or self._index
+                self._version = version
         return self._index
 
 
@@ -212,12 +218,13 @@ class ValidationData:
 
     def batches(self, rank: int) -> list[Batch]:
         """Return a rank's batches, equally many on all ranks; unlabelled rows pad the last."""
-        total, ranks = self.sequences, self._world_size
-        positions = range(rank * total // ranks, (rank + 1) * total // ranks)
+        total, ranks, size = self.sequences, self._world_size, self._micro_batch
+        samples = range(rank * total // ranks, (rank + 1) * total // ranks)
         batches = []
-        for start in range(0, math.ceil(total / ranks), self._micro_batch):
-            rows = [*positions[start : start + self._micro_batch]]
-            batch = self._samples.batch([*rows, *[0] * (self._micro_batch - len(rows))])
-            batch.labels.view(self._micro_batch, -1)[len(rows) :] = IGNORE_INDEX
+        for start in range(0, math.ceil(total / ranks), size):
+            numbers = list(samples[start : start + size])
+            padding = [0] * (size - len(numbers))
+            batch = self._samples.batch(numbers + padding)
+            batch.labels.view(size, -1)[len(numbers) :] = IGNORE_INDEX
             batches.append(batch)
         return batches

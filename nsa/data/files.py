@@ -1,8 +1,8 @@
 """Local files as a document source: JSON lines, Parquet, tables and any text, alone or in folders.
 
-A reader skips the records that were consumed, and yields each further document with the number of
-records up to it. For a record that cannot be read it yields a DataError; for a file that cannot be
-read further it raises.
+A record is a line, a row, or a whole file. A reader skips the first `consumed` records and yields
+(document, number of its record), numbered from 1. In place of a record that cannot be read it
+yields a DataError. It raises if the rest of the file cannot be read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TextFile:
     path: Path
     name: str  # relative to the source's folder
     bytes: int
-    plain: bool = False  # one document, whatever its name
+    plain: bool = False  # read as one document, although its name is a table's
 
     @property
     def compression(self) -> str | None:
@@ -102,8 +102,9 @@ def _lines(file: TextFile, consumed: int, field: str) -> Records:
         for number, line in enumerate(lines, 1):
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(f"line {number} has more than {MAX_LINE_BYTES:,} bytes")
-            wanted = number > consumed and not line.isspace()
-            if wanted and (document := _document(file, number, line, field)):
+            if number <= consumed or line.isspace():
+                continue
+            if document := _document(file, number, line, field):
                 yield document, number
 
 
@@ -207,8 +208,8 @@ def open_files(
 
     `pattern` selects files of a folder by name or relative path. Without it, a folder that holds
     JSON lines or Parquet is a dataset, of which only these and .txt are read. A table is read as
-    records if it is `path`, if `pattern` selects it, or if its folder holds only tables; else it is
-    one text, as a .json may hold settings.
+    records if it is `path` itself, if there is a `pattern`, or if the folder holds only tables.
+    Otherwise it is one text: a .json among other files may hold settings.
     """
     if path.is_dir():
         present = sorted(_below(path, pattern))
@@ -265,7 +266,8 @@ def _is_text(path: Path, tables: bool, largest: float = math.inf) -> bool:
     if _named(path, SUFFIXES) or (tables and _named(path, TABLE_SUFFIXES)):
         return True
     with file_errors(path):
-        if path.exists() and (not path.is_file() or path.stat().st_size > largest):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > largest:
             return False
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
@@ -281,8 +283,8 @@ def _text_file(path: Path, root: Path, tables: bool = False) -> TextFile:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
             raise ValueError("it is a device or a folder")  # /dev/zero has no end
-        file = TextFile(path, path.relative_to(root).as_posix(), status.st_size)
-        return replace(file, plain=file.suffix in TABLES and not tables)
+        plain = not tables and _named(path, TABLE_SUFFIXES)
+        return TextFile(path, path.relative_to(root).as_posix(), status.st_size, plain)
 
 
 @dataclass(eq=False)
@@ -317,7 +319,8 @@ class Files(Source):
         size = 0
         with suppress(*skipped), file_errors(file.path):
             metadata = pq.read_metadata(file.path)
-            for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            for i in range(metadata.num_row_groups):
+                group = metadata.row_group(i)
                 for column in map(group.column, range(group.num_columns)):
                     if column.path_in_schema == self.text_field:
                         size += column.total_uncompressed_size
@@ -326,15 +329,14 @@ class Files(Source):
     def size_if_few(self, limit: int) -> int | None:
         """Return the bytes of text if there are fewer than `limit` documents, else None.
 
-        An uncompressed text file is one document, and its size is known without reading it. A
-        pipe, which can be read only once, gives None.
+        A pipe, which can be read only once, gives None.
         """
         count = size = 0
         for file in self.files:
             if not file.path.is_file():
                 return None
             if file.reader is _whole_file and not file.compression:
-                lengths = iter([file.bytes])
+                lengths = iter([file.bytes])  # one document, whose size is known without reading it
             else:
                 lengths = (len(x.text) for x in replace(self, files=[file]).read_all())
             for length in lengths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ class StoredRun:
 def find_run(path: Path | str) -> StoredRun:
     """Locate a run, one of its checkpoints, or the output of `nsa export` or `nsa import`.
 
-    Raises most errors of `load_run`, but does not read weights.
+    Raise most errors of `load_run`, but read no weights.
     """
     folder = find_weights(Path(path)).resolve()
     config = read_config(folder)
@@ -94,7 +95,7 @@ def read_config(folder: Path) -> RunConfig:
         fix = f"; convert it: nsa import {folder} --to runs/imported" if hf else ""
         raise ValueError(f"'{folder}' has no {CONFIG}{fix}")
     config, _ = read_saved_config(file)
-    if recorded := read_tokenizer(folder):  # prepared data may have another than data.tokenizer
+    if recorded := read_tokenizer(folder):  # not data.tokenizer, if the data was prepared
         config.data.tokenizer = recorded["name"]
     return config
 
@@ -124,4 +125,4 @@ def dataset_vocabulary(data: DataConfig) -> int | None:
     It is rounded up to a multiple of 64: GPUs multiply by such a head fastest.
     """
     sizes = [read_index(name).stamp.vocab_size for name in data.sources() if is_prepared(name)]
-    return -(-max(sizes) // 64) * 64 if sizes else None
+    return math.ceil(max(sizes) / 64) * 64 if sizes else None

@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # imported late: they import DeepSpeed
     from nsa.engine.recipe import Recipe
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
-# Assumed bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus.
+# Assumed GB/s of a collective from one GPU to the next, one way: about 3/4 of the bus.
 # host4 and host5: GPUs without peer access, whose data passes through the host's memory.
-LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9, "host4": 12e9, "host5": 24e9}
+LINKS = {"pcie3": 12, "pcie4": 24, "pcie5": 48, "nvlink": 200, "host4": 12, "host5": 24}
 DEVICES = {  # --device: its name in GPUS, and its usual link
     "a100": ("A100 80GB PCIe", "pcie4"),
     "h100": ("H100 80GB HBM3", "pcie4"),
@@ -88,14 +88,14 @@ def _hardware(flags: argparse.Namespace) -> Hardware:
         )
     if flags.mfu is not None and flags.mfu > 1:
         raise ValueError(f"--mfu {flags.mfu}: a fraction of the peak; write 0.25 for 25%")
-    name, usual = DEVICES.get(flags.device, ("", "pcie4"))
-    flags.link = flags.link or usual  # `_assumptions` prints it
-    memory = GPUS[name].memory if name else MEMORY
-    tflops = GPUS[name].bf16 if name else _number("--device", flags.device, "TFLOP/s", DEVICES)
+    gpu, usual_link = DEVICES.get(flags.device, ("", "pcie4"))
+    flags.link = flags.link or usual_link  # `_assumptions` prints it
+    memory = GPUS[gpu].memory if gpu else MEMORY
+    tflops = {name: GPUS[gpu].bf16 for name, (gpu, _) in DEVICES.items()}
     return Hardware(
-        flops=1e12 * tflops,
+        flops=1e12 * _number("--device", flags.device, "TFLOP/s", tflops),
         mfu=flags.mfu,
-        link=LINKS.get(flags.link) or 1e9 * _number("--link", flags.link, "GB/s", LINKS),
+        link=1e9 * _number("--link", flags.link, "GB/s", LINKS),
         network=1e9 * flags.network,
         nodes=flags.nodes,
         memory=1e9 * (memory if flags.memory is None else flags.memory),
@@ -174,16 +174,19 @@ def load_recipe(file: Path, profile: str) -> Recipe:
 
 def _assumptions(flags: argparse.Namespace, hardware: Hardware, zero: Zero) -> list[str]:
     device = f"{hardware.flops / 1e12:g} TFLOP/s, {hardware.memory / 1e9:g} GB"
-    device = f"{flags.device} ({device})" if flags.device in DEVICES else device
+    if flags.device in DEVICES:
+        device = f"{flags.device} ({device})"
     link = f"{hardware.link / 1e9:g} GB/s"
-    link = f"{flags.link} ({link})" if flags.link in LINKS else link
-    nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
+    if flags.link in LINKS:
+        link = f"{flags.link} ({link})"
+    nodes = ""
+    if hardware.nodes > 1:
+        nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
     speed = f"{REACHED} (--mfu): measured with three branches on an H100, an estimate elsewhere"
     if hardware.mfu is not None:
         speed = f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu)"
     lines = [
-        f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"
-        + (nodes if hardware.nodes > 1 else ""),
+        f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link){nodes}",
         f"{speed}; gaps between kernels included",
     ]
     if zero.offload:
@@ -191,13 +194,14 @@ def _assumptions(flags: argparse.Namespace, hardware: Hardware, zero: Zero) -> l
     return lines
 
 
-def _number(flag: str, text: str, unit: str, names: Mapping[str, object]) -> float:
+def _number(flag: str, text: str, unit: str, named: Mapping[str, float]) -> float:
+    """Return the value of a name, or the number that `text` is."""
     try:
-        value = float(text)
+        value = named[text] if text in named else float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise ValueError(f"{flag} {text}: write {', '.join(names)} or a number of {unit} above 0")
+        raise ValueError(f"{flag} {text}: write {', '.join(named)} or a number of {unit} above 0")
     return value
 
 
@@ -207,7 +211,7 @@ def _lines(
     memory, sent = step.memory, step.traffic.bytes_per_step
     flops = flops_with_recomputation(model, batch, model.config.attention.kind)
     reached = batch.tokens * batch.accumulation * flops / step.compute / hardware.flops
-    # Below the assumed fraction, beyond rounding, only if the host takes longer than the GPU.
+    # Only a host that is slower than the GPU takes `reached` below MFU; 0.999 allows for rounding.
     host_bound = hardware.mfu is None and reached < 0.999 * MFU[model.config.attention.kind]
     by_host = ", limited by the host that starts kernels" if host_bound else ""
     dense = f"  {'tokens/s, dense':<18}{step.tokens / step.dense_seconds:>10,.0f}"

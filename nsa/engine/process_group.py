@@ -34,9 +34,8 @@ from nsa.data.writer import WorkerDied
 from nsa.engine import disable_shared_memory_op
 from nsa.system import LOOPBACK, interface_towards
 
-# Variables that name the network interface. Without them gloo uses the interface of the host name,
-# often the loopback, and NCCL the first interface, maybe a container's. NCCL takes a name without
-# "=" for a prefix.
+# By default gloo uses the interface of the host name, often the loopback, and NCCL the first one,
+# maybe a container's. NCCL takes a name without "=" for a prefix.
 INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 # Parts of the error messages of a rank whose peer has exited.
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")

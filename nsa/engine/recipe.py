@@ -183,34 +183,33 @@ def _resolve_folder(
     recipe: Recipe, flags: argparse.Namespace, notes: list[str]
 ) -> tuple[str, str, Path, Path | None, Path | None]:
     """Return recipe, profile, run folder, checkpoint to resume from, folder of saved settings."""
-    name, profile = recipe.name, flags.profile
     on_accelerator = get_accelerator().device_name() != "cpu"
-    if profile is None:
-        profile = "production" if on_accelerator else "demo"
+    profile = flags.profile or ("production" if on_accelerator else "demo")
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
-    checkpoint, saved, found = find_saved(run_dir) if flags.resume else (None, None, [])
+    checkpoint, saved, log_lines = find_saved(run_dir) if flags.resume else (None, None, [])
+    own = {"recipe": recipe.name, "profile": profile}  # a resumed run keeps its own
     if saved is not None:
         env = read_json(run_dir / "env.json")
-        recorded = {key: value for key, value in env.items() if isinstance(value, str)}
-        own_name, own_profile = recorded.get("recipe", name), recorded.get("profile", profile)
-        if name != own_name:
-            notes.append(f"{name}: {run_dir} keeps the settings of its own recipe, {own_name}")
-        if flags.profile not in (None, own_profile):
-            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {own_profile}")
-        name, profile = own_name, own_profile
+        own |= {name: env[name] for name in own if isinstance(env.get(name), str)}
+        if own["recipe"] != recipe.name:
+            notes.append(
+                f"{recipe.name}: {run_dir} keeps the settings of its own recipe, {own['recipe']}"
+            )
+        if flags.profile not in (None, own["profile"]):
+            notes.append(f"--profile {flags.profile}: {run_dir} keeps its own, {own['profile']}")
     elif flags.profile is None and not on_accelerator:
         notes.append(
             "NO ACCELERATOR FOUND: running the `demo` profile, few steps on short sequences, "
             "instead of `production`; --profile production overrides this"
         )
-    notes += found
-    return name, profile, run_dir, checkpoint, saved
+    notes += log_lines
+    return own["recipe"], own["profile"], run_dir, checkpoint, saved
 
 
 def _resolve_settings(
     recipe: Recipe, flags: argparse.Namespace, profile: str, saved: Path | None, notes: list[str]
 ) -> tuple[RunConfig, RunConfig]:
-    """Return the config of the recipe or of the saved run, without and with the flags' changes."""
+    """Return (base, config): of the recipe or the saved run, and with the flags' changes."""
     overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
     if saved is not None:
         base, withdrawn = read_saved_config(saved / "config.yaml")
@@ -220,8 +219,9 @@ def _resolve_settings(
     if recipe.model_of_start:
         base = with_model_of_start(base, flags.config, flags.set)
     config = resolve_config(base, flags.config, overrides)
-    vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
+    vocab_size = dataset_vocabulary(config.data)
     if vocab_size and config.train.start_from is None:
+        before = config.model.vocab_size
         base = replace(base, model=replace(base.model, vocab_size=vocab_size))
         config = resolve_config(base, flags.config, overrides)  # flags may set another
         if config.model.vocab_size != before:
@@ -349,18 +349,20 @@ def _check_changes(
     base: RunConfig, config: RunConfig, run_dir: Path, checkpoint: str, notes: list[str]
 ) -> bool:
     """Refuse or log the changes of a resumed run; return whether they change its samples."""
-    before, after = (
-        {name: value for name, value in walk(tree) if not isinstance(value, dict)}
-        for tree in (asdict(base), asdict(config))
-    )
-    changeable = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
+    names = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
+    changeable = [f"model.{name}" for name in names]
     keep_order = ("data.packing", "data.timeout", "data.on_error", "data.cache")
+
+    def values(tree: RunConfig) -> dict[str, Any]:
+        return {name: x for name, x in walk(asdict(tree)) if not isinstance(x, dict)}
+
+    before, after = values(base), values(config)
     data_changed = False
     for name in sorted(before | after):
         old, new = before.get(name), after.get(name)
         if old == new:
             continue
-        if name.startswith("model.") and name.removeprefix("model.") not in changeable:
+        if name.startswith("model.") and name not in changeable:
             raise ValueError(
                 f"{name} = {new!r}: {run_dir} was created with {old!r}; drop the change, or start "
                 "a fresh run in another folder"

@@ -1,6 +1,6 @@
 """Compressor φ: pools the `l` keys (or values) of each compressed block into one.
 
-The mean has no parameters: nsa.ops.rotary_pool computes it, of rotated keys.
+The mean has no parameters: nsa.ops.rotary_pool computes it from rotated keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cut_blocks(x: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 
 class _CutBlocks(torch.autograd.Function):
-    """x[:, block_tokens] with a backward pass that gathers; indexing's would sort and scatter."""
+    """x[:, block_tokens]; PyTorch's own backward pass of indexing would sort and scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
@@ -44,7 +44,6 @@ class _CutBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """[B, N, l, K, D] to [B, T, K, D]: a token adds up the blocks that cover it."""
         return sum_covering(gradient, *ctx.saved_tensors), None, None
 
 

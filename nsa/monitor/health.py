@@ -25,7 +25,7 @@ class _Sample:
 
     gates: Tensor | None  # [B, S, Hq, 3]; None: the layer has none
     blocks: Tensor  # [B, S, Hkv, n]
-    previous: Tensor  # [B, S - 1, Hkv, n], blocks of the token before each sample but the first
+    previous: Tensor  # [B, S - 1, Hkv, n], blocks of the token before each query but the first
     stride: int
     seq_len: int
     cu_seqlens: Tensor | None
@@ -75,7 +75,7 @@ class HealthRecorder:
         if torch.compiler.is_compiling() or name in self._samples:
             return
 
-        def work() -> _Sample:
+        def take_sample() -> None:
             batch, seq_len = blocks.shape[:2]
             stride = math.ceil(batch * seq_len / MAX_QUERIES)
             selector_statistics = None
@@ -83,7 +83,7 @@ class HealthRecorder:
                 queries, target = self._layers[name].selector_target
                 recall = _recall(queries, target, blocks, cu_seqlens, self._spec)
                 selector_statistics = torch.cat([selector_loss[None], recall])
-            return _Sample(  # copies, which keep no activation alive
+            self._samples[name] = _Sample(  # copies, which keep no activation alive
                 None if gates is None else gates[:, ::stride].detach().clone(),
                 blocks[:, ::stride].clone(),
                 blocks[:, stride - 1 : -1 : stride].clone(),
@@ -93,9 +93,7 @@ class HealthRecorder:
                 selector_statistics,
             )
 
-        sample = self._try(work)
-        if sample is not None:
-            self._samples[name] = sample
+        self._try(take_sample)
 
     def _try(self, work: Callable[[], T]) -> T | None:
         """Call `work`; if it fails (for example out of memory), switch the recorder off."""
@@ -113,7 +111,7 @@ class HealthRecorder:
 def _recall(
     queries: Tensor, target: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
 ) -> Tensor:
-    """Return the fraction of target attention in selected blocks, and in as many random ones: [2].
+    """Return [2]: the fraction of target attention in selected blocks, and in as many random ones.
 
     Only queries with more candidates than they select count; NaN if there are none.
     """
@@ -128,8 +126,9 @@ def _recall(
     target = target * (own >= spec.select_top)[:, None]
     # A random selection of k of r ranked blocks holds k / r of their target attention.
     chance = (selected & ranked).sum(-1) / ranked.sum(-1).clamp(min=1)
-    held, held_by_random = (target * selected).sum(), (target.sum(-1) * chance).sum()
-    return torch.stack((held, held_by_random)) / target.sum()
+    in_selected = (target * selected).sum()
+    in_random = (target.sum(-1) * chance).sum()
+    return torch.stack((in_selected, in_random)) / target.sum()
 
 
 def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -175,9 +174,9 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
     start = _document_starts(position, first.cu_seqlens)
     own = ((position - start) // spec.select_len)[:, None, None]  # the block that a query is in
     selected = blocks >= 0
-    forced = selected & ((blocks < spec.init_blocks) | (blocks > own - spec.local_blocks))
+    always = selected & ((blocks < spec.init_blocks) | (blocks > own - spec.local_blocks))
     has_choice = own >= spec.select_top  # more candidates than can be selected
-    free = selected & ~forced & has_choice  # selected by importance
+    free = selected & ~always & has_choice  # selected by importance
     dims = (1, 2, 3, 4)
     return [
         has_choice.float().mean().expand(len(blocks)),
@@ -190,17 +189,18 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
 def _entropy(blocks: Tensor, free: Tensor, own: Tensor, seq_len: int, spec: NSASpec) -> Tensor:
     """Return the entropy of the free blocks, scaled to 0 (always the same) … 1 (uniform); [L].
 
-    Before scaling, a head's lowest entropy is the logarithm of the number of free blocks per query.
+    It is lowest if all queries select the same n free blocks, each with p = 1 / n: log(n).
     """
     layers, heads = len(blocks), blocks.shape[3]
     columns = math.ceil(seq_len / spec.select_len)
     rows = torch.arange(layers * heads, device=blocks.device).view(layers, 1, 1, heads, 1)
     cells = (rows * columns + blocks.clamp(min=0)).flatten()
     counts = torch.zeros(layers * heads * columns, device=blocks.device, dtype=torch.int64)
-    counts = counts.scatter_add_(0, cells, free.flatten().long()).view(layers, heads, columns)
+    counts.scatter_add_(0, cells, free.flatten().long())
+    counts = counts.view(layers, heads, columns)
     p = counts / counts.sum(-1, keepdim=True)
     entropy = -torch.special.xlogy(p, p).sum(-1).mean(-1)
-    always = spec.init_blocks + spec.local_blocks
+    always = spec.init_blocks + spec.local_blocks  # not free
     lowest = math.log(max(1, spec.select_top - always))
     highest = (own.max() + 1 - always).float().log()
     return (entropy - lowest) / (highest - lowest)

@@ -27,7 +27,6 @@ from nsa.monitor.observer import (
     SELECTOR_STATISTICS,
     TAGS,
     TEACHER_COLUMNS,
-    LayerStatistics,
     Observer,
     StepRecord,
     warn,
@@ -78,9 +77,12 @@ class Progress(Observer):
     def _print_step(self, record: StepRecord) -> None:
         self._last_time, self._unprinted = time.monotonic(), None
         eta = tqdm.format_interval(max(0, self._last_step - record.step) * record.seconds)
-        values = {name: getattr(record, name) for name in LINES}
-        measured = (LINES[name].format(x) for name, x in values.items() if x is not None)
-        self._print("  ".join([f"step {record.step}/{self._last_step}", *measured, f"ETA {eta}"]))
+        parts = [f"step {record.step}/{self._last_step}"]
+        for name, text in LINES.items():
+            value = getattr(record, name)
+            if value is not None:
+                parts.append(text.format(value))
+        self._print("  ".join([*parts, f"ETA {eta}"]))
 
     def _print(self, text: str) -> None:
         print(printable(text, keep="\n"), flush=True)
@@ -97,8 +99,7 @@ Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and r
 class CsvObserver(Observer):
     """Appends the rows of each logged step to a file, which its first row creates.
 
-    The first of `columns` is `step`. `rows` may return no row; cells of other columns are left out.
-    `number` is the format of a float.
+    The first of `columns` is `step`. `rows` returns a step's rows, which may have further cells.
     """
 
     def __init__(
@@ -106,11 +107,11 @@ class CsvObserver(Observer):
         file_name: str,
         columns: Sequence[str],
         rows: Callable[[StepRecord], Sequence[Cells]],
-        number: str = "{:.6g}",
+        float_format: str = "{:.6g}",
     ) -> None:
         self.file_name = file_name
         self._header = ",".join(columns)
-        self._columns, self._rows, self._number = columns, rows, number
+        self._columns, self._rows, self._float_format = columns, rows, float_format
         self._path: Path | None = None  # None before `on_start`, and if that raised
 
     def on_start(self, run_dir: Path, start_step: int) -> None:
@@ -119,15 +120,18 @@ class CsvObserver(Observer):
         self._path = path
 
     def on_step(self, record: StepRecord) -> None:
-        if self._path is not None and (rows := self._rows(record)):
-            cells = ([self._cell(row.get(column)) for column in self._columns] for row in rows)
-            lines = "".join(",".join(row) + "\n" for row in cells)
+        if self._path is None:
+            return
+        lines = ""
+        for row in self._rows(record):
+            lines += ",".join(self._cell(row.get(column)) for column in self._columns) + "\n"
+        if lines:
             append(self._path, lines, header=f"{self._header}\n")
 
     def _cell(self, value: float | None) -> str:
         if value is None:
             return ""
-        return str(value) if isinstance(value, int) else self._number.format(value)
+        return str(value) if isinstance(value, int) else self._float_format.format(value)
 
     def _drop_rows_after(self, path: Path, step: int) -> None:
         """Drop the rows after `step` and those that a crash cut off."""
@@ -140,14 +144,13 @@ class CsvObserver(Observer):
             path.rename(aside)
             warn(f"{path}: has other columns ({header[:80]!r}); moved to {aside.name}")
             return
-        kept = [
-            line
-            for line in lines[:-1]
-            if line.count(",") == len(self._columns) - 1
-            and (number := line.partition(",")[0]).isdecimal()
-            and int(number) <= step
-        ]
-        atomic_write_text(path, "\n".join([self._header, *kept]) + "\n")
+        kept = [self._header]
+        for line in lines[:-1]:
+            first, *others = line.split(",")
+            complete = len(others) == len(self._columns) - 1 and first.isdecimal()
+            if complete and int(first) <= step:
+                kept.append(line)
+        atomic_write_text(path, "\n".join(kept) + "\n")
 
 
 def metrics_csv() -> CsvObserver:
@@ -198,8 +201,10 @@ class FallbacksCsv(Observer):
 
     def _write(self) -> None:
         counts, text = dict(self._counts()), io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerows([FALLBACK_COLUMNS, *([*key, n] for key, n in sorted(counts.items()))])
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(FALLBACK_COLUMNS)
+        for key, calls in sorted(counts.items()):
+            writer.writerow([*key, calls])
         atomic_write_text(self._path, text.getvalue())
         self._written = counts
 
@@ -207,13 +212,11 @@ class FallbacksCsv(Observer):
 class TrackerObserver(Observer):
     """Writes the scalars of every logged step to DeepSpeed's `monitor`: TensorBoard and W&B.
 
-    W&B's own client gets the nested `settings`, TensorBoard's the `texts`.
+    The run's `settings` go to W&B alone, the `texts` to TensorBoard alone.
     """
 
     def __init__(self, monitor: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-        self._monitor = monitor
-        self._settings = settings
-        self._texts = texts
+        self._monitor, self._settings, self._texts = monitor, settings, texts
         self._board = getattr(getattr(monitor, "tb_monitor", None), "summary_writer", None)
         self._wandb: Any = None
         if getattr(monitor, "wandb_monitor", None) is not None:
@@ -247,20 +250,14 @@ class TrackerObserver(Observer):
             for name in ("teacher_loss", "kl"):
                 total = sum(row[name] * row["tokens"] for row in record.versus_teacher)
                 scalars[f"eval/{name}"] = total / tokens
-        scalars |= _scalars(record.layers)
+        for branch in BRANCHES:
+            gates = [layer[f"gate_{branch}"] for layer in record.layers]
+            measured = [gate for gate in gates if gate is not None]
+            scalars[f"gates/{branch}"] = fmean(measured) if measured else None
+        for index, layer in enumerate(record.layers):
+            for name, value in layer.items():
+                group = "gates" if name.startswith("gate_") else "selection"
+                scalars[f"{group}/layer{index:02}/{name.removeprefix('gate_')}"] = value
         self._monitor.write_events(
             [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
         )
-
-
-def _scalars(layers: Sequence[LayerStatistics]) -> dict[str, float | None]:
-    """Return the statistics of each layer by tag, and the mean gate of each branch."""
-    scalars: dict[str, float | None] = {}
-    for branch in BRANCHES:
-        gates = [gate for layer in layers if (gate := layer[f"gate_{branch}"]) is not None]
-        scalars[f"gates/{branch}"] = fmean(gates) if gates else None
-    for index, layer in enumerate(layers):
-        for name, value in layer.items():
-            group = "gates" if name.startswith("gate_") else "selection"
-            scalars[f"{group}/layer{index:02}/{name.removeprefix('gate_')}"] = value
-    return scalars

@@ -223,7 +223,7 @@ def nsa_attention_and_blocks(x: GatedInputs, backend: str = "auto") -> tuple[Ten
 
         o, block_index, *_ = triton_gated(x)
         return o, block_index
-    # Not `auto`, which fell back above: it would count each branch as one more fallback.
+    # `auto` fell back and was counted above. Given again, it would count each branch too.
     by_name = "reference" if backend == "reference" else "blockwise"
     options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "backend": by_name}
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, spec, **options)

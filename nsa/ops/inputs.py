@@ -27,16 +27,13 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
 def block_starts(
     seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec, device: torch.device
 ) -> Tensor:
-    """Return each compressed block's first token, int64 [N].
-
-    N of packed documents is read from the device: this is the only host sync of a step.
-    """
+    """Return each compressed block's first token, int64 [N]; packed: N is read from the device."""
     if cu_seqlens is None:
         return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
     offsets = compressed_cu_seqlens(cu_seqlens, spec)
     ascends = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
     ascends = ascends & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == seq_len)
-    count = int(torch.where(ascends, offsets[-1], -1))  # N and the check in one sync
+    count = int(torch.where(ascends, offsets[-1], -1))  # one host sync, the step's only one
     if not torch.compiler.is_compiling() and count < 0:
         raise ValueError(f"cu_seqlens does not ascend from 0 to T = {seq_len}; check the offsets")
     number = torch.arange(count, device=device)
@@ -344,15 +341,14 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
         )
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         return  # reading values would break the graph or synchronise with the device
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    descents = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
-    if len(descents):
-        at = int(descents[0])
-        before, after = cu_seqlens[at : at + 2].tolist()
-        raise ValueError(
-            f"cu_seqlens falls from {before} to {after} at [{at + 1}]; it must ascend from 0 to T "
-            f"= {seq_len}"
-        )
+    offsets = cu_seqlens.tolist()
+    for at, (before, after) in enumerate(pairwise(offsets), 1):
+        if after < before:
+            raise ValueError(
+                f"cu_seqlens falls from {before} to {after} at [{at}]; it must ascend from 0 to T "
+                f"= {seq_len}"
+            )
+    first, last = offsets[0], offsets[-1]
     if first != 0 or last != seq_len:
         raise ValueError(
             f"cu_seqlens goes from {first} to {last}; it must ascend from 0 to T = {seq_len}"

@@ -46,23 +46,24 @@ def pool(
 
 def sum_covering(blocks: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
     """Sum each token's entries in the blocks that cover it: [B, N, l, K, D] to [B, T, K, D]."""
-    first = F.pad(block_tokens[:, 0], (0, 1))  # token_blocks = -1 reads the padding
+    first = F.pad(block_tokens[:, 0], (0, 1))  # the last entry is for token_blocks = -1
     token = torch.arange(len(token_blocks), device=first.device)[:, None]
-    row = token_blocks * block_tokens.shape[1] + token - first[token_blocks]  # [T, ⌈l/d⌉]
+    number_in_block = token - first[token_blocks]  # [T, ⌈l/d⌉]
+    row = token_blocks * block_tokens.shape[1] + number_in_block
     row = row.where(token_blocks >= 0, -1)
-    padded = F.pad(blocks.flatten(1, 2), (0, 0, 0, 0, 0, 1))  # row -1 reads these zeros
-    return padded[:, row].sum(2)
+    rows = F.pad(blocks.flatten(1, 2), (0, 0, 0, 0, 0, 1))  # [B, N · l + 1, K, D]; the last is 0
+    return rows[:, row].sum(2)
 
 
-def _scores(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [.., K, D] by weight; return [.., K, D]."""
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [.., K, D] by each KV head's weight [K, D, E]; return [.., K, E]."""
     return torch.einsum("...kd,kde->...ke", x, weight.to(x.dtype))
 
 
 def _blocks_and_weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return x [B, T, K, D], its blocks and their weights p [B, N, l, K, D], at least float32."""
     x = inputs.x.to(torch.promote_types(inputs.x.dtype, torch.float32))
-    scores = _scores(x, inputs.weight)[:, inputs.block_tokens] + inputs.position.transpose(0, 1)
+    scores = _matmul(x, inputs.weight)[:, inputs.block_tokens] + inputs.position.transpose(0, 1)
     return x, x[:, inputs.block_tokens], scores.softmax(2)
 
 
@@ -91,9 +92,10 @@ def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
     tables = inputs.block_tokens, inputs.token_blocks
     by_token = sum_covering(d_scores, *tables)  # [B, T, K, D]
     d_weight = torch.einsum("btkd,btke->kde", x, by_token)
-    dx = sum_covering(weighted, *tables) + _scores(by_token, inputs.weight.mT)
+    dx = sum_covering(weighted, *tables) + _matmul(by_token, inputs.weight.mT)
     gradients = dx, d_weight, d_position, d_scale
-    return tuple(g.to(x.dtype).contiguous() for g, x in zip(gradients, inputs[:4], strict=True))
+    pairs = zip(gradients, inputs[:4], strict=True)
+    return tuple(gradient.to(value.dtype).contiguous() for gradient, value in pairs)
 
 
 torch_pool = register(

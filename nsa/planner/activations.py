@@ -31,8 +31,8 @@ from nsa.planner.inputs import BatchShape, Model
 class Activations:
     """Bytes of a micro-batch's tensors; not counted: a weight's gradient once it is complete."""
 
-    before_loss: int  # held for the backward pass
-    loss: int  # on top of before_loss at the peak of the loss: logits and gradients of the head
+    before_loss: int  # when the loss begins: what the layers hold for the backward pass
+    loss: int  # added to before_loss at the peak of the loss: logits and gradients of the head
     last_layer: int  # at the peak of the backward pass of head and last layer
     first_layer: int  # at the peak of the backward pass of the other layers
     embedding: int  # at the peak of the backward pass of the embedding
@@ -58,9 +58,8 @@ def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
     dtype = torch.bfloat16 if model.weight_bytes == 2 else torch.float32
     net = meta_model(config).to(dtype)
     if attention.kind == "dense":
-        for name, module in net.named_modules():
-            if name.endswith(".attention"):
-                vars(module)["attend"] = _flash_attend
+        for block in net.blocks:
+            vars(block.attention)["attend"] = _flash_attend
     live = _LiveTensors()
     _free_gradients(net, live)
     width = 0 if model.teacher is None else model.teacher.width
@@ -82,9 +81,10 @@ def count_layers(model: Model, batch: BatchShape, layers: int) -> Activations:
 
 
 def _free_gradients(net: LanguageModel, live: _LiveTensors) -> None:
-    """Free each gradient when it is complete, and begin the spans of the backward pass."""
+    """Free each gradient when it is complete, and begin the spans of the backward pass.
 
-    # attention_norm's gradient is the last of its block: when it is complete, a span begins.
+    The gradient of attention_norm is the last of its block: when it is complete, a span ends.
+    """
     last = len(net.blocks) - 1
     next_span = {
         net.get_parameter(f"blocks.{last}.attention_norm.weight"): "first_layer",
@@ -157,7 +157,7 @@ def loss_bytes(hidden: Tensor, weight: Tensor) -> int:
 
 
 def _flash_attend(q: Tensor, _: None, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
-    """`Attention.attend` by a GPU's op, where PyTorch would form all scores on `meta`."""
+    """Replace `Attention.attend`: on `meta`, PyTorch would allocate all scores, a GPU does not."""
     size = max(x.shape[-1] for x in (q, *kv["all"]))
     q, k, v = (
         (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))).transpose(1, 2)

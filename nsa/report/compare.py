@@ -28,6 +28,7 @@ _MUST_BE_EQUAL = {  # setting -> what it means if runs differ in it
     "steps taken": "the final values are of different steps",
 }
 _HEADER = ("run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "go/no-go")
+_LOSSES = ("loss", "val_loss", "bits_per_byte")  # columns of metrics.csv
 
 
 def add_parser(verbs: Any) -> None:
@@ -64,16 +65,16 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Summary]:
 def differences(runs: Mapping[str, Summary]) -> Iterator[str]:
     """Yield a line for each setting whose difference makes the runs' figures incomparable."""
     for name, meaning in _MUST_BE_EQUAL.items():
-        labels: dict[str, list[str]] = {}  # by value
+        labels_of: dict[str, list[str]] = {}  # value -> labels of the runs that have it
         for label, run in runs.items():
             derived = {"tokens per step": run.tokens_per_step or "", "steps taken": run.steps}
             value = derived[name] if name in derived else lookup(run.config, name)
             if value != "":  # recorded
                 text = f"{value:,}" if isinstance(value, int) else str(value)
-                labels.setdefault(text, []).append(label)
-        if len(labels) > 1:
-            values = "; ".join(f"{text} in {', '.join(names)}" for text, names in labels.items())
-            yield f"{name} differs, {values}: {meaning}"
+                labels_of.setdefault(text, []).append(label)
+        if len(labels_of) > 1:
+            values = [f"{text} in {', '.join(labels)}" for text, labels in labels_of.items()]
+            yield f"{name} differs, {'; '.join(values)}: {meaning}"
 
 
 def compare_runs(runs: Mapping[str, Summary], out: Path) -> list[str]:
@@ -99,7 +100,7 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
     return (
         label,
         f"{run.steps:,}",
-        *(run.last_text(column, ".3f") or "-" for column in ("loss", "val_loss", "bits_per_byte")),
+        *(run.last_text(column, ".3f") or "-" for column in _LOSSES),
         formatted(run.tokens_per_s, ",.0f") or "-",
         formatted(run.memory_gb, ".2f") or "-",
         last_gate,
@@ -107,7 +108,7 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
 
 
 def _json_row(label: str, run: Summary) -> dict[str, Any]:
-    figures = {column: run.last(column) for column in ("loss", "val_loss", "bits_per_byte")}
+    figures = {column: run.last(column) for column in _LOSSES}
     figures |= {"tokens_per_s": run.tokens_per_s, "memory_gb": run.memory_gb}
     gates: dict[str, Any] = {"gate": None, "go": None}
     if run.gates:

@@ -67,7 +67,7 @@ class Summary:
     @property
     def steps(self) -> int:
         """The highest recorded step."""
-        logged = [int(row["step"]) for row in self.metrics.rows[-1:]]
+        logged = (int(row["step"]) for row in self.metrics.rows)
         return max([0, *logged, *(history.step for history in self.histories)])
 
     @property
@@ -92,7 +92,7 @@ class Summary:
     @property
     def memory_gb(self) -> float | None:
         """The peak of any rank."""
-        peaks = [memory for history in self.histories for _, memory in history.memory[-1:]]
+        peaks = [memory for history in self.histories for _, memory in history.memory]
         return max([*peaks, *self.points("memory_gb")[1]], default=None)
 
     def points(self, column: str) -> tuple[list[float], list[float]]:
@@ -101,7 +101,7 @@ class Summary:
         return [row["step"] for row in rows], [row[column] for row in rows]
 
     def last_text(self, column: str, spec: str) -> str:
-        """Format the last finite value, "" without one; if its step is not the last, name it."""
+        """Format the last finite value of a column; name its step if the run has later steps."""
         steps, values = self.points(column)
         if not values:
             return ""
@@ -197,32 +197,28 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
     for gate in gates:
         yield from _heading(f"{gate.gate}: {'Go' if gate.go else 'No-Go'} at step {gate.step:,}")
         yield from ("", f"Judged {plain(gate.time)}.", "")
-        yield from markdown_table(
-            ("criterion", "met", "value", "limit", "evidence"),
-            [
-                (row.name, _MET[row.ok], _number(row.value), row.limit, row.evidence)
-                for row in gate.criteria
-            ],
-        )
-    if missing := [name for name in GATE_NAMES if name not in {gate.gate for gate in gates}]:
+        rows = [(x.name, _MET[x.ok], _number(x.value), x.limit, x.evidence) for x in gate.criteria]
+        yield from markdown_table(("criterion", "met", "value", "limit", "evidence"), rows)
+    judged = {gate.gate for gate in gates}
+    if missing := [name for name in GATE_NAMES if name not in judged]:
         yield from ("", f"Not judged: {', '.join(missing)}.")
 
 
 def _facts(run: Summary, status: str) -> Iterator[str]:
     env, halt = read_json(run.run_dir / "env.json"), read_json(run.run_dir / "halt.json")
-    devices = lookup(env, "cuda.devices") or lookup(env, "cpu.model")
-    devices = devices if isinstance(devices, list) else [devices]
-    versions = {name: lookup(env, f"packages.{name}") for name in ("torch", "deepspeed", "triton")}
+    gpus = lookup(env, "cuda.devices")
+    devices = gpus if isinstance(gpus, list) and gpus else [lookup(env, "cpu.model")]
+    versions = []
+    for name in ("torch", "deepspeed", "triton"):
+        if version := lookup(env, f"packages.{name}"):
+            versions.append(f"{name} {version}")
     skipped = [history.skipped for history in run.histories if history.skipped is not None]
     problems = [run.metrics.problem, *(history.problem for history in run.histories)]
     rows = [
         ("recipe, profile", _join(env.get("recipe"), env.get("profile"))),
         ("git commit", env.get("git_commit") or ""),
         ("hardware", _join(env.get("host"), *devices)),
-        (
-            "versions",
-            _join(*(f"{name} {version}" for name, version in versions.items() if version)),
-        ),
+        ("versions", _join(*versions)),
         ("steps", f"{run.steps:,}"),
         ("tokens", formatted(run.last("tokens"), ",.0f")),
         ("median tokens/s", _speed(run)),
@@ -243,7 +239,7 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
 
 
 def _speed(run: Summary) -> str:
-    """Describe the median speed, also of the dense and of the sparse steps if a run has both."""
+    """Describe the median speed; if a run has dense and sparse steps, also that of each."""
     steps, rates = run.points("tokens_per_s")
     dense_steps = lookup(run.config, "train.dense_steps")
     dense_steps = dense_steps if isinstance(dense_steps, int) else 0
@@ -279,7 +275,8 @@ def _fallbacks(run_dir: Path) -> list[str]:
 def _settings(run: Summary) -> Iterator[str]:
     stage = lookup(read_json(run.run_dir / "ds_config.json"), "zero_optimization.stage")
     names = [f"{section}.{name}" for section, names in _SETTINGS.items() for name in names]
-    rows = [*((name, lookup(run.config, name)) for name in names), ("ZeRO stage", stage)]
+    rows = [(name, lookup(run.config, name)) for name in names]
+    rows.append(("ZeRO stage", stage))
     if present := [row for row in rows if row[1] != ""]:
         yield from (*_heading("Settings"), "", *markdown_table(("setting", "value"), present))
         yield from ("", "All settings: `config.yaml` and `ds_config.json`.")
@@ -303,13 +300,10 @@ def formatted(value: float | None, spec: str) -> str:
 
 def draw_plots(run: Summary) -> list[tuple[str, str]]:
     """Draw into `<run>/report/`; return titles and paths relative to report.md."""
+    by_layer = "Selection, and gates if there are any, by layer, first (dark) to last"
     pictures = (
         ("curves", "Curves", curve_panels({run.name: run})),
-        (
-            "layers",
-            "Selection, and gates if there are any, by layer, first (dark) to last",
-            _layer_panels(run),
-        ),
+        ("layers", by_layer, _layer_panels(run)),
     )
     for name, _, panels in pictures:
         if panels:

@@ -122,7 +122,7 @@ class Supervisor:
                 self.detector = HangDetector(path.parent)
                 log(f"watching {path.parent}")
         exited = self.beats.keys() - self.running().keys()
-        is_read, report = self._read_folder()  # after `exited`, to include their last heartbeats
+        is_read, report = self._read_folder()  # reads also the last heartbeats of exited ranks
         if report is not None:
             return self._halt(report)
         if is_read:
@@ -158,10 +158,12 @@ class Supervisor:
         if self._signals.signal is not None and not any(codes):
             return 128 + self._signals.signal
         if launcher_code > 192:  # 256 - n, from sys.exit(-n): signal n killed a rank
-            return 128 + 256 - launcher_code
+            return 128 + (256 - launcher_code)
         if launcher_code <= 0 and codes:  # the launcher reports no failed rank, or was killed
             return next((code for code in codes if code), 1)
-        return launcher_code if launcher_code >= 0 else 128 - launcher_code  # -n: by signal n
+        if launcher_code < 0:  # -n: signal n killed the launcher
+            return 128 - launcher_code
+        return launcher_code
 
     def _exit_code_of(self, rank: int) -> int | None:
         """Return the exit code that a rank's last heartbeat implies; None: unknown."""
@@ -244,14 +246,10 @@ class Supervisor:
         if left := self.running():
             log(f"SIGKILL to {_names(left)}, {GRACE_SECONDS:g} s after SIGTERM")
         self._kill()
-        halt = asdict(report) | {
-            "time": time.time(),
-            "exit_code": self._exit_code(),
-            "ranks": beats,
-        }
+        end = {"time": time.time(), "exit_code": self._exit_code(), "ranks": beats}
         path = self.detector.folder / "halt.json"
         try:
-            text = json.dumps(halt, indent=2) + "\n"
+            text = json.dumps(asdict(report) | end, indent=2) + "\n"
             with_timeout(DISK_LIMIT_SECONDS, partial(atomic_write_text, path, text))
         except OSError as error:
             log(f"{path} could not be written: {error}")
@@ -270,5 +268,5 @@ class Supervisor:
 
 
 def _names(ranks: Iterable[int]) -> str:
-    names = list(map(str, ranks))
-    return f"rank{'s' if names[1:] else ''} {', '.join(names)}" if names else "no rank"
+    names = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"

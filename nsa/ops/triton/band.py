@@ -9,8 +9,8 @@ the arguments of a missing branch are None. common.py defines the layout of rows
 compressed branch and the window; the selected branch's kernel also adds up the gated branches. The
 gradient g · do of a branch's output is never stored. Let g be the branch's gate, p its softmax, s
 its scores, dp = do · vᵀ, and delta = Σ do · o of each row, which is also the gate's gradient. Then
-ds = (g·p) · (dp - delta) and dv = (g·p)ᵀ · do. Since g·p = exp(s - (lse - ln g)), the kernels
-without gates compute both if they get lse - ln g instead of lse.
+ds = (g·p) · (dp - delta) and dv = (g·p)ᵀ · do. Since g·p = exp(s - (lse - ln g)), the kernels that
+know no gates compute ds and dv if they get lse - ln g instead of lse.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from nsa.ops.triton.selected import selected_forward, selected_gradients
 
 @triton.jit
 def _row_tile(cu, documents, seq_len, C: tl.constexpr):
-    """Find a program's tile of rows. Return:
+    """Find a program's tile of rows; return document, token, length, first_row, row, at, t, valid.
 
-    - the tile's document, the document's first token over all batches, and the document's length;
-    - the tile's first row in the document, and where that row's query begins in memory;
-    - for each row: its offset from there, its position, and whether it exists.
+    - document: the tile's; token: its first one, over all batches; length: its tokens;
+    - first_row: the tile's, in the document; row: where that row's query begins in memory;
+    - at, t, valid, for each row of the tile: offset from `row`, position, whether it exists.
     """
     head = tl.program_id(1)
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows, which see most keys, first
@@ -106,11 +106,11 @@ def _scores(q, k, v, first, high, far_end, future, C: tl.constexpr, PHASE: tl.co
     """Load keys and values [KEYS, ..] from `first` on; return them and their scores [ROWS, KEYS].
 
     A query sees the keys far_end < n < future; other scores are -inf. Phase 0 masks the far end and
-    phase 2 the future. If the window is no longer than KEYS plus the tile's queries, a step of
-    phase 0 may contain both, so it masks both.
+    phase 2 the future. In a short window, a tile of phase 0 may also contain the future of a query.
     """
+    SHORT: tl.constexpr = C.WINDOW <= C.KEYS + C.ROWS // C.GROUP  # keys and queries of a tile
     FAR: tl.constexpr = PHASE == 0
-    FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
+    FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and SHORT)
     i = tl.arange(0, C.KEYS)
     inside = (i < high - first) if FUTURE else None
     k_tile, v_tile = load_pair(k, v, 0, i, C.HEADS, C, inside)
@@ -131,7 +131,7 @@ def _forward(
     m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
     low, all_from, all_to, high = _bounds(first_row, length, C)
     for phase in tl.static_range(3):
-        if phase > 0 or C.WINDOW > 0:
+        if phase > 0 or C.WINDOW > 0:  # without a window, phase 0 has no keys
             begin, end = span(phase, low, all_from, all_to, high)
             # Advance pointers: an index would need 64 bits, and so would each comparison with it.
             k_at = k + key * C.KEY + tl.cast(begin, tl.int64) * (C.HEADS * C.KEY)
@@ -270,12 +270,11 @@ def _keys_step(
 ):  # fmt: skip
     """Add the gradients from one tile of rows to dk and dv.
 
-    Phase 0 masks the future and phase 2 the window's far end; phase 0 masks both as in `_scores`.
+    Phase 0 masks the future and phase 2 the window's far end; phase 0 of a short window masks both.
     """
+    SHORT: tl.constexpr = C.WINDOW <= C.KEYS + C.ROWS // C.GROUP  # keys and queries of a tile
     FUTURE: tl.constexpr = PHASE == 0
-    FAR: tl.constexpr = C.WINDOW > 0 and (
-        PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
-    )
+    FAR: tl.constexpr = C.WINDOW > 0 and (PHASE == 2 or (PHASE == 0 and SHORT))
     valid = (first_row + tl.arange(0, C.ROWS) < end_row) if PHASE != 1 else None
     t0 = first_row // C.GROUP
     local, at = group_rows(first_row, C, C.ROWS % C.GROUP == 0)
@@ -329,7 +328,7 @@ def _key_gradients(
         delta += row
         k_tile, v_tile = load_pair(k, v, key * C.HEADS + head, i, C.HEADS, C, inside)  # [KEYS, ..]
         dk_acc, dv_acc = zero_pair(C)
-        # The same bounds in rows; from `low` to all_from and to all_to there are whole tiles.
+        # Rows of these queries; all_from and all_to are rounded to whole tiles from `low` on.
         low = begin * C.GROUP
         high = end * C.GROUP
         all_from = low + tl.cdiv(tl.maximum(all_begin * C.GROUP - low, 0), C.ROWS) * C.ROWS
@@ -362,7 +361,7 @@ def band_keys_kernel(
     batch, head = (tl.program_id(0) // C.HEADS).to(tl.int64), tl.program_id(0) % C.HEADS
     i = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if i < cmp_programs:
-        if k_cmp is not None:
+        if k_cmp is not None:  # the last split first: its queries see most keys
             _key_gradients(
                 q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, dk_cmp, dv_cmp,
                 cu, batch, head, i % cmp_tiles, (cmp_programs - 1 - i) // cmp_tiles,
@@ -392,11 +391,11 @@ Branch = AttentionInputs | None
 
 def launch_forward(win: Branch, cmp: Branch) -> list[Tensor]:
     """Return o and lse of the window, then of the compressed branch."""
-    x, config = _either(win, cmp), _config("forward", win, cmp)
+    x, config, inputs = _setup("forward", win, cmp)
     outputs = [(None, None) if y is None else y.empty_outputs() for y in (win, cmp)]
     (o_win, lse_win), (o_cmp, lse_cmp) = outputs
     launch(
-        band_forward_kernel, _rows_grid(x, config), config, **_inputs(win, cmp, config),
+        band_forward_kernel, _rows_grid(x, config), config, **inputs,
         o_win=o_win, lse_win=lse_win, o_cmp=o_cmp, lse_cmp=lse_cmp,
     )  # fmt: skip
     return [y for pair in outputs for y in pair if y is not None]
@@ -410,9 +409,9 @@ def launch_queries(
     o_win: Tensor | None = None, lse_win: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dq; with gates also dgates, and delta and lse2 of all branches from their o and lse."""
-    x, config = _either(win, cmp), _config("queries", win, cmp, gated=gates is not None)
+    x, config, inputs = _setup("queries", win, cmp)
     launch(
-        band_queries_kernel, _rows_grid(x, config), config, **_inputs(win, cmp, config),
+        band_queries_kernel, _rows_grid(x, config), config, **inputs,
         do=do, o_cmp=o_cmp, o_sel=o_sel, o_win=o_win, gates=gates,
         lse_cmp=lse_cmp, lse_sel=lse_sel, lse_win=lse_win,
         dgates=dgates, delta=delta, lse2=lse2, dq=dq,
@@ -422,11 +421,10 @@ def launch_queries(
 
 def launch_keys(
     win: Branch, cmp: Branch, *, do: Tensor,
-    lse2_win: Tensor | None = None, delta_win: Tensor | None = None,
-    lse2_cmp: Tensor | None = None, delta_cmp: Tensor | None = None,
+    lse2_win: Tensor, delta_win: Tensor, lse2_cmp: Tensor, delta_cmp: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Return dk and dv of the window, then of the compressed branch."""
-    x, config = _either(win, cmp), _config("keys", win, cmp)
+    x, config, inputs = _setup("keys", win, cmp)
     (batch, seq_len), groups = x.q.shape[:2], x.k.shape[2]
     dk_win = dv_win = dk_cmp = dv_cmp = None
     window_tiles, split_len, cmp_tiles, cmp_programs = 0, seq_len, 1, 0
@@ -440,10 +438,10 @@ def launch_keys(
         cmp_programs = cmp_tiles * splits
         dk_cmp, dv_cmp = _parts(cmp, splits)
     programs = cmp_programs + window_tiles
-    # More than MAX_AXIS programs take several rows of the grid; what is left of the last is idle.
+    # More than MAX_AXIS programs need the third axis too; programs past the last tile are idle.
     grid = groups * batch, min(programs, MAX_AXIS), cdiv(programs, MAX_AXIS)
     launch(
-        band_keys_kernel, grid, config, **_inputs(win, cmp, config), do=do,
+        band_keys_kernel, grid, config, **inputs, do=do,
         lse2_win=lse2_win, delta_win=delta_win, lse2_cmp=lse2_cmp, delta_cmp=delta_cmp,
         dk_win=dk_win, dv_win=dv_win, dk_cmp=dk_cmp, dv_cmp=dv_cmp, split_len=split_len,
         cmp_tiles=cmp_tiles, cmp_programs=cmp_programs, scale_out=x.scale,
@@ -452,33 +450,27 @@ def launch_keys(
     return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients]
 
 
-def _either(win: Branch, cmp: Branch) -> AttentionInputs:
+def _setup(
+    operation: str, win: Branch, cmp: Branch
+) -> tuple[AttentionInputs, Config, dict[str, Any]]:
+    """Return one of the branches, the kernel's config, and the arguments that all kernels take."""
     x = cmp if win is None else win
     assert x is not None
-    return x
-
-
-def _config(kernel: str, win: Branch, cmp: Branch, gated: bool = False) -> Config:
-    x = _either(win, cmp)
     name = "compressed" if win is None else "window"
-    if gated or (win is not None and cmp is not None):
+    if win is not None and cmp is not None:
         name = "gated"
     sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
-    return choose_config(f"{name}_{kernel}", sizes, x.q)
-
-
-def _inputs(win: Branch, cmp: Branch, config: Config) -> dict[str, Any]:
-    """Return the arguments that all kernels take."""
-    x = _either(win, cmp)
+    config = choose_config(f"{name}_{operation}", sizes, x.q)
     cu, documents = document_offsets(x.cu_seqlens)
     k_win, v_win = (None, None) if win is None else (win.k.contiguous(), win.v.contiguous())
     k_cmp, v_cmp = (None, None) if cmp is None else (cmp.k.contiguous(), cmp.v.contiguous())
-    return {
+    inputs = {
         "q": x.q.contiguous(), "k_win": k_win, "v_win": v_win, "k_cmp": k_cmp, "v_cmp": v_cmp,
         "cu": cu, "documents": documents,
         "seq_len": x.q.shape[1], "key_len": 0 if cmp is None else cmp.k.shape[1],
         "scale": x.scale * LOG2E, "WIN": _constants(win, config), "CMP": _constants(cmp, config),
     }  # fmt: skip
+    return x, config, inputs
 
 
 def _constants(x: Branch, config: Config) -> Constants | None:
@@ -508,10 +500,13 @@ def _parts(x: AttentionInputs, splits: int) -> tuple[Tensor, Tensor]:
     return dk, dv
 
 
+def _branches(x: AttentionInputs) -> tuple[Branch, Branch]:
+    return (x, None) if x.branch == "window" else (None, x)
+
+
 def band_forward(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return (o, lse)."""
-    win, cmp = (x, None) if x.branch == "window" else (None, x)
-    return tuple(launch_forward(win, cmp))
+    return tuple(launch_forward(*_branches(x)))
 
 
 def band_backward(
@@ -521,12 +516,11 @@ def band_backward(
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     do = do.contiguous()
     delta, lse2 = backward_rows(do, o, lse, dlse)
-    if x.branch == "window":
-        launch_queries(x, None, do=do, delta=delta, lse2=lse2, dq=dq)
-        dk, dv = launch_keys(x, None, do=do, lse2_win=lse2, delta_win=delta)
-    else:
-        launch_queries(None, x, do=do, delta=delta, lse2=lse2, dq=dq)
-        dk, dv = launch_keys(None, x, do=do, lse2_cmp=lse2, delta_cmp=delta)
+    win, cmp = _branches(x)
+    launch_queries(win, cmp, do=do, delta=delta, lse2=lse2, dq=dq)
+    dk, dv = launch_keys(
+        win, cmp, do=do, lse2_win=lse2, delta_win=delta, lse2_cmp=lse2, delta_cmp=delta
+    )
     return dq, dk, dv
 
 
@@ -578,16 +572,18 @@ def gated_backward(
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
-def _fake(x: GatedInputs) -> tuple[Tensor, ...]:
-    (o, lse), *branches = (x.branch("window", x.k_win, x.v_win).empty_outputs() for _ in range(4))
-    return o, x.selection(lse).empty_index(), *(y for branch in branches for y in branch)
+def _empty_outputs(x: GatedInputs) -> tuple[Tensor, ...]:
+    branch = x.branch("window", x.k_win, x.v_win)  # o and lse of all branches have the same shapes
+    o, lse = branch.empty_outputs()
+    cmp, sel, win = (branch.empty_outputs() for _ in range(3))
+    return o, x.selection(lse).empty_index(), *cmp, *sel, *win
 
 
 triton_gated = register(
     "nsa::triton_gated",
     GatedInputs,
     gated_forward,
-    _fake,
+    _empty_outputs,
     outputs=8,
     gradient=Gradient(gated_backward, inputs=8, outputs=1, saved=slice(1, None)),
 )

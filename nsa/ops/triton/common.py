@@ -408,11 +408,12 @@ def sum_parts_kernel(
 def sum_parts(parts: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the sum of float32 rows `parts` [rows, WIDTH], split into one or three tensors."""
     sums = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
-    first, second, third = (*sums, None, None)[:3]
+    second, third = sums[1:] if len(sums) == 3 else (None, None)
+    rows, width = parts.shape
     launch(
-        sum_parts_kernel, (cdiv(parts.shape[1], PARTS.keys),), PARTS,
-        parts=parts, first=first, second=second, third=third, rows=parts.shape[0],
-        FIRST=sums[0].numel(), SECOND=0 if second is None else second.numel(), WIDTH=parts.shape[1],
+        sum_parts_kernel, (cdiv(width, PARTS.keys),), PARTS,
+        parts=parts, first=sums[0], second=second, third=third, rows=rows,
+        FIRST=sums[0].numel(), SECOND=0 if second is None else second.numel(), WIDTH=width,
         ROWS=PARTS.rows, COLS=PARTS.keys,
     )  # fmt: skip
     return sums

@@ -40,13 +40,13 @@ from nsa.ops.triton.select import LEAST, TAKEN, first_overlap, overlap
 
 @triton.jit
 def _attend(
-    q, k, v, o, lse, scores, out, out_stride, row_scores, begin, end, ring, scale, rows,
+    q, k, v, o, lse, scores, part, parts, row_scores, begin, end, ring, scale, rows,
     C: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Attend with `rows` query heads to the keys from `begin` to `end`; store o and lse.
 
-    Head h stores in row `out + h * out_stride`. Key p is in row p of its buffer, or with RING in
-    row p % `ring`. Scores are stored unless `scores` is None; if `v` is None, o is not stored.
+    Head h stores them at `part + h * parts`. Key p is in row p of its buffer, or with RING in row
+    p % `ring`. Scores are stored unless `scores` is None; o is not stored if `v` is None.
     """
     h = tl.arange(0, C.ROWS)
     valid = h < rows
@@ -68,7 +68,7 @@ def _attend(
         else:
             m, total = _sum_step(s, m, total, scale)
     o_tile, logsum = finish_softmax(m, total, acc)
-    at = out + h * out_stride
+    at = part + h * parts
     if v is not None:
         store_rows(o, at, C.VALUE, o_tile, C.VALUE, C.VALUE_P, valid)
     tl.store(lse + at, logsum, mask=valid)
@@ -100,7 +100,7 @@ def decode_compressed_kernel(
     q, k_cmp, v_cmp, lengths, o, lse, scores, k_cmp_b, v_cmp_b, parts, row_scores, scale,
     C: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a part of the compressed keys; store what `_attend` stores."""
+    """Attend to a part of the compressed keys; store o, lse and scores."""
     part = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     head, row, rows = _program_rows(batch, C)
@@ -125,7 +125,7 @@ def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr
         i = begin + tl.arange(0, TILE)
         inside = valid[:, None] & (i < stop)[None, :]
         s = tl.load(lse + row[:, None] + i[None, :], mask=inside, other=float("-inf"))
-        m, total = _sum_step(s, m, total, 1.4426950408889634)  # log2(e)
+        m, total = _sum_step(s, m, total, 1.4426950408889634)  # lse · log2(e)
     return finish_softmax(m, total, acc)[1]
 
 
@@ -165,7 +165,7 @@ def decode_importance_kernel(
                     sees, tl.exp2(s - m_new) * weight, 0.0
                 )
                 m = m_new
-            # A NaN becomes LEAST: it has no rank, and would leave `index` partly unwritten.
+            # NaN becomes LEAST: NaNs would share a rank, and part of `index` would not be written.
             total = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), LEAST)
         else:
             stop = FIRST_PART + tl.cdiv(seen, PART)
@@ -178,7 +178,7 @@ def decode_importance_kernel(
                 s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
                 weight = overlap(i, j, C)
                 total += tl.sum(tl.exp2(s - binary_lse(row_lse)[:, None]), 0) * weight
-            # A NaN becomes 0, for the same reason. The output is NaN anyway.
+            # NaN becomes 0, for the same reason as above. The token's output is NaN anyway.
             total = tl.where(total >= 0.0, total, 0.0)
         total = tl.where((j < C.INIT) | (j >= candidates - C.LOCAL), float("inf"), total)
         tl.store(importance + group * blocks + j, total, mask=j < candidates)
@@ -196,12 +196,12 @@ def decode_rank_kernel(importance, lengths, index, blocks, C: tl.constexpr):
     if (candidates > C.TOP) & (tl.program_id(0) * C.BLOCKS < candidates):
         importance += group * blocks
         j = tl.program_id(0) * C.BLOCKS + tl.arange(0, C.BLOCKS)
-        mine = tl.load(importance + j, mask=j < candidates, other=TAKEN)[:, None]
+        own = tl.load(importance + j, mask=j < candidates, other=TAKEN)[:, None]
         rank = tl.zeros([BLOCKS], tl.int32)
         for first in range(0, candidates, C.BLOCKS):
             i = first + tl.arange(0, C.BLOCKS)
             other = tl.load(importance + i, mask=i < candidates, other=TAKEN)[None, :]
-            before = (other > mine) | ((other == mine) & (i[None, :] < j[:, None]))
+            before = (other > own) | ((other == own) & (i[None, :] < j[:, None]))
             rank += tl.sum(before.to(tl.int32), 1)
         tl.store(index + group * C.TOP + rank, j, mask=(j < candidates) & (rank < C.TOP))
 
@@ -218,7 +218,7 @@ def decode_parts_kernel(
     head, row, rows = _program_rows(batch, C)
     length = tl.load(lengths + batch).to(tl.int32)
     q += row * C.KEY
-    out = row * parts + part
+    part_row = row * parts + part
     if C.TOP > 0:
         candidates = tl.cdiv(length, C.SELECT)
         if part < tl.minimum(candidates, C.TOP):
@@ -227,7 +227,7 @@ def decode_parts_kernel(
                 j = tl.load(index + row // C.GROUP * C.TOP + part)
             _attend(
                 q, k_sel + batch * k_sel_b + head * C.KEY,
-                v_sel + batch * v_sel_b + head * C.VALUE, o, lse, None, out, parts, 0,
+                v_sel + batch * v_sel_b + head * C.VALUE, o, lse, None, part_row, parts, 0,
                 j * C.SELECT, tl.minimum(length, (j + 1) * C.SELECT), 1, scale, rows, C, False,
             )  # fmt: skip
     if C.WINDOW > 0:
@@ -235,14 +235,14 @@ def decode_parts_kernel(
         if (part >= C.TOP) & (begin < length):
             _attend(
                 q, k_win + batch * k_win_b + head * C.KEY,
-                v_win + batch * v_win_b + head * C.VALUE, o, lse, None, out, parts, 0,
+                v_win + batch * v_win_b + head * C.VALUE, o, lse, None, part_row, parts, 0,
                 begin, tl.minimum(length, begin + PART), ring, scale, rows, C, True,
             )  # fmt: skip
 
 
 @triton.jit
 def _join(o, lse, row, count, gates, gate, C: tl.constexpr, TILE: tl.constexpr):
-    """Return a branch's output [1, VALUE_P] from its first `count` parts, times any gate."""
+    """Join a branch's first `count` parts; return o [1, VALUE_P], gated unless `gates` is None."""
     m, total, acc = start_softmax(1, C.VALUE_P)
     for first in range(0, count, TILE):
         i = first + tl.arange(0, TILE)
@@ -267,7 +267,7 @@ def decode_mix_kernel(
     C: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr, TILE: tl.constexpr,
     CMP: tl.constexpr, SEL: tl.constexpr, WIN: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """Store Σ gate · output of a query head; CMP, SEL and WIN number the gates, -1: no branch."""
+    """Store Σ gate · output of a query head; CMP, SEL, WIN: the branch's gate, -1: no branch."""
     VALUE_P: tl.constexpr = C.VALUE_P
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
@@ -294,9 +294,9 @@ ELEMENTS = 2048  # elements of o that the last kernel joins at a time
 
 
 def decode_forward(x: DecodeInputs) -> Tensor:
-    """Run five kernels, fewer without a branch or with at most TOP blocks.
+    """Run five kernels; some are skipped without a branch, or if all blocks are selected.
 
-    Parts are numbered: blocks, then the window, then compressed keys.
+    The parts of a head are numbered: selected blocks, then the window, then compressed keys.
     """
     (batch, heads, _), spec, branches = x.q.shape, x.spec, x.branches.split("+")
     k, v = x.pair(branches[0])
@@ -307,7 +307,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     config = choose_config("gathered_decode", constants.padded, x.q)
     constants = constants._replace(ROWS=config.rows, KEYS=config.keys)
     total_blocks = 0 if x.k_sel is None else spec.select_blocks_len(x.k_sel.shape[1])
-    selecting = total_blocks > top > 0
+    selecting = top > 0 and total_blocks > top
     keys = 0
     if x.k_cmp is not None and (selecting or "cmp" in branches):
         keys = x.k_cmp.shape[1]
@@ -323,11 +323,11 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     ranking_constants = constants._replace(GROUP=1) if indexed else constants
     k_cmp, k_cmp_b = _buffer(x.k_cmp)
     v_cmp, v_cmp_b = _buffer(x.v_cmp if "cmp" in branches else None)
-    k_sel, k_sel_b = _buffer(x.k_sel if "sel" in branches else None)
-    v_sel, v_sel_b = _buffer(x.v_sel if "sel" in branches else None)
-    k_win, k_win_b = _buffer(x.k_win if "win" in branches else None)
-    v_win, v_win_b = _buffer(x.v_win if "win" in branches else None)
-    out = _fake(x)
+    k_sel, k_sel_b = _buffer(x.k_sel)
+    v_sel, v_sel_b = _buffer(x.v_sel)
+    k_win, k_win_b = _buffer(x.k_win)
+    v_win, v_win_b = _buffer(x.v_win)
+    out = _empty_output(x)
     index = q.new_empty(batch, kv_heads, spec.select_top, dtype=torch.int32)
     o = q.new_empty(batch, heads, parts, v.shape[-1], dtype=torch.float32)
     lse = q.new_empty(batch, heads, parts, dtype=torch.float32)
@@ -388,8 +388,9 @@ def _capacity(count: int) -> int:
     return cdiv(count, 16) * 16
 
 
-def _fake(x: DecodeInputs) -> Tensor:
-    return x.q.new_empty(*x.q.shape[:2], x.pair(x.branches.split("+")[0])[1].shape[-1])
+def _empty_output(x: DecodeInputs) -> Tensor:
+    _, v = x.pair(x.branches.split("+")[0])
+    return x.q.new_empty(*x.q.shape[:2], v.shape[-1])
 
 
-triton_decode = register("nsa::triton_decode", DecodeInputs, decode_forward, fake=_fake)
+triton_decode = register("nsa::triton_decode", DecodeInputs, decode_forward, fake=_empty_output)

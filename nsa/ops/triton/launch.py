@@ -64,7 +64,7 @@ def _run(kernel: Any, grid: Sequence[int], values: tuple, runtime: int, config: 
     key = kernel.fn, values[0].device, config, values[runtime:], *traits
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*values)
+        compiled[(*grid, 1, 1)[:3]](*values)  # it takes a grid of three sizes
         return
     compiled = _compile_and_run(kernel, grid, values, config)
     if compiled is not None:  # Triton's interpreter compiles nothing
@@ -92,19 +92,20 @@ def _compile_and_run(kernel: Any, grid: Sequence[int], values: tuple, config: Co
 def _cause(error: BaseException) -> str:
     """Return the line that says why the GPU or the compiler refused a kernel.
 
-    An error in a function that a kernel calls is the cause of another error, which has no message,
-    only source code and a caret. The first lines of an error of ptxas do not name the reason.
+    An error in a function that the kernel calls is the cause of another error, whose
+    `error_message` is None: its text is source code and a caret. The first lines of an error of
+    ptxas do not name the reason.
     """
     while getattr(error, "error_message", "") is None and error.__cause__ is not None:
         error = error.__cause__
-    message = getattr(error, "error_message", "")  # None: no message; "": no such attribute
+    message = getattr(error, "error_message", "")
     lines = [line.strip() for line in (message or str(error)).splitlines() if line.strip(" ^")]
-    lines = [x for x in lines if x.startswith("ptxas") and "ptxas info" not in x] or lines
-    if not lines:
+    reasons = [x for x in lines if x.startswith("ptxas") and "ptxas info" not in x] or lines
+    if not reasons:
         return type(error).__name__
     if message is None:
-        return lines[-1]  # of the source code, above the caret
-    return lines[0]
+        return reasons[-1]  # of the source code, above the caret
+    return reasons[0]
 
 
 def cdiv(total: int, size: int) -> int:

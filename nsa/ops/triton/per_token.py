@@ -61,14 +61,14 @@ def swiglu_backward_kernel(
     gate = tl.load(gate_up + inside, mask=mask, other=0.0).to(tl.float32)  # [ROWS, COLS]
     up = tl.load(gate_up + inside + WIDTH, mask=mask, other=0.0).to(tl.float32)
     do = tl.load(d_out + (row * WIDTH)[:, None] + col[None, :], mask=mask, other=0.0)
-    do, sigmoid = do.to(tl.float32), tl.sigmoid(gate)
+    do = do.to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
     d_gate = do * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     d_up = do * gate * sigmoid
     dtype = d_gate_up.dtype.element_ty
     tl.store(d_gate_up + inside, d_gate.to(dtype), mask=mask)
     tl.store(d_gate_up + inside + WIDTH, d_up.to(dtype), mask=mask)
-    if PACKED > 2 * WIDTH:
-        # Padding has no gradient. The first column of programs writes it.
+    if PACKED > 2 * WIDTH:  # the first column of programs writes the padding
         pad = 2 * WIDTH + tl.arange(0, PAD)
         first = (row < rows) & (tl.program_id(1) == 0)
         tl.store(
@@ -134,15 +134,8 @@ ROWS_PER_PART = 32  # rows that one program of the backward kernel sums over
 
 @triton.jit
 def _load(base, at, mask, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Load rows [ROWS, PADDED] in float32."""
+    """Load rows [ROWS, PADDED] in float32; the weight has one row."""
     return load_rows(base, at, WIDTH, WIDTH, PADDED, mask).to(tl.float32)
-
-
-@triton.jit
-def _load_weight(weight, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Load the weight [1, PADDED] in float32."""
-    d = tl.arange(0, PADDED)
-    return tl.load(weight + d, mask=d < WIDTH, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -165,7 +158,8 @@ def add_rms_norm_kernel(
         h += _load(delta, row, valid, WIDTH, PADDED)
         h = h.to(total.dtype.element_ty).to(tl.float32)  # the norm of what is stored
     store_rows(total, row, WIDTH, h, WIDTH, PADDED, valid)
-    y = h * _inverse_rms(h, valid, eps, WIDTH) * _load_weight(weight, WIDTH, PADDED)
+    w = _load(weight, tl.arange(0, 1), None, WIDTH, PADDED)  # [1, PADDED]
+    y = h * _inverse_rms(h, valid, eps, WIDTH) * w
     store_rows(normed, row, WIDTH, y, WIDTH, PADDED, valid)
 
 
@@ -175,7 +169,7 @@ def rms_norm_backward_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PER_PART: tl.constexpr,
 ):  # fmt: skip
     """Store dx = (w*dy - unit * mean(w*dy*unit)) / rms + d_total, and a row of dw per program."""
-    w = _load_weight(weight, WIDTH, PADDED)  # [1, PADDED]
+    w = _load(weight, tl.arange(0, 1), None, WIDTH, PADDED)  # [1, PADDED]
     dw = tl.zeros([ROWS, PADDED], tl.float32)
     for first in range(0, PER_PART, ROWS):
         row = tl.program_id(0).to(tl.int64) * PER_PART + first + tl.arange(0, ROWS)
@@ -204,8 +198,8 @@ class AddRMSNormInputs(NamedTuple):
 def add_rms_norm_forward(x: AddRMSNormInputs) -> tuple[Tensor, Tensor]:
     """Return (total = x + delta, total's norm times weight); without a delta, total is a copy of x.
 
-    A custom op cannot return its input. Callers read the copy instead of x: with two readers, x
-    would have two gradients, which another kernel would have to add.
+    A custom op cannot return its input. Callers read total and not x, so x has one gradient:
+    another kernel would have to add two.
     """
     total, normed = (torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in range(2))
     rows, width = normed.numel() // normed.shape[-1], normed.shape[-1]
