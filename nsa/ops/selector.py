@@ -138,8 +138,8 @@ def _backward(
 def _parts(x: SelectorLossInputs) -> Iterator[slice]:
     """Yield slices of `queries` with about SCORES scores each."""
     batch, seq_len, heads, _ = x.q.shape
-    count, step = len(x.queries), max(1, SCORES // (batch * heads * seq_len))
-    return (slice(begin, min(begin + step, count)) for begin in range(0, count, step))
+    step = max(1, SCORES // (batch * heads * seq_len))
+    return (slice(begin, begin + step) for begin in range(0, len(x.queries), step))
 
 
 def _tables(x: SelectorLossInputs) -> tuple[Tensor, Tensor, Tensor]:

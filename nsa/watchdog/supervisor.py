@@ -122,7 +122,7 @@ class Supervisor:
                 self.detector = HangDetector(path.parent)
                 log(f"watching {path.parent}")
         exited = self.beats.keys() - self.running().keys()
-        is_read, report = self._read_folder()  # reads also the last heartbeats of exited ranks
+        is_read, report = self._read_folder()  # only now: it has the last beats of `exited`
         if report is not None:
             return self._halt(report)
         if is_read:
