@@ -1,7 +1,5 @@
 """The recipe M7C on a device whose peak is known, so that metrics.csv has an MFU."""
 
-from __future__ import annotations
-
 import runpy
 
 from nsa.engine import trainer

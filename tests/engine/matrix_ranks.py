@@ -4,8 +4,6 @@ The optimizer is SGD with momentum and no clipping: parameters move in proportio
 so a lost micro-batch or a wrong scale shows, which Adam would normalize away.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -4,8 +4,6 @@ What crashed or hung under DDP (F1, F2 in docs/design/security.md) is refused, a
 wrong on one rank falls back on all.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -141,12 +139,17 @@ def test_an_optimizer_that_deepspeed_leaves_plain_skips_steps_that_are_not_finit
         return SimpleNamespace(optimizer=torch.optim.AdamW(model_parameters)), None
 
     monkeypatch.setattr(deepspeed, "initialize", initialize)
-    weight = torch.nn.Linear(2, 2, bias=False)
-    optimizer = initialise(weight, small(), {}).optimizer
-    weight.weight.grad = torch.full((2, 2), math.nan)
+    linear = torch.nn.Linear(2, 1)  # whose bias gets no gradient
+    before, optimizer = linear.weight.detach().clone(), initialise(linear, small(), {}).optimizer
+    linear.weight.grad = torch.tensor([[1.0, math.nan]])
     optimizer.step()
     assert optimizer.overflow
-    assert weight.weight.isfinite().all()
+    assert torch.equal(linear.weight, before)
+    assert not optimizer.state
+    linear.weight.grad = torch.ones(1, 2)
+    optimizer.step()
+    assert not optimizer.overflow
+    assert not torch.equal(linear.weight, before)
 
 
 def test_the_seed_determines_the_first_weights() -> None:

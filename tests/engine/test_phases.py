@@ -3,8 +3,6 @@
 Each resumes bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,6 @@ from tests.engine.runs import (
     on_one_rank,
     on_two_ranks,
     read_metrics,
-    refused,
     succeed,
     validation_loss,
     weights,
@@ -112,11 +109,7 @@ def test_recipes_begin_dense_where_a_loss_trains_the_selection(
 
 LONG = ["--set=data.seq_len=256"]  # so long that a query cannot select all of its blocks
 SELECTOR = ["--steps=4", "--set=train.selector_steps=2", "--set=checkpoint.every=1"]
-SELECTOR += [
-    "--set=checkpoint.keep=9",
-    "--set=monitor.log_every=1",
-    "--set=train.eval_every=2",
-]
+SELECTOR += ["--set=checkpoint.keep=9", "--set=monitor.log_every=1", "--set=train.eval_every=2"]
 SELECTOR += ["--set=train.eval_samples=8", TINY[-1]]
 
 
@@ -141,9 +134,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(pytest.param(f"zero{x}", 2, marks=pytest.mark.full) for x in ("1_pcie", "2_pcie", "3")),
     ],
 )
-def test_the_index_learns_first_and_then_all_weights(
-    zero: str, ranks: int, start: Path, tmp_path: Path
-) -> None:
+def test_the_index_learns_before_all(zero: str, ranks: int, start: Path, tmp_path: Path) -> None:
     """Other weights keep each bit until the switch; a run resumes bit for bit.
 
     Not with stage 0: DeepSpeed initializes its optimizer there by a step that decays all weights.
@@ -201,9 +192,7 @@ def test_a_selectors_step_has_no_backward_pass_through_the_model() -> None:
 
 
 @pytest.mark.parametrize("attention", ["index", "mean"])
-def test_the_selectors_steps_train_what_ranks_blocks_and_report_the_models_loss(
-    attention: str,
-) -> None:
+def test_selector_steps_train_what_ranks_blocks_and_report_the_loss(attention: str) -> None:
     """The index, or the first third of k: the compressed branch's keys."""
     config = tiny(attention)
     config.attention.selector_loss = 2.0
@@ -234,13 +223,6 @@ def test_a_selectors_step_learns_from_more_queries() -> None:
             assert len(queries) == 1_024 // stride
 
 
-def test_a_recipe_without_a_sparse_start_is_refused(start: Path, tmp_path: Path) -> None:
-    dense = start.parent / "dense"
-    run = on_one_rank("sparsify.py", f"--set=train.start_from={dense}", folder=tmp_path)
-    assert "has dense attention; convert it: nsa import" in refused(run)
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize("profile", ["production", "demo"])
 def test_a_converted_models_speed_is_not_judged_by_a_limit_of_the_recipes_own(profile: str) -> None:
     """Its size is that of train.start_from: a real model on a CPU is slower than the demo."""
@@ -248,25 +230,14 @@ def test_a_converted_models_speed_is_not_judged_by_a_limit_of_the_recipes_own(pr
     assert load_profile("sparsify", profile).monitor.ladder.min_tokens_per_s == 0
 
 
-SMALL = [*TINY[:3], *TINY[4:6], "--set=train.eval_every=0", "--set=train.eval_samples=2"]
-SMALL += ["--set=train.warmup_steps=2"]
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of twelve steps on short sequences."""
-    folder = tmp_path_factory.mktemp("short")
+def test_the_32k_recipe_continues_its_short_run(tmp_path: Path) -> None:
+    small = [*TINY[:3], *TINY[4:6], "--set=train.eval_every=0", "--set=train.eval_samples=2"]
+    small += ["--set=train.warmup_steps=2"]
     flags = ["--profile=demo_short", "--steps=12", "--set=data.seq_len=64", "--run-dir=short"]
-    succeed(on_one_rank("m7c_32k.py", *SMALL, *flags, folder=folder))
-    return folder / "short"
-
-
-def test_the_32k_recipe_continues_its_short_run_on_four_times_the_tokens(
-    short: Path, tmp_path: Path
-) -> None:
-    start = [f"--set=train.start_from={short}", "--set=data.seq_len=256", "--run-dir=long"]
-    run = on_two_ranks("m7c_32k.py", *SMALL, "--steps=2", *start, folder=tmp_path)
-    assert f"initial weights: {short}/checkpoints/step00000012" in succeed(run)
-    short_run, long_run = (read_metrics(folder) for folder in (short, tmp_path / "long"))
+    succeed(on_one_rank("m7c_32k.py", *small, *flags, folder=tmp_path))
+    start = ["--set=train.start_from=short", "--set=data.seq_len=256", "--run-dir=long"]
+    run = on_two_ranks("m7c_32k.py", *small, "--steps=2", *start, folder=tmp_path)
+    assert "initial weights: short/checkpoints/step00000012" in succeed(run)
+    short_run, long_run = (read_metrics(tmp_path / name) for name in ("short", "long"))
     assert long_run[0]["tokens"] == 2 * 2 * 256
     assert long_run[0]["loss"] < short_run[0]["loss"] - 0.2

@@ -1,7 +1,5 @@
 """W&B, from DeepSpeed's block, with the real client, offline; a missing client is refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator
@@ -21,22 +19,11 @@ def write_config(folder: Path) -> Path:
     return file
 
 
-def start(folder: Path, *flags: str, **environment: str) -> Finished:
+def start(folder: Path, **environment: str) -> Finished:
     """Run three steps that are sent to W&B."""
-    file = write_config(folder)
-    arguments = ["--steps=3", "--run-dir=run", f"--deepspeed_config={file}", *flags]
-    settings = ["--set=data.source=synthetic", "--set=monitor.log_every=1"]
-    return on_one_rank(
-        "m7c.py", *TINY, *arguments, *settings, folder=folder, environment=environment
-    )
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that sends to W&B."""
-    folder = tmp_path_factory.mktemp("tracked")
-    succeed(start(folder, WANDB_MODE="offline"))
-    return folder / "run"
+    flags = ["--steps=3", "--run-dir=run", f"--deepspeed_config={write_config(folder)}"]
+    flags += ["--set=data.source=synthetic", "--set=monitor.log_every=1"]
+    return on_one_rank("m7c.py", *TINY, *flags, folder=folder, environment=environment)
 
 
 def wandb_records(run: Path) -> Iterator[Any]:
@@ -58,8 +45,9 @@ def wandb_records(run: Path) -> Iterator[Any]:
             record = b""
 
 
-def test_wandb_has_the_name_the_settings_the_steps_and_the_end_of_a_run(run: Path) -> None:
-    records = list(wandb_records(run))
+def test_wandb_has_the_name_the_settings_the_steps_and_the_end_of_a_run(tmp_path: Path) -> None:
+    succeed(start(tmp_path, WANDB_MODE="offline"))
+    records = list(wandb_records(tmp_path / "run"))
     (started,) = [record.run for record in records if record.HasField("run")]
     assert (started.display_name, started.project) == ("run", "m7c")
     config = {item.key: item.value_json for one in records for item in one.config.update}
@@ -70,7 +58,7 @@ def test_wandb_has_the_name_the_settings_the_steps_and_the_end_of_a_run(run: Pat
         for item in one.history.item
         if "train/loss" in (item.key, *item.nested_key)
     }
-    assert sent == pytest.approx(losses(run), rel=1e-6)
+    assert sent == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
 
 
@@ -80,21 +68,13 @@ def test_wandb_without_an_api_key_is_one_line_and_leaves_no_folder(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_sends_nothing_and_leaves_an_existing_folder_as_it_is(tmp_path: Path) -> None:
-    (run := tmp_path / "run").mkdir(mode=0o755)
-    succeed(start(tmp_path, "--dry-run", WANDB_MODE="offline"))
-    assert {path.name for path in tmp_path.iterdir()} == {"mine.json", "run"}
-    assert list(run.iterdir()) == []
-    assert run.stat().st_mode & 0o777 == 0o755
-
-
 def test_a_missing_package_is_one_line_that_names_it(tmp_path: Path) -> None:
     (program := tmp_path / "without.py").write_text(
         "import runpy, sys\nsys.modules['wandb'] = None  # Python's mark: not importable\n"
         f"runpy.run_path({str(ROOT / 'recipes/m7c.py')!r}, run_name='__main__')\n"
     )
-    file = write_config(tmp_path)
-    result = on_one_rank(str(program), *TINY, f"--deepspeed_config={file}", folder=tmp_path)
+    flag = f"--deepspeed_config={write_config(tmp_path)}"
+    result = on_one_rank(str(program), *TINY, flag, folder=tmp_path)
     assert refused(result) == (
         "m7c: wandb: import of wandb halted; None in sys.modules; install it, or remove its block "
         "from the DeepSpeed config"
