@@ -1,17 +1,15 @@
 """The uninterrupted run, and the check that a run resumed after a fault repeats it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from tests.engine.runs import losses
-from tests.faults.harness import STEPS, Resumed, Run, resume, start, weights
+from tests.faults.harness import STEPS, Resumed, Run, fault_time, resume, start, weights
 from tests.faults.table import Outcomes
 
-CheckResumed = Callable[[str, str, Run, float, float], Resumed]
+CheckResumed = Callable[..., Resumed]
 
 
 @dataclass
@@ -54,8 +52,8 @@ def outcomes() -> Iterator[Outcomes]:
 def check_resumed(golden: Golden, outcomes: Outcomes) -> CheckResumed:
     """Resume a run after a fault, compare it with the uninterrupted one, record the outcome."""
 
-    def check(fault: str, variant: str, run: Run, fault_time: float, end_time: float) -> Resumed:
-        last_step = run.last_step
+    def check(fault: str, variant: str, run: Run, failed: float | None = None) -> Resumed:
+        last_step, failed = run.last_step, failed or fault_time(run)
         resumed = resume(run.folder)
         assert resumed.losses == golden.losses
         assert resumed.weights == golden.weights
@@ -64,7 +62,7 @@ def check_resumed(golden: Golden, outcomes: Outcomes) -> CheckResumed:
             fault,
             variant,
             codes=run.codes,
-            seconds=round(end_time - fault_time, 1),
+            seconds=round(run.ended - failed, 1),
             lost=last_step - resumed.step,
             exact=True,
         )

@@ -6,8 +6,6 @@ The fault happens once: the rank writes a file `mark`.<rank> first and is health
 Steps are counted since the process started.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

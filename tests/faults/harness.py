@@ -3,8 +3,6 @@
 Also finds the processes of a run that DeepSpeed's launcher started.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -42,6 +40,7 @@ class Run:
     folder: Path
     ranks: SpawnedRanks
     codes: list[int | None] = field(default_factory=list)
+    ended: float = 0.0  # when all ranks had
 
     @property
     def dir(self) -> Path:
@@ -69,13 +68,13 @@ class Run:
                 f"rank {rank} did not reach step {step}",
             )
 
-    def end(self) -> Run:
+    def end(self) -> "Run":
         """Wait for the end; once one rank has failed, end the others as the launcher does."""
         try:
             self.ranks.wait_for_failure(time.monotonic() + LIMIT)
         finally:
             self.ranks.end()
-        self.codes = self.ranks.codes()
+        self.codes, self.ended = self.ranks.codes(), time.time()
         return self
 
     @property

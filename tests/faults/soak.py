@@ -1,7 +1,5 @@
 """Soak test: random faults against one run for an hour, then its rows against a clean run's."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -36,6 +34,7 @@ SETTINGS = [
     *(f"--set=monitor.watch.{name}=15" for name in ("compute", "save", "silence")),
     "--set=monitor.watch.on_collapse=ignore",
 ]
+RECIPE = ROOT / "recipes/m7c.py"
 RESUMABLE = (0, 1, 4, 137)  # exit codes of the watchdog
 COMPUTED = ("tokens", "loss", "val_loss", "bits_per_byte", "lr", "grad_norm")  # not speed
 Rows = dict[int, list[float | None]]  # by step
@@ -103,7 +102,7 @@ class Soak:
         watch = [str(BIN / "nsa"), "watch", "--restart=1000", "--"]
         with (self.folder / "output").open("ab") as output:
             self._watchdog = subprocess.Popen(
-                [*watch, *launcher(), *arguments],
+                [*watch, *launcher(RECIPE), *arguments],
                 env=environment(),
                 stdout=output,
                 stderr=output,
@@ -196,9 +195,8 @@ FAULTS: dict[str, Callable[[Soak], object]] = {
 DISK_FAULTS = {"freeze the disk": freeze_the_disk, "fill the disk": fill_the_disk}
 
 
-def launcher() -> list[str]:
-    port = f"--master_port={free_port()}"
-    return [str(BIN / "deepspeed"), "--num_gpus=2", port, str(ROOT / "recipes/m7c.py")]
+def launcher(program: Path) -> list[str]:
+    return [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={free_port()}", str(program)]
 
 
 def environment() -> dict[str, str]:
@@ -243,7 +241,7 @@ def run_and_compare(soak: Soak, minutes: float) -> None:
     arguments = [*SETTINGS, "--run-dir=golden", f"--until={max(rows) + 1}"]
     with (soak.folder / "golden.txt").open("wb") as output:
         subprocess.run(
-            [*launcher(), *arguments],
+            [*launcher(RECIPE), *arguments],
             cwd=soak.folder,
             env=environment(),
             stdout=output,

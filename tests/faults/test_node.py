@@ -3,8 +3,6 @@
 And the table of docs/benchmarks/reliability.md, and the soak test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,9 +33,9 @@ from tests.faults.harness import (
     start,
     weights,
 )
-from tests.faults.soak import Soak, run_and_compare
-from tests.faults.table import BEGIN, END, FAULTS, HEAD, PAGE, Outcomes
-from tests.ranks import ROOT, WITHOUT_COMPILER, free_port, user_environment, wait_for
+from tests.faults.soak import Soak, launcher, run_and_compare
+from tests.faults.table import BEGIN, END, FAULTS, PAGE, Outcomes
+from tests.ranks import WITHOUT_COMPILER, user_environment, wait_for
 
 full = pytest.mark.full
 DISK_SIZE = "4g"  # enough for the preflight checks
@@ -66,8 +64,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
 ) -> None:
     run = replace(golden.run, folder=shutil.copytree(golden.run.folder, tmp_path / "copy"))
     damage(run.dir / f"checkpoints/step{STEPS:08d}" / name)
-    now = time.time()
-    resumed = check_resumed("damage", f"{damage.__name__} {name}", run, now, now)
+    resumed = check_resumed("damage", f"{damage.__name__} {name}", run, run.ended)
     assert resumed.step == STEPS - EVERY
     assert f"step{STEPS:08d}" in resumed.output
     assert name in resumed.output
@@ -101,10 +98,7 @@ def test_a_failing_disk_costs_checkpoints_and_not_the_run(
         spoil(how, folder, run.dir / "checkpoints")
         failed = time.time()
         run.end()
-        ended = time.time()
-        assert all(code not in (0, -9, None) for code in run.codes), (
-            "the last step could not be saved"
-        )
+        assert not {0, -9, None} & {*run.codes}, "the last step could not be saved"
         lost = re.findall(r"NOT SAVED: (step\d+) was not saved", run.output)
         assert lost
         assert len(lost) == len(set(lost)), "each is logged once"
@@ -121,14 +115,12 @@ def test_a_failing_disk_costs_checkpoints_and_not_the_run(
         assert kept.items() <= golden.losses.items()
         assert set(range(done + 1, STEPS + 1)) <= set(kept)
         assert resumed.weights == golden.weights
-        seconds, lost = round(ended - failed, 1), STEPS - done
+        seconds, lost = round(run.ended - failed, 1), STEPS - done
         outcomes.record(how, "", codes=run.codes, seconds=seconds, lost=lost, exact=True)
 
 
 @pytest.mark.full  # tests/watchdog/test_watchdog.py: the same with toy ranks
-def test_a_disk_that_hangs_costs_neither_the_run_nor_a_row(
-    tmp_path: Path, golden: Golden, outcomes: Outcomes
-) -> None:
+def test_a_hanging_disk_costs_no_row(tmp_path: Path, golden: Golden, outcomes: Outcomes) -> None:
     limits = [f"--set=monitor.watch.{name}=3" for name in ("silence", "save", "compute")]
     with freezable_disk(tmp_path / "disk", megabytes=4_096) as folder:
         run = start(folder, *limits, watched=True)
@@ -142,42 +134,19 @@ def test_a_disk_that_hangs_costs_neither_the_run_nor_a_row(
         assert "HALT" not in run.output
         assert losses(run.dir) == golden.losses
         assert weights(run.dir) == golden.weights
-        seconds = round(time.time() - failed, 1)
+        seconds = round(run.ended - failed, 1)
         outcomes.record("disk-hangs", "", codes=run.codes, seconds=seconds, lost=0, exact=True)
 
 
-GOOD = (ROOT / "ds_configs/zero1_pcie.json").read_text()
-MISTAKES = {
-    "no JSON": ("{", "config.json"),
-    "a misspelt key": (GOOD.replace('"zero_optimization"', '"zero_optimisation"'), "zero_optim"),
-    "another number than the recipe's": (
-        GOOD.replace("{", '{"gradient_clipping": 7.5,', 1).replace(
-            '"gradient_clipping": "auto",', ""
-        ),
-        "7.5",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "a misspelt key",  # the other refusals: tests/engine/test_ds_config.py
-        *(pytest.param(x, marks=pytest.mark.full) for x in MISTAKES if x != "a misspelt key"),
-    ],
-)
-def test_a_mistake_in_the_json_is_refused_in_one_line(
-    mistake: str, tmp_path: Path, outcomes: Outcomes
-) -> None:
-    text, word = MISTAKES[mistake]
+def test_a_mistake_in_the_json_is_refused_in_one_line(tmp_path: Path, outcomes: Outcomes) -> None:
+    """The other refusals: tests/engine/test_ds_config.py."""
     path = tmp_path / "config.json"
-    path.write_text(text)
+    path.write_text('{"zero_optimisation": {"stage": 1}}')
     result = on_one_rank("m7c.py", *TINY, f"--deepspeed_config={path}", folder=tmp_path)
     line = refused(result)
-    assert line.startswith("m7c: ")
-    assert word in line
+    assert line.startswith(f"m7c: {path}: zero_optimisation = ")
     assert list(tmp_path.iterdir()) == [path], "no run folder"
-    outcomes.record("json", mistake, codes=[result.returncode])
+    outcomes.record("json", "", codes=[result.returncode])
 
 
 def test_a_second_run_and_garbage_in_a_heartbeat_do_not_affect_the_first(
@@ -207,12 +176,11 @@ SLOW = {"action": "slow", "where": "forward", "step": 6, "ranks": [0, 1], "mark"
 @contextmanager
 def watched(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a slow run under a watchdog; kill what is left of it at the end."""
-    launcher = [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={free_port()}"]
     environment = {"FAULT": json.dumps(SLOW), **WITHOUT_COMPILER}
     with (
         (folder / "output").open("wb") as output,
         subprocess.Popen(
-            [str(BIN / "nsa"), "watch", *flags, "--", *launcher, str(FAULTY), *SETTINGS],
+            [str(BIN / "nsa"), "watch", *flags, "--", *launcher(FAULTY), *SETTINGS],
             cwd=folder,
             env=user_environment() | environment,
             stdout=output,
@@ -255,9 +223,7 @@ def test_a_run_whose_rank_is_killed_is_restarted_and_repeats_the_uninterrupted_o
 
 
 @pytest.mark.full
-def test_the_ranks_of_a_killed_launcher_save_and_exit(
-    tmp_path: Path, golden: Golden, outcomes: Outcomes
-) -> None:
+def test_ranks_of_killed_launchers_save(tmp_path: Path, golden: Golden, outcomes: Outcomes) -> None:
     with watched(tmp_path) as watchdog:
         wait_for_checkpoint(tmp_path, watchdog)
         os.kill(find(watchdog.pid, LAUNCHER), 9)
@@ -273,16 +239,11 @@ def test_the_ranks_of_a_killed_launcher_save_and_exit(
     outcomes.record("kill-launcher", "", codes=[code], seconds=seconds, lost=0, exact=True)
 
 
-def test_the_page_has_a_row_for_each_fault_in_the_words_of_the_catalogue() -> None:
-    text = PAGE.read_text().split(BEGIN)[1].split(END)[0]
-    assert text.startswith(HEAD)
-    cells = [line.split(" | ")[:2] for line in text.removeprefix(HEAD).splitlines()]
-    assert cells == [[f"| {description}", promise] for description, promise in FAULTS.values()]
-
-
-def test_every_fault_of_the_catalogue_is_tested() -> None:
+def test_every_fault_of_the_page_is_tested() -> None:
+    rows = PAGE.read_text().split(BEGIN)[1].split(END)[0].splitlines()[2:]
+    assert len(rows) == len(FAULTS)
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    assert [fault for fault in FAULTS if not re.search(f'"{fault}"', tests)] == []
+    assert [fault for fault in FAULTS if f'"{fault}"' not in tests] == []
 
 
 @pytest.mark.full

@@ -3,8 +3,6 @@
 python watched.py -- PROGRAM ARGUMENT ...
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal
