@@ -126,9 +126,7 @@ def test_a_gpu_that_torch_does_not_see_or_that_is_in_use_is_reported_with_a_fix(
     listed = "GPU 0: A100 (UUID: a)\n  MIG 1g.10gb\nGPU 1: A100 (UUID: b)\n"
     monkeypatch.setattr(node, "output_of", lambda *command: listed)
     monkeypatch.setattr(node, "torch_gpus", lambda: gpus)
-    checks = {
-        check.name: check for check in node.node_checks(tmp_path, parameters=1, checkpoints=1)
-    }
+    checks = {x.name: x for x in node.node_checks(tmp_path, parameters=1, checkpoints=1)}
     check = checks.get("gpu in use", checks["gpus"])
     assert (check.status, check.detail, bool(check.fix)) == (status, detail, status != OK)
     assert ("peer access" in checks) == (len(gpus.used_mib) > 1)

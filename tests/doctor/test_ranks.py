@@ -13,6 +13,7 @@ from nsa.doctor.node import FAIL, OK, SKIP, WARN, Check
 from nsa.doctor.ranks import Facts, _facts, all_reduce_check, compare, rank_checks
 from tests.ranks import launch
 
+CPU = torch.device("cpu")
 Results = dict[str, dict[str, Check]]
 VALUES = {
     "code": {"": "c0de"},
@@ -74,7 +75,7 @@ def test_a_check_of_one_of_several_hosts_names_its_host() -> None:
         return [value, other]
 
     both = [WARNING, Check("torch", OK, "2.13.0")]
-    checks = rank_checks(device=torch.device("cpu"), gather=gather, node_checks=both)
+    checks = rank_checks(device=CPU, gather=gather, node_checks=both)
     names = [f"{check.name} ({platform.node()})" for check in both]
     assert [check.name for check in checks[:4]] == 2 * names
 
@@ -83,17 +84,13 @@ def test_two_ranks_on_one_gpu_never_meet_in_an_all_reduce() -> None:
     def gather(value: Any, kind: Any) -> list[Any]:
         return [value | {"place": {"host": "node1", "gpu": "a"}}] * 2 if kind is Facts else [value]
 
-    checks = rank_checks(device=torch.device("cpu"), gather=gather)
-    assert [(check.name, check.status) for check in checks[-2:]] == [
-        ("devices", FAIL),
-        ("all-reduce", SKIP),
-    ]
+    checks = rank_checks(device=CPU, gather=gather)
+    last = [(check.name, check.status) for check in checks[-2:]]
+    assert last == [("devices", FAIL), ("all-reduce", SKIP)]
 
 
 def test_one_rank_has_nothing_to_compare_and_no_link_to_warn_about() -> None:
-    checks = rank_checks(
-        device=torch.device("cpu"), gather=lambda value, _: [value], node_checks=[WARNING]
-    )
+    checks = rank_checks(device=CPU, gather=lambda value, _: [value], node_checks=[WARNING])
     assert checks == [WARNING, Check("ranks", SKIP, "one rank: nothing to compare")]
 
 

@@ -1,7 +1,5 @@
 """Pixel counts of a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,6 @@ BLUE, ORANGE = (0, 114, 178), (213, 94, 0)  # the first curve and the second
 
 
 def pixels(path: Path, colour: tuple[int, int, int]) -> int:
-    """Count the pixels of a colour."""
     return int((np.abs(_image(path) - colour) <= 2).all(-1).sum())
 
 

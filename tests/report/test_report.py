@@ -1,7 +1,5 @@
 """`nsa report` and `nsa compare`: results, facts and settings of runs, and their pictures."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -125,9 +123,7 @@ def test_a_run_that_begins_dense_has_a_speed_for_each_phase(tmp_path: Path) -> N
     assert table(text, "Settings")["train.dense_steps"] == ["200"]
 
 
-def test_only_recorded_values_are_plotted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_recorded_values_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare, full = tmp_path / "bare", tmp_path / "full"
     write_metrics(bare, 20, start=5)  # no validation: 5 panels
     write_run(full)
@@ -210,9 +206,7 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [99, 100])
-def test_a_short_run_ends_with_a_report_without_pictures(
-    steps: int, drawn: list[str], tmp_path: Path
-) -> None:
+def test_a_short_run_ends_without_pictures(steps: int, drawn: list[str], tmp_path: Path) -> None:
     write_metrics(tmp_path, 90)  # the last row that the disk took
     write_beats(tmp_path, beats(steps))
     text = write_report(tmp_path, "finished").read_text()
