@@ -147,15 +147,15 @@ class HubTokenizer(Tokenizer):
 
 
 @contextmanager
-def name_in_errors(name: str) -> Iterator[None]:
+def name_in_errors(name: str, fix: str = "save the tokenizer again") -> Iterator[None]:
     """Replace errors of the `tokenizers` library by a DataError that begins with `name`."""
     try:
         yield
     except BaseException as error:
         if not is_library_error(error):
             raise
-        reason = first_line(error)
-        raise DataError(f"{name}: cannot be read ({reason}); save the tokenizer again") from None
+        reason = first_line(error).rstrip(".")
+        raise DataError(f"{name}: cannot be read ({reason}); {fix}") from None
 
 
 def is_library_error(error: BaseException) -> bool:
@@ -206,17 +206,18 @@ def _load(name: str) -> Tokenizer:
 
 def load_pretrained(name: str) -> Any:
     """Return transformers' tokenizer for data.tokenizer=hf:<folder or name>."""
-    path, folder = name.removeprefix("hf:").strip(), tokenizer_folder(name)
-    if not folder.is_dir() and path.startswith(("/", ".", "~")):
-        raise DataError(f"data.tokenizer = {name!r}: no such folder")
+    setting, path = f"data.tokenizer = {name!r}", name.removeprefix("hf:").strip()
+    folder = tokenizer_folder(name)
+    if folder.is_dir():
+        with name_in_errors(setting, "name a folder that save_pretrained() wrote"):
+            return _from_pretrained(str(folder))
+    if path.startswith(("/", ".", "~")):
+        raise DataError(f"{setting}: no such folder")
     try:
-        return _from_pretrained(str(folder) if folder.is_dir() else path)
-    except BaseException as error:
+        return _from_pretrained(path)
+    except BaseException as error:  # it is not in the local cache: download it
         if not is_library_error(error):
             raise
-        if folder.is_dir():
-            raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None
-    # It is not in the local cache: download it.
     fix = (
         "run `nsa data prepare` where there is a network and set data.source to the folder that "
         "it wrote; or name a folder with the tokenizer (data.tokenizer=hf:<folder>); or copy "
@@ -224,11 +225,9 @@ def load_pretrained(name: str) -> Any:
         "--set data.source=embedded --set data.tokenizer=byte"
     )
     url = f"{hub_url()}/{path}/resolve/main/tokenizer_config.json"
-    probe(f"data.tokenizer = {name!r}", url, fix)
-    try:
+    probe(setting, url, fix)
+    with name_in_errors(setting, fix):
         return _from_pretrained(path, offline=False)
-    except Exception as error:  # the exception types of the client differ between versions
-        raise _refusal(name, error, fix) from None
 
 
 def tokenizer_folder(name: str) -> Path:
@@ -252,8 +251,3 @@ def _from_pretrained(path: str, offline: bool = True) -> Any:
 
     # trust_remote_code=False: run no code from the hub, and do not prompt for permission.
     return AutoTokenizer.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
-
-
-def _refusal(name: str, error: BaseException, fix: str) -> DataError:
-    reason = first_line(error).rstrip(".")
-    return DataError(f"data.tokenizer = {name!r} cannot be loaded ({reason}); {fix}")

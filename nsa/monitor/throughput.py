@@ -32,19 +32,17 @@ class Throughput:
         self._peak = peak
         self._world_size = world_size
         self._clock = clock
-        self._warm = False
-        self._steps = 0
+        self._first_seconds: float | None = None  # of the first step
+        self._steps = 0  # since the previous reading
         self._tokens = 0
         self._flops = 0.0
-        self._warm_up_seconds = 0.0
         self._start = self._now()
 
     def step(self, tokens: int) -> None:
         """Count a step of `tokens` over all ranks; only the first call waits for the device."""
-        if not self._warm:
-            self._warm = True
+        if self._first_seconds is None:
             now = self._now()
-            self._warm_up_seconds, self._start = now - self._start, now
+            self._first_seconds, self._start = now - self._start, now
             return
         self._steps += 1
         self._tokens += tokens
@@ -64,10 +62,10 @@ class Throughput:
 
         Waits for the device. After the first step alone, rates are None and `seconds` is its time.
         """
-        assert self._warm, "read() before the first step()"
+        assert self._first_seconds is not None, "read() before the first step()"
         now = self._now()
         if self._steps == 0:
-            return {"tokens_per_s": None, "mfu": None, "seconds": self._warm_up_seconds}
+            return {"tokens_per_s": None, "mfu": None, "seconds": self._first_seconds}
         elapsed = now - self._start
         rate = self._tokens / elapsed
         mfu = None

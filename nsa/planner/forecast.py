@@ -39,9 +39,8 @@ class Memory:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        total = Counter(self.static)
-        total.update(self.phases[self.peak_phase])
-        return {name: size for name, size in total.items() if size}
+        # The sum of two counters leaves out zeros.
+        return dict(Counter(self.static) + Counter(self.phases[self.peak_phase]))
 
     @property
     def peak(self) -> int:
@@ -328,7 +327,8 @@ def select_auto(
     reason = f"needs about {needed / 1e9:.1f} of {available / 1e9:.1f} GB"
     lines = []
     if auto_rows:
-        each = f"{count} sequence{'s' * (count > 1)}, accumulation {shape.accumulation}"
+        unit = "sequence" if count == 1 else "sequences"
+        each = f"{count} {unit}, accumulation {shape.accumulation}"
         lines = [f"micro-batch: {each} ({reason}{'' if enough else ', so it does not fit'})"]
     if auto_mode:
         others = ", ".join(
@@ -337,6 +337,7 @@ def select_auto(
             if other != mode
         )
         reason += f"; {others}; CUDA, NCCL and fragmentation included"
-        reason += "" if enough else "; does not fit: lower train.micro_batch"
+        if not enough:
+            reason += "; does not fit: lower train.micro_batch"
         lines.append(f"activation checkpointing: {mode} ({reason})")
     return shape, lines

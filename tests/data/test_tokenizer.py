@@ -248,7 +248,7 @@ def test_a_tokenizer_whose_end_of_text_can_be_spelled_is_refused(folder: Path) -
 @pytest.mark.parametrize(
     ("part", "rules", "complaint"),
     [
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "YWJj"}, "cannot be loaded"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "YWJj"}, "cannot be read"),
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "chunk size must be non-zero"),
         (
             "decoder",
