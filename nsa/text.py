@@ -19,12 +19,11 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<", *[">"] * (len(widths) - 2), "<"]
-    return [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = zip(row, sides, widths, strict=True)
+        lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip())
+    return lines
 
 
 def first_line(error: BaseException) -> str:

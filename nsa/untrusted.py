@@ -16,6 +16,7 @@ import pickle
 import re
 import reprlib
 import stat
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from io import FileIO
@@ -34,23 +35,21 @@ FORCE_DATA, FORCE_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHT
 MAX_DEPTH = 100  # levels of nesting; this project's files have fewer than ten
 
 
-def open_regular(path: Path) -> FileIO:
-    """Open a regular file, unbuffered; raise OSError for a pipe or a device, which could block."""
+def open_regular(path: Path, limit: int = sys.maxsize) -> FileIO:
+    """Open a regular file, unbuffered; raise OSError for a pipe or a device, which could block.
+
+    Raise a ValueError if the file has more than `limit` bytes.
+    """
 
     def open_without_waiting(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)  # changes nothing for regular files
 
     file = open(path, "rb", 0, opener=open_without_waiting)  # noqa: SIM115 (returned)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
         file.close()
         raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return file
-
-
-def open_limited(path: Path, limit: int) -> FileIO:
-    """Open a regular file; raise a ValueError that names it if it has more than `limit` bytes."""
-    file = open_regular(path)
-    if os.fstat(file.fileno()).st_size > limit:
+    if status.st_size > limit:
         file.close()
         raise ValueError(f"{path}: has more than {limit:,} bytes")
     return file
@@ -58,7 +57,7 @@ def open_limited(path: Path, limit: int) -> FileIO:
 
 def read_text(path: Path, errors: str = "strict", limit: int = MAX_TEXT_BYTES) -> str:
     """Return the UTF-8 text of a regular file; raise OSError or ValueError if it has none."""
-    with open_limited(path, limit) as file:
+    with open_regular(path, limit) as file:
         try:
             return file.read().decode("utf-8", errors)
         except OSError as error:  # an error of read() names no file
@@ -77,8 +76,8 @@ def text_or_empty(path: str | Path) -> str:
 def check_links(folder: Path) -> None:
     """Raise a ValueError if a link leads out of `folder`.
 
-    Whoever copies the files of the folder would copy the link's target, which may be private.
-    Allowed are links to weights, and links from a hub cache's snapshots to its blobs.
+    A copy of the folder would hold the link's target, which may be a private file. Allowed are
+    links to weights, and links from a hub cache's snapshots to its blobs.
     """
     real = os.path.realpath(folder)
     allowed = [real]
@@ -137,10 +136,10 @@ class _YAMLLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
-        is_int = node.tag == INT_TAG
-        read = self.construct_yaml_int if is_int else self.construct_yaml_float
+        read = self.construct_yaml_int if node.tag == INT_TAG else self.construct_yaml_float
         if OTHER_BASE.match(node.value) is None:
             return read(node)
+        # A long number would take long to convert.
         value = f"is {read(node)}" if len(node.value) < 20 else "is not decimal"
         fix = "write a decimal number, or quote text"
         problem = f"{short_repr(node.value)} {value} in YAML 1.1; {fix}"

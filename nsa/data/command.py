@@ -58,7 +58,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from nsa.data.writer import prepare
 
     positive_flags(args, "shard_tokens")
-    out, before = args.out, find_index(args.out)
+    out, index_before = args.out, find_index(args.out)
     try:
         config = DataConfig(**{name: getattr(args, name) for name in SETTINGS})
         index = prepare(config, out, shard_tokens=args.shard_tokens)
@@ -70,7 +70,7 @@ def _prepare(args: argparse.Namespace) -> int:
         for name in SETTINGS:
             text = text.replace(f"data.{name}", f"--{name.replace('_', '-')}")
         raise ValueError(text) from error
-    print(f"{out} was already finished" if index == before else f"{out} is finished")
+    print(f"{out} was already finished" if index == index_before else f"{out} is finished")
     print(*index.skipped.note(index.stamp.source), *_contents(index), sep="\n")
     return 0 if all(index.of(split) for split in SPLITS) else 2
 

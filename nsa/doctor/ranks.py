@@ -66,7 +66,8 @@ def rank_checks(
     if len({facts["place"]["host"] for facts in ranks}) > 1:
         host = platform.node()
         node_checks = [replace(check, name=f"{check.name} ({host})") for check in node_checks]
-    checks = [check for checks in gather(list(node_checks), list[Check]) for check in checks]
+    by_rank = gather(list(node_checks), list[Check])
+    checks = [check for of_rank in by_rank for check in of_rank]
     checks += compare(ranks)
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]

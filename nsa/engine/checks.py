@@ -54,10 +54,9 @@ def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> tuple[list[s
     if dist.is_initialized():
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return (
-        [name for name, times in zip(parameters, most.tolist(), strict=True) if times > 1],
-        [name for name, times in zip(parameters, least.tolist(), strict=True) if times < 1],
-    )
+    twice = [name for name, times in zip(parameters, most.tolist(), strict=True) if times > 1]
+    missing = [name for name, times in zip(parameters, least.tolist(), strict=True) if times < 1]
+    return twice, missing
 
 
 def check_gradients(model: nn.Module, input_ids: torch.Tensor) -> None:
@@ -93,9 +92,8 @@ def fall_back(results: Sequence[Sequence[KernelResult]], backend: str) -> Check:
     problems = problems_of(results)
     if not problems:
         slowest = max(sum(result.seconds for result in of_rank) for of_rank in results)
-        return Check(
-            "kernels", OK, f"{len(results[0])} operations equal PyTorch's, {slowest:.1f} s"
-        )
+        detail = f"{len(results[0])} operations equal PyTorch's, {slowest:.1f} s"
+        return Check("kernels", OK, detail)
     detail = "; ".join(f"{operation}: {reason}" for operation, reason in problems.items())
     if backend == "triton":
         raise ValueError(

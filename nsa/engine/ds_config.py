@@ -279,9 +279,8 @@ def _recipe_problems(raw: dict[str, Any], owned: Owned) -> Problems:
     if not isinstance(params, dict):
         return
     betas, eps = params.get("betas", "auto"), params.get("eps", "auto")
-    if betas != "auto" and not (
-        matches(betas, [(int, float)]) and len(betas) == 2 and min(betas) >= 0 and max(betas) < 1
-    ):
+    two_numbers = matches(betas, [(int, float)]) and len(betas) == 2
+    if betas != "auto" and not (two_numbers and min(betas) >= 0 and max(betas) < 1):
         yield "optimizer.params.betas", ": write two numbers, 0 or more and below 1"
     if eps != "auto" and not (matches(eps, (int, float)) and eps > 0):
         yield "optimizer.params.eps", ": write a number above 0"

@@ -76,7 +76,6 @@ class Run:
     health: HealthRecorder
     throughput: Throughput
 
-    # Progress of the training loop.
     saved_step = 0  # of the newest checkpoint; 0: none
 
     def __init__(self, request: RunRequest, lock: FolderLock | None) -> None:
@@ -282,6 +281,7 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     run.telemetry.enter("eval")
     teacher = run.teacher
     total = torch.zeros(2, device=run.device, dtype=torch.float64)  # sum of losses, labels
+    # With a teacher, [buckets, 5] from the first batch on.
     by_position = torch.zeros((), device=run.device, dtype=torch.float64)
     fetch = partial(run.data.validation.batches, run.ranks.rank)
     stop_reason, batches, _ = fetch_on_all_ranks(run, fetch)
@@ -330,7 +330,10 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
         run.telemetry.enter("idle")
     if val_loss is not None:
         bits_per_byte = val_loss / math.log(2) / run.data.validation.bytes_per_token
-    grad_norm, fp16 = run.engine.get_global_grad_norm(), run.config.train.precision == "fp16"
+    loss_scale = None
+    if run.config.train.precision == "fp16":
+        loss_scale = getattr(run.engine.optimizer, "loss_scale", None)
+    grad_norm = run.engine.get_global_grad_norm()
     run.observers.on_step(
         StepRecord(
             step=run.state.step,
@@ -342,7 +345,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             grad_norm=None if grad_norm is None else float(grad_norm),
             memory_gb=memory_gb(),
             skipped_steps=run.state.skipped,
-            loss_scale=getattr(run.engine.optimizer, "loss_scale", None) if fp16 else None,
+            loss_scale=loss_scale,
             layers=layers,
             versus_teacher=versus_teacher,
             **speed,
@@ -359,8 +362,8 @@ def _save(run: Run, required: bool = True) -> None:
     try:
         with run.throughput.paused():
             folder = run.saver.save(run.state.step, asdict(run.state))
-        run.saved_step, seconds = run.state.step, time.monotonic() - start
-        pause = f"training paused for {seconds:.1f} s"
+        run.saved_step = run.state.step
+        pause = f"training paused for {time.monotonic() - start:.1f} s"
         run.observers.on_message(f"step {run.state.step}: saved {folder}, {pause}")
     except SaveFailed as error:
         if required:

@@ -16,7 +16,7 @@ from nsa.text import first_line
 from nsa.untrusted import text_or_empty
 
 TEMPLATE_SECONDS = 10.0  # CPU time
-TEMPLATE_BYTES = 2**30  # added to those in use
+TEMPLATE_BYTES = 2**30  # of address space, in addition to what its process has at the start
 TEMPLATE_CHARS = 2**24  # of the text
 
 
@@ -56,8 +56,9 @@ def _render(sender: Connection, seconds: float, arguments: dict[str, Any]) -> No
     """Send the text and None, or "" and the error; the timer's signal ends this process."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    used = int(text_or_empty("/proc/self/statm").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + TEMPLATE_BYTES,) * 2)
+    pages = int(text_or_empty("/proc/self/statm").split()[0])  # of this process's address space
+    limit = pages * resource.getpagesize() + TEMPLATE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints nothing
     signal.setitimer(signal.ITIMER_PROF, seconds)
     text, error = "", None

@@ -1,6 +1,6 @@
 """Hugging Face models: `LanguageModel` for transformers' Auto classes, generate() and Trainer.
 
-    NSAModel         hidden states; the `base_model` of the other
+    NSAModel         hidden states; the `base_model` of NSAForCausalLM
     NSAForCausalLM   logits and loss, generate()
     NSACache         `KVCache` with transformers' interface
 
@@ -46,8 +46,8 @@ from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.language_model import LanguageModel, check_tokens
 from nsa.ops.inputs import check_documents
 
-# Servers that replace a model's attention, by the name of their attention. It holds their cache, so
-# they pass only the newest tokens: a model that keeps its own attention would see no others.
+# Servers that replace a model's attention, by the name of their attention. It would read earlier
+# tokens from the server's cache; the server passes only the newest ones to the model.
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -56,7 +56,7 @@ class Block(GradientCheckpointingLayer, block.Block):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        # For `_init_weights`. As attributes they would have to be tensors or modules to mypy.
+        # `_init_weights` reads init_scale. In __dict__: to mypy other attributes are tensors.
         residual = (2 * config.layers) ** -0.5  # as LanguageModel initializes
         self.attention.o.__dict__["init_scale"] = self.mlp.down.__dict__["init_scale"] = residual
         if hasattr(self.attention, "gates"):
@@ -268,7 +268,7 @@ class NSAModel(NSAPreTrainedModel):
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the final hidden states, and each block's input if `with_inputs`."""
         real = real_tokens(attention_mask, tokens, cache.columns)
-        document_starts(position_ids, tokens, real, cache.columns)  # raises if there is a second
+        document_starts(position_ids, tokens, real, cache.columns)  # raises if a row holds two
         inputs: list[Tensor] = []
 
         def collect(_: nn.Module, arguments: tuple[Tensor, Tensor | None]) -> None:

@@ -205,10 +205,10 @@ def _attention(
         if layer.index is None:  # an index has no values
             pooled.append((layer.value_dim, None))
         for size, angles in pooled:
-            learned = random(heads, size, size) / 8, random(heads, spec.block_len, size)
-            block = random(1, total, heads, size), *learned, random(heads * size)
+            x, weight = random(1, total, heads, size), random(heads, size, size) / 8
+            position = random(heads, spec.block_len, size)
             run = partial(pool, rotary=angles, block_tokens=tables[0], token_blocks=tables[1])
-            yield Operation("pool", block, run)
+            yield Operation("pool", (x, weight, position, random(heads * size)), run)
 
     yield from _branches(config, metadata, layer, total, random)
 

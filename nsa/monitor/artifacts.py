@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.untrusted import MAX_RUN_FILE_BYTES, open_limited, parse_json, read_text, text_or_empty
+from nsa.untrusted import MAX_RUN_FILE_BYTES, open_regular, parse_json, read_text, text_or_empty
 
 TRAINING = ("data", "forward", "backward", "step")  # phases of a step
 PHASES = ("setup", *TRAINING, "eval", "save", "idle")  # of heartbeats
@@ -197,7 +197,7 @@ def read_rank(run_dir: Path, rank: int) -> RankHistory:
     history, pid, first_step = RankHistory(rank), -1, True
     path = run_dir / f"heartbeat_rank{rank}.jsonl"
     try:
-        with open_limited(path, MAX_HEARTBEAT_BYTES) as file:
+        with open_regular(path, MAX_HEARTBEAT_BYTES) as file:
             # A step_end line repeats what its step_start line says.
             lines = (line for line in io.BufferedReader(file) if b'"step_start"' not in line)
             for beat in valid_beats(lines):

@@ -134,7 +134,8 @@ class BackgroundWriter:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             with self._jobs.mutex:
-                self.dropped += sum(job is not None for job in self._jobs.queue) + 1  # running
+                queued = sum(job is not None for job in self._jobs.queue)
+            self.dropped += queued + 1  # the running job
         if self.dropped or self.failed:
             warn(f"{self.name}: {self.dropped} writes dropped and {self.failed} failed in this run")
 

@@ -8,7 +8,7 @@ gradients have the same bits in every run.
     compressed   rows of a tile x all compressed keys that any of them sees
     window       rows of a tile x the positions from the first row's window to the last row
     selected     early rows x all earlier positions, with unselected blocks (few) masked;
-                 later rows by block: the rows that selected block j x block j
+                 later rows, for each block j: the rows that selected j x the positions of j
 
 Sizes in names: B batch, T queries, N keys, H query heads, K KV heads, G query heads per KV head,
 M selection blocks.
@@ -252,14 +252,14 @@ def head_slices(count: int) -> list[slice]:
 
 
 def by_group(x_BTHD: Tensor, groups: int | None = None) -> Tensor:
-    """[B, T, H, D] to contiguous [B*K, T, G, D] in float32 (float64 stays float64)."""
+    """Return [B, T, H, D] as contiguous [B*K, T, G, D], in float32 (float64 stays float64)."""
     dtype = torch.promote_types(x_BTHD.dtype, torch.float32)
     x = x_BTHD.unflatten(2, (groups or x_BTHD.shape[2], -1)).permute(0, 2, 1, 3, 4)
     return x.to(dtype).contiguous().flatten(0, 1)
 
 
 def by_token(x_KTGD: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `by_group`: [B*K, T, G, D] to contiguous [B, T, H, D]."""
+    """Return [B*K, T, G, D] as contiguous [B, T, H, D]: the inverse of `by_group`."""
     x = x_KTGD.unflatten(0, (batch, -1)).permute(0, 2, 1, 3, 4)
     return x.flatten(2, 3).to(dtype).contiguous()
 

@@ -30,7 +30,7 @@ def _visible(x: AttentionInputs, doc: slice) -> Tensor:
     """Return which keys each query of a document sees: bool [B or 1, T, K or 1, N]."""
     length = doc.stop - doc.start
     if x.branch == "compressed":
-        return visible_blocks(length, x.spec, x.q.device)
+        return visible_blocks(length, length, x.spec, x.q.device)
     position = torch.arange(length, device=x.q.device)
     distance = position[:, None] - position
     if x.block_index is None:
@@ -53,20 +53,14 @@ def select_blocks(x: SelectionInputs) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def visible_blocks(
-    seq_len: int, spec: NSASpec, device: torch.device | None = None, queries: int | None = None
-) -> Tensor:
-    """Return which blocks end at or before each query's position: bool [1, T, 1, N].
-
-    Queries are the last `queries` positions, by default all.
-    """
-    queries = seq_len if queries is None else queries
+def visible_blocks(seq_len: int, queries: int, spec: NSASpec, device: torch.device) -> Tensor:
+    """Return which blocks end at or before each of the last `queries` positions: [1, T, 1, N]."""
     position = torch.arange(seq_len - queries, seq_len, device=device)
     start = torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
     return (start + spec.block_len - 1 <= position[:, None])[None, :, None]
 
 
-def overlap(seq_len: int, spec: NSASpec, device: torch.device | None = None) -> Tensor:
+def overlap(seq_len: int, spec: NSASpec, device: torch.device) -> Tensor:
     """Return overlap(i, j)/d [N, M]: the positions that blocks i and j share, divided by d."""
     start = torch.arange(spec.compressed_len(seq_len), device=device)[:, None] * spec.block_stride
     block_start = torch.arange(spec.select_blocks_len(seq_len), device=device) * spec.select_len
@@ -89,7 +83,7 @@ def importance(
     kv_heads, queries = k_cmp.shape[2], q.shape[1]
     q = q.to(dtype).unflatten(2, (kv_heads, -1))
     score = torch.einsum("btkgd,bnkd->btkgn", q, k_cmp.to(dtype)) * scale
-    seen = visible_blocks(seq_len, spec, q.device, queries)[:, :, :, None]
+    seen = visible_blocks(seq_len, queries, spec, q.device)[:, :, :, None]
     if lse is not None:
         score = score - lse.to(dtype).unflatten(2, (kv_heads, -1))[..., None]
     score = torch.where(seen, score, -torch.inf)

@@ -330,7 +330,7 @@ def test_only_the_highest_peaks_and_the_mean_utilization_are_kept(
         line["memory_gb"] = 10.0 + (line["step"] >= 200) - (line["step"] >= 300)
         line["gpu_busy"] = line["step"] / 500
     write_beats(tmp_path, lines)
-    monkeypatch.setattr("nsa.monitor.artifacts.open_limited", lambda path, _: Blocks(path))
+    monkeypatch.setattr("nsa.monitor.artifacts.open_regular", lambda path, _: Blocks(path))
     history = read_rank(tmp_path, 0)
     assert history.memory == [(0, 10.0), (200, 11.0)]
     assert history.gpu_utilization == pytest.approx(0.5, abs=2e-3)
