@@ -52,21 +52,21 @@ __all__ = [
 ]
 
 
-def compress_mean(k: Tensor, spec: NSASpec, cu_seqlens: Tensor | None = None) -> Tensor:
+def compress_mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return the mean of each compressed block of keys or values [B, T, H, D]: [B, N, H, D].
 
     Keys must be rotated already. `rotary_pool` rotates and pools in one pass over a projection.
     """
-    if k.dim() != 4:
-        raise ValueError(f"k has shape {tuple(k.shape)}; it must be [B, T, heads, size]")
-    check_documents(cu_seqlens, k, "k")
-    if cu_seqlens is None and k.shape[1] >= spec.block_len:
-        blocks = k.unfold(1, spec.block_len, spec.block_stride)  # [B, N, H, D, l], a view
+    if x.dim() != 4:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, heads, size]")
+    check_documents(cu_seqlens, x, "x")
+    if cu_seqlens is None and x.shape[1] >= spec.block_len:
+        blocks = x.unfold(1, spec.block_len, spec.block_stride)  # [B, N, H, D, l], a view
     else:
-        first = block_starts(k.shape[1], cu_seqlens, spec, k.device)
-        tokens = first[:, None] + torch.arange(spec.block_len, device=k.device)  # [N, l]
-        blocks = k[:, tokens].movedim(2, -1)
-    return blocks.mean(-1, dtype=torch.promote_types(k.dtype, torch.float32)).to(k.dtype)
+        first = block_starts(x.shape[1], cu_seqlens, spec, x.device)
+        tokens = first[:, None] + torch.arange(spec.block_len, device=x.device)  # [N, l]
+        blocks = x[:, tokens].movedim(2, -1)
+    return blocks.mean(-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 def compressed_attention(
