@@ -4,8 +4,6 @@ Each prints, where the user set nothing, the number of threads and the addresses
 listens; then what it sees of the other. Argument: the file that the pickle would create.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

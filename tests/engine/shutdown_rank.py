@@ -1,7 +1,5 @@
 """A rank that alternates "steps" and waiting for data, as the training loop does."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

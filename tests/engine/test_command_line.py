@@ -1,7 +1,5 @@
 """A recipe's flags: what they resolve to, what is logged about it, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +20,8 @@ from nsa.spec import NSASpec
 from tests.engine.small import gpus, small_request
 from tests.monitor.records import files_no_longer_than
 
-SELECTOR = AttentionConfig(
-    branches="sel", selector_loss=1.0, spec=NSASpec(select_top=8, local_blocks=4)
-)
+SPEC = NSASpec(select_top=8, local_blocks=4)
+SELECTOR = AttentionConfig(branches="sel", selector_loss=1.0, spec=SPEC)
 
 
 def test_weights_that_no_machine_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +54,7 @@ def test_the_disk_must_hold_the_checkpoints_until_the_run_stops(tmp_path: Path) 
     assert "3 checkpoints of " in disk.detail
 
 
-def test_a_disk_that_takes_no_checkpoint_is_refused_before_the_data_is_opened(
-    tmp_path: Path,
-) -> None:
+def test_a_disk_that_takes_no_checkpoint_is_refused_before_data_is_opened(tmp_path: Path) -> None:
     request = small_request(f"--run-dir={tmp_path / 'run'}")
     run = Run(request, FolderLock(request.run_dir))
     with files_no_longer_than(1), pytest.raises(ValueError, match=r"saved there: .*File too large"):
@@ -80,9 +75,7 @@ def test_a_disk_that_takes_no_checkpoint_is_refused_before_the_data_is_opened(
         (["--set=model.layers=1"], 8, "already at its last step, 8, so changing .*; raise --step"),
     ],
 )
-def test_a_resumed_run_has_steps_left_or_none_to_change(
-    flags: list[str], step: int, problem: str | None
-) -> None:
+def test_a_resumed_run_has_steps_left(flags: list[str], step: int, problem: str | None) -> None:
     before = small_request("--steps=8").config
     request = replace(small_request("--steps=8", *flags), resumed_config=before)
     if problem is None:
@@ -155,10 +148,7 @@ def test_weights_decay_in_the_steps_in_which_they_learn(
     [
         ({"selector_steps": 10}, r"selector_steps = 10: not below train.steps = 10"),
         ({"dense_steps": 10}, r"dense_steps = 10: not below train.steps = 10"),
-        (
-            {"dense_steps": 3, "selector_steps": 2},
-            "selector_steps = 2: not with train.dense",
-        ),
+        ({"dense_steps": 3, "selector_steps": 2}, "selector_steps = 2: not with train.dense"),
         ({"dense_steps": 3, "start_from": "x"}, r"dense_steps = 3: needs new weights"),
         ({"min_learning_rate": 1.0}, r"min_learning_rate = 1.0: is above train.learning_rate"),
         ({"micro_batch": "many"}, r"micro_batch = 'many': must be a whole number or auto"),

@@ -1,7 +1,5 @@
 """Config resolution: recipe < --config < --set, an error for every mistake; the schedule."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict, replace
@@ -178,9 +176,7 @@ def test_a_window_beside_an_index_is_refused_even_if_it_is_the_default() -> None
         ("train={seed: 1, steps: 5, steps: 6}", ["'steps' is written twice"]),
     ],
 )
-def test_an_error_names_the_setting_its_value_and_the_fix(
-    assignment: str, words: list[str]
-) -> None:
+def test_an_error_names_setting_value_and_fix(assignment: str, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         resolve_config(RunConfig(), None, [assignment])
     for word in words:
@@ -284,9 +280,7 @@ def test_every_number_of_the_tree_must_be_finite() -> None:
         (["train.seed=3"], 2_000),
     ],
 )
-def test_the_warmup_keeps_its_part_of_the_steps_unless_it_is_set(
-    changes: list[str], warmup: int
-) -> None:
+def test_the_warmup_keeps_its_part_unless_it_is_set(changes: list[str], warmup: int) -> None:
     recipe = RunConfig()
     assert (recipe.train.steps, recipe.train.warmup_steps) == (50_000, 2_000)
     assert resolve_config(recipe, None, changes).train.warmup_steps == warmup

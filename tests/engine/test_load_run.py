@@ -1,7 +1,5 @@
 """load_run: same loss as in training, without DeepSpeed, and the folder stays untouched."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -77,9 +75,7 @@ def test_a_named_checkpoint_is_loaded_in_a_dtype_of_its_own(run: Path) -> None:
         assert torch.equal(weight, weights[name])
 
 
-def test_config_comes_from_beside_the_weights_or_from_the_runs_folder(
-    run: Path, tmp_path: Path
-) -> None:
+def test_config_comes_from_beside_the_weights_or_the_run(run: Path, tmp_path: Path) -> None:
     """DeepSpeed's universal converter does not copy config.yaml."""
     converted = tmp_path / "checkpoints" / "step00000004.universal"
     converted.mkdir(parents=True)
@@ -107,9 +103,7 @@ def test_the_largest_prepared_source_determines_the_vocabulary(
     assert dataset_vocabulary(DataConfig(source=mixture)) == vocabulary
 
 
-def test_the_tokenizer_is_the_recorded_one_or_that_of_files_beside_the_weights(
-    run: Path, tmp_path: Path
-) -> None:
+def test_the_tokenizer_is_recorded_or_lies_beside_the_weights(run: Path, tmp_path: Path) -> None:
     """A checkpoint's also if `data.tokenizer` is "byte", the default; an import may have set it."""
     bpe, checkpoint = run.parent / "bpe", run / "checkpoints/step00000004"
     trained = build_tokenizer(DataConfig(tokenizer=f"hf:{bpe}"))
@@ -127,9 +121,7 @@ def test_a_tokenizer_that_has_changed_since_is_refused(run: Path, tmp_path: Path
         run_tokenizer(DataConfig(), tmp_path)
 
 
-def test_a_run_and_its_export_keep_their_tokenizer_when_the_dataset_is_gone(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_run_and_its_export_keep_a_lost_datasets_tokenizer(run: Path, tmp_path: Path) -> None:
     prepared = run.parent / "prepared"
     trained = build_tokenizer(DataConfig(tokenizer=f"hf:{run.parent / 'bpe'}"))
     prepared.rename(run.parent / "elsewhere")

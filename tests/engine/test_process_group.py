@@ -1,7 +1,5 @@
 """Process group: where ranks meet and listen, what they share of a machine, what they exchange."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -57,9 +55,7 @@ def test_ranks_listen_on_the_loopback_address_only_and_share_the_cores(
         assert f"{port:04X}" not in ports
 
 
-def test_ranks_exchange_errors_and_values_and_run_no_pickle(
-    outputs: list[list[str]], folder: Path
-) -> None:
+def test_ranks_exchange_values_and_run_no_pickle(outputs: list[list[str]], folder: Path) -> None:
     seen = ["passed", "sum: 1 None", "stop: SIGTERM on rank 1"]
     seen += ["raised: rank 1 got no batch", "crash: no batch; killed"]
     path = f"PosixPath('{'ä' * 50}')"
@@ -194,9 +190,7 @@ def test_only_deepspeeds_launcher_on_one_machine_starts_ranks_that_meet_at_a_fil
     assert methods == ["private://" if private else None]
 
 
-def test_a_port_in_use_is_refused_with_the_flag_that_sets_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_port_in_use_is_refused_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = "EADDRINUSE, message: Address already in use"
 
     def refuse(*_: object, **__: object) -> None:
@@ -212,9 +206,7 @@ def test_a_port_in_use_is_refused_with_the_flag_that_sets_it(
         process_group._join(Ranks(rank=0, local_rank=0, world_size=2), "gloo")
 
 
-def test_a_launcher_numbers_the_ranks_and_a_process_without_one_is_the_only_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launcher_numbers_the_ranks_or_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
     for name, number in zip(names, ("3", "1", "4"), strict=True):
         monkeypatch.setenv(name, number)
@@ -243,11 +235,8 @@ def test_a_rank_that_lost_its_peer_lets_that_report_first(
     monkeypatch.setattr(process_group, "end_process", lambda code: events.append(code))
     monkeypatch.setattr(process_group.time, "sleep", lambda seconds: events.append("waits"))
     monkeypatch.setattr(signal, "signal", lambda number, _: events.append(number))
-    for error in (
-        dist.DistNetworkError("x"),
-        RuntimeError("[gloo/transport] closed"),
-        ValueError(),
-    ):
+    closed = RuntimeError("[gloo/transport] closed")
+    for error in (dist.DistNetworkError("x"), closed, ValueError()):
         process_group.crash(error)
     signals = [signal.SIGTERM, signal.SIGINT]  # end it again as they did before
     assert events == [*signals, "waits", 1, *signals, "waits", 1, *signals, 1]

@@ -1,7 +1,5 @@
 """ShutdownMonitor: signals, the time limit and a dead launcher stop a run; a lost peer ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
