@@ -267,7 +267,7 @@ def test_documents_on_another_device_raise(name: str, offsets_are_on: str) -> No
 
 def test_keys_that_cannot_be_pooled_raise() -> None:
     keys = torch.zeros(1, 20, 2, 4, device="meta")
-    with pytest.raises(ValueError, match=r"^cu_seqlens is on cpu and k on meta; give"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens is on cpu and x on meta; give"):
         compress_mean(keys, SPEC, offsets(0, 20))
     with pytest.raises(ValueError, match=r"^x has shape \(20, 2, 4\); it must be \[B, T, heads"):
         compress_mean(keys[0], SPEC)
