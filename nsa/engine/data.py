@@ -45,14 +45,12 @@ def open_data(
     `data_changed`: the run resumes with other data settings, so data starts at its first sample.
     """
     notes, start = list[str](), time.monotonic()
-    resumed = bool(state.data)
-    if resumed and data_changed:
+    if state.data and data_changed:
         notes.append(
             "--resume: data.* or train.seed changed since the run started; the new data starts at "
             "its first sample"
         )
-        state.samples = 0
-
+        state.samples, state.data = 0, ""
     dataset = open_dataset(config.data)
     cache = TokenCache(dataset, cache_folder(config.data, run_dir))
     largest = max(cache.stamps, key=lambda stamp: stamp.vocab_size)
@@ -68,11 +66,11 @@ def open_data(
     try:
         cache.start({"train": of_the_run, "val": config.train.eval_samples})
         samples = cache.open_samples("train", config.train.seed)
-        if resumed and not data_changed and samples.fingerprint != state.data:
+        if state.data and samples.fingerprint != state.data:
             raise ValueError(
                 f"data.source = {config.data.source!r}: its content changed since the run started "
                 f"(fingerprint {samples.fingerprint}, was {state.data}); restore it, or start a "
-                "new run without --resume"
+                "fresh run without --resume"
             )
         validation = ValidationData(cache, sequences=config.train.eval_samples, **shape)
         samples.locate(state.samples)  # errors of the first documents surface here

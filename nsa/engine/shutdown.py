@@ -103,14 +103,14 @@ class ShutdownMonitor:
     def _watch(self) -> None:
         reported = int(os.environ.get("RANK", 0)) != 0  # rank 0 reports for all
         while not self._stopped.wait(1.0):
-            if self.reason is not None and not reported:
-                reported = True
-                warn(f"{self.reason}: the run saves after this step; Ctrl-C again ends it at once")
             if self.reason is None:
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     self._request_stop("--time-limit")
                 elif self._launcher and not is_alive(self._launcher):
                     self._request_stop("launcher exited")
+            elif not reported:
+                reported = True
+                warn(f"{self.reason}: the run saves after this step; Ctrl-C again ends it at once")
             for rank, process in self._processes.items():
                 if not is_alive(process) and not self._stopped.wait(PEER_LOSS_GRACE_SECONDS):
                     lost = f"lost rank {rank} (process {process.pid})"
