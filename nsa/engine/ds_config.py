@@ -197,7 +197,8 @@ def resolve_ds_config(
         if block.get(name, "auto") == "auto":
             block[name] = value
     problems |= _parser_problems(resolved, source)
-    problems = problems or dict(_mode_problems(resolved))
+    if not problems:
+        problems = dict(_mode_problems(resolved))
     values, lines = dict(walk(raw)), []
     for path, problem in problems.items():
         value = f"= {_as_json(values[path])}" if path in values else "is missing"

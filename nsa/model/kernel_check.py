@@ -100,7 +100,9 @@ def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
                 problem = problem or f"its error is {wrong:.2g}, and {limit:.2g} is allowed"
             if not torch.equal(result, repeated):
                 problem = problem or "two runs give different bits"
-            ratio = math.inf if math.isnan(wrong) else wrong / limit
+            ratio = wrong / limit
+            if math.isnan(ratio):
+                ratio = math.inf
             if ratio > largest:
                 error, allowed, largest = wrong, limit, ratio
     except UnsupportedCall:

@@ -106,8 +106,8 @@ def only(name: str, config: ModelConfig = CONFIG) -> KernelResult:
 Fault = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def times(factor: float) -> Fault:
-    return lambda kernel: lambda *args: kernel(*args) * factor
+def changed(change: Callable[[Tensor], Tensor]) -> Fault:
+    return lambda kernel: lambda *args: change(kernel(*args))
 
 
 def unsteady(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,8 +125,8 @@ def raising(kernel: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
-        (times(1.05), "its error is 0.05"),
-        (times(math.nan), "its error is nan"),
+        (changed(lambda y: y * 1.05), "its error is 0.05"),
+        (changed(lambda y: y + math.nan), "its error is nan"),  # gradients stay right
         (unsteady, "two runs give different bits"),
         (raising, "RuntimeError: CUDA error: misaligned address"),
     ],
@@ -138,6 +138,7 @@ def test_a_planted_fault_is_named(
     result = only("swiglu")
     assert result.problem.startswith(problem)
     assert "\n" not in result.problem
+    assert math.isnan(result.error) == ("nan" in problem), "the largest error of all outputs"
     problem = f"kernel check on rank 1: {result.problem}"
     assert problems_of([[], [result]]) == {"swiglu": problem}
     other = replace(result, operation="pool")
