@@ -20,7 +20,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "monitor.progress": (True, REMOVE),
     "monitor.report": (True, REMOVE),
     "monitor.ladder.sanity": (1, REMOVE),
-    "monitor.ladder.require_fall": (True, "it is False with train.start_from"),
+    "monitor.ladder.require_fall": (True, "remove it; it is off with train.start_from"),
     "monitor.ladder.max_memory_growth": (0.05, REMOVE),
     "monitor.ladder.max_pause": (120.0, REMOVE),
     "monitor.ladder.max_gpu_imbalance": (0.1, REMOVE),

@@ -123,7 +123,6 @@ def is_builtin(name: str) -> bool:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a source is a local file or folder."""
     return name not in NAMED and not name.startswith(("hf:", "embedded:"))
 
 

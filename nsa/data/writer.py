@@ -108,13 +108,11 @@ def lock(folder: Path) -> BinaryIO | None:
 
     Return None if another process has the lock.
     """
-
-    def create(path: str, flags: int) -> int:
-        return no_symlink(path, flags | os.O_CREAT)
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "r+b", 0, opener=create)  # noqa: SIM115 (returned)
+        # Not in a mode for appending, in which `_with_progress` could not overwrite.
+        descriptor = no_symlink(str(folder / LOCK), os.O_RDWR | os.O_CREAT)
+        file = open(descriptor, "r+b", 0)  # noqa: SIM115 (returned)
     except OSError as error:
         text = f"{folder}: cannot be written or locked ({error}); name another folder"
         raise DataError(text) from None
@@ -234,7 +232,13 @@ def _write(job: Job, lock_file: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(f"{job.folder}: cannot be written ({error})") from error
-        raise _disk_full(job, index) from None
+        left = [tokens - index.tokens(split) for split, tokens in job.needs.items()]
+        needed = sum(max(0, tokens) for tokens in left) or job.shard_tokens(index)
+        size, free = np.dtype(index.stamp.dtype).itemsize, shutil.disk_usage(job.folder).free
+        raise DataError(
+            f"{job.folder}: the disk is full: {needed * size:,} bytes or more are needed, and "
+            f"{free:,} are free; free some space and {RERUN}: it resumes where it stopped"
+        ) from None
 
 
 def _with_progress(documents: Documents, size: int, lock_file: int) -> Documents:
@@ -293,16 +297,6 @@ def next_documents(documents: Documents, size: int) -> list[tuple[Document | Dat
         if size <= 0 or len(batch) == DOCUMENTS_PER_CALL:
             break
     return batch
-
-
-def _disk_full(job: Job, index: Index) -> DataError:
-    left = [tokens - index.tokens(split) for split, tokens in job.needs.items()]
-    needed = sum(max(0, tokens) for tokens in left) or job.shard_tokens(index)
-    size, free = np.dtype(index.stamp.dtype).itemsize, shutil.disk_usage(job.folder).free
-    return DataError(
-        f"{job.folder}: the disk is full: {needed * size:,} bytes or more are needed, and {free:,} "
-        f"are free; free some space and {RERUN}: it resumes where it stopped"
-    )
 
 
 def check_same(folder: Path, index: Index, plan: Index) -> None:

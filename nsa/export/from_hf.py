@@ -64,7 +64,6 @@ class SourceModel:
 
     @property
     def is_llama(self) -> bool:
-        """Whether the model type is one of LLAMAS."""
         return self.hf_config is not None and self.hf_config["model_type"] != "nsa"
 
     def read_weights(self) -> dict[str, Tensor]:
@@ -154,14 +153,10 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
 
 def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
     llama = parse_config(tree, folder / CONFIG)
-    context_length = int(llama.max_position_embeddings)  # tokens that a query can attend to
-    window = getattr(llama, "sliding_window", None)
-    if window is not None and getattr(llama, "use_sliding_window", True):
-        context_length = int(min(window, context_length))
-    _check_supported(folder, llama, context_length)
-    model_type = tree["model_type"]
     config = RunConfig()
-    config.data.seq_len = min(config.data.seq_len, context_length)
+    config.data.seq_len = min(config.data.seq_len, int(llama.max_position_embeddings))
+    _check_supported(folder, llama, config.data.seq_len)
+    model_type = tree["model_type"]
     heads = llama.num_attention_heads
     config.model = ModelConfig(
         layers=llama.num_hidden_layers,
@@ -191,19 +186,21 @@ def rope_settings(llama: Any) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_type": rope_type, "rope_extension": extension}
 
 
-def _check_supported(folder: Path, llama: Any, context_length: int) -> None:
+def _check_supported(folder: Path, llama: Any, seq_len: int) -> None:
     """Raise a ValueError that names the first setting that this model does not support."""
     rope = {"rope_type": "default", **llama.rope_parameters}
-    # A sliding window that is not shorter than a training sequence changes nothing.
-    seq_len = min(RunConfig().data.seq_len, llama.max_position_embeddings)
-    short_window = context_length if context_length < seq_len else None
+    window = getattr(llama, "sliding_window", None)
+    if not getattr(llama, "use_sliding_window", True):
+        window = None
+    if window is not None and window >= seq_len:  # limits nothing in a training sequence
+        window = None
     rope_types = f"one of {', '.join(ROPE_TYPES)}; import a checkpoint from before the extension"
     for name, value, supported, shown in (
         ("quantization_config", getattr(llama, "quantization_config", None), (None,), "None"),
         ("attention_bias", getattr(llama, "attention_bias", False), (False,), "False"),
         ("mlp_bias", getattr(llama, "mlp_bias", False), (False,), "False"),
         ("hidden_act", llama.hidden_act, ("silu",), "'silu'"),
-        ("sliding_window", short_window, (None,), f"None, or {seq_len} and more"),
+        ("sliding_window", window, (None,), f"None, or {seq_len} and more"),
         ("attention_dropout", getattr(llama, "attention_dropout", 0.0), (0.0,), "0"),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,), "1"),
         ("rope_type", rope["rope_type"], tuple(ROPE_TYPES), rope_types),

@@ -86,8 +86,12 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
             return
         _, serialized, eos, _ = tokenizer.definition
         backend, pad = Backend.from_str(serialized), eos
-    else:
-        backend, eos, pad = _byte_backend(), END_OF_TEXT, PAD
+    else:  # byte-level BPE without merges; a byte's id is its value
+        vocab = {letter: byte for byte, letter in bytes_to_unicode().items()} | BYTE_SPECIALS
+        backend, eos, pad = Backend(models.BPE(vocab=vocab, merges=[])), END_OF_TEXT, PAD
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(name, normalized=False) for name in BYTE_SPECIALS])
     # As in training: adds no special tokens to a text and recognizes none in it.
     backend.post_processor = None
     PreTrainedTokenizerFast(
@@ -101,13 +105,3 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         eos_token=eos,
         pad_token=pad,
     ).save_pretrained(folder)
-
-
-def _byte_backend() -> Backend:
-    """Byte-level BPE without merges; a byte's id is its value."""
-    vocab = {letter: byte for byte, letter in bytes_to_unicode().items()} | BYTE_SPECIALS
-    backend = Backend(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(name, normalized=False) for name in BYTE_SPECIALS])
-    return backend

@@ -136,7 +136,7 @@ def _metadata(
         ids.append(FINEWEB_EDU[0])
     sparse = run.config.model.attention.kind == "nsa" and not dense
     return ModelCardData(
-        license="apache-2.0" if origin is None else origin.license or "other",
+        license="apache-2.0" if origin is None else (origin.license or "other"),
         base_model=origin.name if origin is not None and "/" in origin.name else None,
         library_name="transformers",
         pipeline_tag="text-generation",

@@ -200,11 +200,11 @@ def _recall(inputs: GateInputs) -> Measurement:
     if inputs.step <= inputs.switch_step:
         raise NotMeasured(f"attention is dense until step {inputs.switch_step:,}")
     rows = [row for row in inputs.selection.rows if row["step"] <= inputs.step]
-    newest = sorted({row["step"] for row in rows})[-RECALL_STEPS:]
+    newest = set(sorted({row["step"] for row in rows})[-RECALL_STEPS:])
     layers: dict[float, list[Row]] = {}
     cells = {"layer", "recall", "recall_random"}
     for row in rows:
-        if row["step"] >= newest[0] and row.keys() >= cells and row["recall_random"]:
+        if row["step"] in newest and cells <= row.keys() and row["recall_random"]:
             layers.setdefault(row["layer"], []).append(row)
     if not layers:
         raise NotMeasured(

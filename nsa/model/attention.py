@@ -379,17 +379,15 @@ class NSAttention(Attention):
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
-        if self.dense:
-            o = causal_attention(q, *kv["sel"], metadata.cu_seqlens)
-            # Blocks are selected for the observer alone.
-            if self.observer is not None and "index" in kv:
-                self._observe(None, self._select(kv, metadata), metadata.cu_seqlens)
-            return o
-        if self.index is not None:  # one softmax over the keys of the blocks that it selects
-            block_index = self._select(kv, metadata)
-            o = selected_attention(q, *kv["sel"], block_index, self.spec, **self._common(metadata))
-            self._observe(None, block_index, metadata.cu_seqlens)
-            return o
+        if self.index is not None:
+            common = self._common(metadata)
+            # Beside dense attention, blocks are selected for the observer alone.
+            if not self.dense or (self.observer is not None and "index" in kv):
+                block_index = select_blocks(*kv["index"], None, self.spec, **common)
+                self._observe(None, block_index, metadata.cu_seqlens)
+            if self.dense:
+                return causal_attention(q, *kv["sel"], metadata.cu_seqlens)
+            return selected_attention(q, *kv["sel"], block_index, self.spec, **common)
         assert gates is not None
         if self.branches != BRANCHES:
             return self._attend_subset(q, gates, kv, metadata)
@@ -398,10 +396,6 @@ class NSAttention(Attention):
         o, block_index = nsa_attention_and_blocks(GatedInputs(q, *pairs, *rest), self.backend)
         self._observe(gates, block_index, metadata.cu_seqlens)
         return o
-
-    def _select(self, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
-        """Return the blocks that the index selects, [B, T, Hkv, n]."""
-        return select_blocks(*kv["index"], None, self.spec, **self._common(metadata))
 
     def _common(self, metadata: AttentionMetadata) -> dict[str, Any]:
         """Return the arguments that all ops of this layer take."""

@@ -75,7 +75,7 @@ def cpu_model() -> str:
     from nsa.untrusted import text_or_empty  # late: benchmarks run where PyYAML is not installed
 
     match = re.search(r"^model name\s*: (.*)", text_or_empty("/proc/cpuinfo"), re.M)
-    return match[1].strip() if match else platform.processor() or platform.machine()
+    return match[1].strip() if match else (platform.processor() or platform.machine())
 
 
 def _cuda() -> dict[str, Any] | None:

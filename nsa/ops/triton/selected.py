@@ -201,7 +201,7 @@ def lists_kernel(
 def blocks_by_tile(
     block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unite the blocks of each tile of `queries`: (blocks, members, counts).
+    """Unite the blocks that each tile of `queries` queries selected: (blocks, members, counts).
 
     Each list in blocks and members [B, tiles, Hkv, list_len] has `counts` [B, tiles, Hkv] entries.
     """
@@ -293,7 +293,7 @@ def _block_list(blocks, counts, grid_tile, t0, list_len, C: tl.constexpr):
     list_id = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + grid_tile
     list_id = list_id * tl.num_programs(1) + tl.program_id(1)
     count = tl.load(counts + list_id)
-    # Lists ascend: only the last 32 blocks can hold one of the tile's at most 32 queries.
+    # Lists ascend, and a tile's at most 32 queries are positions of at most 32 blocks, the last.
     i = count - 1 - tl.arange(0, 32)
     block = tl.load(blocks + list_id * list_len + i, mask=i >= 0, other=-1)
     past = count - tl.sum((block >= t0 // C.SELECT).to(tl.int32), 0)
@@ -307,8 +307,8 @@ def _scores(
     """Load keys and values [KEYS, ..] of one step of a tile's list.
 
     Return them, their scores [ROWS, KEYS], and which rows selected the block. A key that a row does
-    not see has score -inf. Only in a PAST step rows that did not select the block have scores: the
-    caller ignores them.
+    not see has score -inf. In a PAST step, rows that did not select the block have scores too: the
+    caller ignores these.
     """
     PIECES: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # the last step's keys may be the next block's
@@ -464,7 +464,8 @@ def selected_keys_kernel(
         i_row = tl.arange(0, C.ROWS)
         rows = (high - low) * C.GROUP
         queries += low
-        # Lists ascend, so queries inside the block, which need the causal mask, come first.
+        # Lists ascend, so queries inside the block, at most SELECT, come first. Only the steps of
+        # their rows, `own` rows in all, need the causal mask.
         own = tl.cdiv(tl.maximum(C.SELECT - chunk * C.CHUNK, 0) * C.GROUP, C.ROWS) * C.ROWS
         own = tl.minimum(own, rows)
         # Load the next queries one step early, so that copies of their rows can overlap with this
@@ -583,9 +584,7 @@ def _query_tiles(name: str, x: AttentionInputs) -> tuple[tuple[int, ...], Config
     group = constants.GROUP
     queries = min(max(config.rows, next_power_of_2(group)) // group, MAX_QUERIES)
     rows, keys = max(16, next_power_of_2(queries * group)), _block_keys(config, spec)
-    constants = constants_of(
-        x.q, x.k, x.v, QUERIES=queries, ROWS=rows, KEYS=keys, SELECT=spec.select_len
-    )
+    constants = constants._replace(QUERIES=queries, ROWS=rows, KEYS=keys, SELECT=spec.select_len)
     blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, spec, queries)
     cu, documents = document_offsets(x.cu_seqlens)
     inputs = {
@@ -601,23 +600,24 @@ def _key_gradients(
     do: Tensor, x: AttentionInputs, lse2: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
     (batch, seq_len, groups, _), spec = x.k.shape, x.spec
-    config = choose_config("selected_keys", constants_of(x.q, x.k, x.v).padded, x.k)
+    constants = constants_of(x.q, x.k, x.v)
+    config = choose_config("selected_keys", constants.padded, x.k)
     keys = _block_keys(config, spec)
     assert x.block_index is not None
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
     short = seq_len <= SHORT
-    chunk = min(CHUNK, max(MIN_CHUNK, next_power_of_2(batch * seq_len) // (8 if short else 32)))
+    chunk = next_power_of_2(batch * seq_len) // (8 if short else 32)
+    chunk = min(CHUNK, max(MIN_CHUNK, chunk))
     has_parts = seq_len > chunk  # no list is longer than the sequence
-    part_rows = (2 * seq_len * spec.select_top // chunk + 1) * spec.select_len if has_parts else 1
+    parts = 2 * seq_len * spec.select_top // chunk + 1  # as `_part_number` counts them
+    part_rows = parts * spec.select_len if has_parts else 1
     dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
     dk_part, dv_part = (
         y.new_empty(batch, part_rows, groups, y.shape[-1], dtype=torch.float32) for y in (x.k, x.v)
     )
     cu, documents = document_offsets(x.cu_seqlens)
-    C = constants_of(
-        x.q, x.k, x.v, ROWS=config.rows, KEYS=keys, CHUNK=chunk, SELECT=spec.select_len
-    )
+    C = constants._replace(ROWS=config.rows, KEYS=keys, CHUNK=chunk, SELECT=spec.select_len)
     pieces, heads = cdiv(spec.select_len, keys), groups * batch
     programs = (seq_len * spec.select_top // chunk + total_blocks) * pieces
     launch(

@@ -41,7 +41,7 @@ STEP = 512  # masses, heads x blocks, that divergence_kernel reads at a time
 @triton.jit
 def _documents_of(cu, documents, t, C: tl.constexpr):
     """Return the first token and first compressed key of each t's document: int32 [rows]."""
-    start, first_key = t * 0, t * 0
+    start, first_key = tl.zeros_like(t), tl.zeros_like(t)
     if cu is not None:
         for first in range(0, documents, 64):
             i = first + tl.arange(0, 64)
@@ -195,10 +195,10 @@ def divergence_kernel(
     Names with `a` belong to the C.GROUP rows of `sel_mass`, names with `b` to the RANKING rows of
     `cmp_mass`.
     """
-    TINY: tl.constexpr = 1.1754943508222875e-38
+    TINY: tl.constexpr = 1.1754943508222875e-38  # the smallest normal number, in place of 0
     s, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, count = tl.program_id(2).to(tl.int64), tl.num_programs(0)
-    t = tl.load(queries + s + tl.arange(0, 1)).to(tl.int32)
+    t = tl.load(queries + s + tl.arange(0, 1)).to(tl.int32)  # [1], for `_documents_of`
     start, _first_key = _documents_of(cu, documents, t, C)
     own = tl.sum(t - start, 0) // C.SELECT
     last = own - C.LOCAL  # of the ranked blocks
@@ -224,8 +224,10 @@ def divergence_kernel(
         b = _block_masses(cmp_mass, row_b, first, own, total_blocks, RANKING, C)
         j = first + tl.arange(0, C.BLOCKS)
         ranked = (j >= C.INIT) & (j <= last)
-        target_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0), 0)
-        p_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(b - lse_b[:, None]), 0) / RANKING, 0.0), 0)
+        target_p = tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0)
+        p = tl.where(ranked, tl.sum(tl.exp2(b - lse_b[:, None]), 0) / RANKING, 0.0)
+        target_sum += tl.sum(target_p, 0)
+        p_sum += tl.sum(p, 0)
     log_ratio = tl.log2(tl.maximum(p_sum, TINY)) - tl.log2(tl.maximum(target_sum, TINY))
     dp_sum = tl.where(p_sum > TINY, target_sum / tl.maximum(p_sum, TINY), 0.0)
     loss, delta = 0.0, tl.zeros([RANKING_P], tl.float32)
@@ -235,16 +237,16 @@ def divergence_kernel(
         j = first + tl.arange(0, C.BLOCKS)
         ranked = (j >= C.INIT) & (j <= last)
         by_head_p = tl.exp2(b - lse_b[:, None])
-        wanted = tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0)
+        target_p = tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0)
         p = tl.where(ranked, tl.sum(by_head_p, 0) / RANKING, 0.0)
         log_p = tl.log2(tl.maximum(p, TINY))
-        loss += tl.sum(wanted * (tl.log2(tl.maximum(wanted, TINY)) - log_p + log_ratio), 0)
-        d = tl.where(p > TINY, dp_sum - wanted / tl.maximum(p, TINY), dp_sum)
+        loss += tl.sum(target_p * (tl.log2(tl.maximum(target_p, TINY)) - log_p + log_ratio), 0)
+        d = tl.where(p > TINY, dp_sum - target_p / tl.maximum(p, TINY), dp_sum)
         d = tl.where(ranked, d, 0.0)
         delta += tl.sum(by_head_p * d[None, :], 1)
-        tl.store(target + j, wanted, mask=j < total_blocks)
+        tl.store(target + j, target_p, mask=j < total_blocks)
         tl.store(dp + j, d, mask=j < total_blocks)
-    tl.store(losses + query, loss * 0.6931471805599453)
+    tl.store(losses + query, loss * 0.6931471805599453)  # ln 2
     # The lse over compressed keys: `lse_b` counts each key once for each of its positions.
     lse = lse_b - tl.log2(tl.full([RANKING_P], C.LEN, tl.float32))
     tl.store(by_head + row_b, lse, mask=g < RANKING)
@@ -279,7 +281,7 @@ def _score_gradient(
 @kernel
 def keys_kernel(
     k_cmp, q, queries, dp, by_head, dloss, dk, cu,
-    seq_len, key_len, documents, rows, total_blocks, scale,
+    seq_len, key_len, documents, rows, total_blocks, scale, scale_out,
     C: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of a tile of compressed keys, a sum over all rows in ascending order."""
@@ -302,14 +304,14 @@ def keys_kernel(
         )  # fmt: skip
         total = dot(ds.to(q_tile.dtype), q_tile, total)
     # Scale last: in half precision a mean over all queries would underflow.
-    total *= scale * 0.6931471805599453 * tl.load(dloss) / all_rows.to(tl.float32)
+    total *= scale_out * tl.load(dloss) / all_rows.to(tl.float32)
     store_rows(dk, at, C.KEY, total, C.KEY, C.KEY_P, inside)
 
 
 @kernel
 def queries_kernel(
     k_cmp, q, queries, dp, by_head, dloss, dq, cu,
-    seq_len, key_len, documents, rows, total_blocks, scale,
+    seq_len, key_len, documents, rows, total_blocks, scale, scale_out,
     C: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of a tile of queries, a sum over the keys that they see."""
@@ -334,7 +336,7 @@ def queries_kernel(
             total_blocks, scale, C,
         )  # fmt: skip
         total = dot(tl.trans(ds).to(k_tile.dtype), k_tile, total)
-    total *= scale * 0.6931471805599453 * tl.load(dloss) / all_rows.to(tl.float32)
+    total *= scale_out * tl.load(dloss) / all_rows.to(tl.float32)
     t = tl.load(queries + row // C.GROUP, mask=valid, other=0)
     at = _query_rows(t, row, seq_len, batch, head, C)
     store_rows(dq, at, C.KEY, total, C.KEY, C.KEY_P, valid)
@@ -392,7 +394,7 @@ def selector_loss_backward(
         "dp": dp, "by_head": by_head, "dloss": dloss, "cu": cu,
         "seq_len": x.k_sel.shape[1], "key_len": key_len,
         "documents": documents, "rows": rows, "total_blocks": dp.shape[-1],
-        "scale": x.scale * LOG2E, "C": constants,
+        "scale": x.scale * LOG2E, "scale_out": x.scale, "C": constants,
     }  # fmt: skip
     grid = cdiv(key_len, constants.KEYS), groups, batch
     launch(keys_kernel, grid, config, dk=dk, **common)

@@ -302,13 +302,13 @@ PLANTS: dict[Check, dict[str, Into]] = {
         "a compressed key's gradient is of one selection block":
             in_source(selector_loss, "_score_gradient", "C.LEN + C.SELECT - 2) // C.SELECT", "0)"),
         "the selector loss's gradient lacks the scale":
-            wrong(selector_loss, "keys_kernel", lambda a: {"dloss": a["dloss"] / a["scale"]}),
+            wrong(selector_loss, "keys_kernel", scale_out=fixed(1.0)),
         "a key's gradient has queries of another document":
             wrong(selector_loss, "_score_gradient", first_key=lambda x: 0 * x),
     },
     OWN_QUERIES: {
         "the gradient of own queries lacks the scale":
-            wrong(selector_loss, "queries_kernel", lambda a: {"dloss": a["dloss"] / a["scale"]}),
+            wrong(selector_loss, "queries_kernel", scale_out=fixed(1.0)),
         "the gradient of own queries lacks a tile of keys":
             in_source(selector_loss, "queries_kernel", "range(begin,", "range(begin + C.KEYS,"),
         "own queries are those of another sample":
