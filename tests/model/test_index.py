@@ -69,9 +69,12 @@ def test_its_queries_and_keys_have_norms_of_their_own() -> None:
     index = layer.index
     torch.testing.assert_close(queries, index.q_norm(index.q(x).unflatten(-1, (2, 6))))
     torch.testing.assert_close(keys, index.k_norm(index.k(x).unflatten(-1, (2, 6))))
-    without_loss = AttentionMetadata.build(model.config, LENGTH, None, x.device)
-    kv = layer.branch_kv(layer.rotary_pool(layer.project(x), without_loss), without_loss)
-    assert not kv["index"][1].requires_grad, "a graph that nothing uses"
+    for offset, gradients in ((None, True), (torch.tensor(5), False), (torch.tensor(5), True)):
+        metadata = AttentionMetadata.build(model.config, LENGTH, None, x.device, loss_offset=offset)
+        with torch.set_grad_enabled(gradients):
+            kv = layer.branch_kv(layer.rotary_pool(layer.project(x), metadata), metadata)
+        learns = offset is not None and gradients
+        assert kv["index"][1].requires_grad == learns, "otherwise nothing uses its graph"
 
 
 @pytest.mark.parametrize(
