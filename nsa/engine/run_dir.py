@@ -91,9 +91,8 @@ def _refused_if_unusable(run_dir: Path) -> Iterator[None]:
 def find_saved(run_dir: Path) -> tuple[Path | None, Path | None, list[str]]:
     """Return the newest valid checkpoint, the folder of the run's settings, and log lines.
 
-    The settings are read from the checkpoint. Checkpoints of an earlier version hold no settings:
-    then, and without a checkpoint, they are read from the run's folder. None stands for what does
-    not exist.
+    Settings are in the checkpoint. Without a checkpoint, or if an earlier version wrote it, they
+    are in the run's folder. None stands for what does not exist.
     """
     path, damaged = newest_valid(run_dir / "checkpoints")
     notes = [f"skipped: {note}" for note in damaged]

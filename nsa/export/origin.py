@@ -74,10 +74,9 @@ def _license(source: Path) -> str | None:
 
 def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
     """Return the origin of the model that a run started from, if it was imported."""
-    folders = [run_folder]
-    if start_from:
-        folders.append(user_path(start_from))
-    for file in [folder / ORIGIN for folder in folders]:
+    folders = [run_folder, user_path(start_from)] if start_from else [run_folder]
+    for folder in folders:
+        file = folder / ORIGIN
         if file.is_file():
             saved = {"config": None} | read_object(file)
             shape = {"name": str, "license": (str, type(None)), "config": (dict, type(None))}
