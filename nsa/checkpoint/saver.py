@@ -1,4 +1,4 @@
-"""Save and load an engine: all ranks together while training waits; all raise the same error.
+"""Save and load an engine, all ranks together while training waits; an error raises on all ranks.
 
 the draft is created                      rank 0
 DeepSpeed's state captured, written,

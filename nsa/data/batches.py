@@ -266,7 +266,7 @@ class Mixer:
             before = position * count // total
             if (position + 1) * count // total > before:
                 return source, before
-            position -= before  # from here on a position among those of later sources
+            position -= before  # from here on it counts only positions of later sources
             total -= count
         raise AssertionError("the last source gets every remaining position")
 

@@ -13,8 +13,6 @@ import numpy as np
 from nsa.data.source import Cursor, DataError, Document, Documents, Source
 
 SYNTHETIC_SEED = 0  # the same documents in every run
-SYNTHETIC_BYTES = 4_000_000
-
 WRITTEN_BY_SETUP = "git_version_info_installed.py"  # left out: it describes the machine
 
 
@@ -65,7 +63,7 @@ def python_files(root: Path, name: str) -> ListSource:
     )
 
 
-def synthetic(size: int = SYNTHETIC_BYTES) -> Source:
+def synthetic(size: int = 4_000_000) -> Source:
     """Return generated documents, `size` bytes in total.
 
     Each document repeats a few words of one lexicon, so attention to earlier words lowers the loss.

@@ -26,7 +26,6 @@ from nsa.text import type_and_message
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # `datasets`' readers of files
 ROWS_PER_BLOCK = 64  # a copy of the state of `datasets` takes longer than a row: one per block
-HUB = "https://huggingface.co"
 PROBE_SECONDS = 5.0  # a server that does not respond for this long counts as down
 SERVER_ERRORS = (500, 502, 503, 504)
 WITHOUT_HUB = (
@@ -135,7 +134,7 @@ class Hub(Source):
 
 
 def hub_url() -> str:
-    return os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
 def probe(name: str, url: str, fix: str = WITHOUT_HUB) -> None:

@@ -89,7 +89,7 @@ class HubTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, which encodes many texts in parallel.
 
     It is pickled as JSON, so another process needs no files. A text longer than CHARS_PER_PIECE is
-    split. The ids around a split may differ from those of the whole text if the tokenizer marks the
+    split. Around a split, ids may differ from the ids of the whole text if the tokenizer marks the
     start of a text, or if there is no space between words.
     """
 

@@ -103,14 +103,14 @@ class StepProfiler:
     def __init__(self, folder: Path, rank: int, steps: tuple[int, int] | None) -> None:
         self._folder = folder / "profile"
         self._rank = rank
-        self._steps = steps
+        self._steps = range(0) if steps is None else range(steps[0], steps[1] + 1)  # to trace
         self._profiler: torch.profiler.profile | None = None
         self._first = self._last = 0
 
     def step_start(self, step: int) -> None:
         """Begin the trace if `step`, counted from 1, is to be traced; call before each step."""
         self._last = step
-        if self._steps is None or self._profiler or not self._steps[0] <= step <= self._steps[1]:
+        if self._profiler is not None or step not in self._steps:
             return
         self._first = step
         try:
@@ -118,17 +118,17 @@ class StepProfiler:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         except Exception as error:
-            self._profiler = self._steps = None
+            self._profiler, self._steps = None, range(0)
             warn(f"--profile-steps: the profiler did not start, the run continues: {error!r}")
 
     def step_end(self, step: int) -> None:
         """Write the trace after its last step; call after each step."""
-        if self._steps is not None and step >= self._steps[1]:
+        if self._steps and step >= self._steps[-1]:
             self.close()
 
     def close(self) -> None:
         """Write what was traced, also if the run ends before the last step to trace."""
-        profiler, self._profiler, self._steps = self._profiler, None, None
+        profiler, self._profiler, self._steps = self._profiler, None, range(0)
         if profiler is None:
             return
         path = self._folder / f"rank{self._rank}_steps{self._first}-{self._last}.json.gz"
