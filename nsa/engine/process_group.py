@@ -34,9 +34,6 @@ from nsa.data.writer import WorkerDied
 from nsa.engine import disable_shared_memory_op
 from nsa.system import LOOPBACK, interface_towards
 
-# By default gloo uses the interface of the host name, often the loopback, and NCCL the first one,
-# maybe a container's. NCCL takes a name without "=" for a prefix.
-INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 # Parts of the error messages of a rank whose peer has exited.
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 ROOT_CAUSE_GRACE_SECONDS = 5  # for the rank that failed first to report before its peers do
@@ -76,9 +73,11 @@ def start_ranks(ranks: Ranks) -> torch.device:
         "MASTER_PORT": "29500",  # DeepSpeed requires one; a single rank opens no port
     }
     os.environ.update(defaults | os.environ)
+    # By default gloo uses the interface of the host name, often the loopback, and NCCL the first
+    # one, maybe a container's.
     if interface := interface_towards(os.environ["MASTER_ADDR"]):
-        for name, value in INTERFACE.items():
-            os.environ.setdefault(name, value.format(interface))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": no prefix of a name
     if "OMP_NUM_THREADS" not in os.environ:
         local_ranks = int(os.environ.get("LOCAL_SIZE", ranks.world_size))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))

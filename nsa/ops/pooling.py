@@ -70,8 +70,7 @@ def _blocks_and_weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
 def _forward(inputs: PoolInputs) -> Tensor:
     _, blocks, p = _blocks_and_weights(inputs)
     y = (p * blocks).sum(2) * inputs.scale.view(blocks.shape[3:])
-    if inputs.cos is not None:
-        assert inputs.sin is not None
+    if inputs.cos is not None and inputs.sin is not None:
         y = rotate(y, inputs.cos, inputs.sin)
     return y.to(inputs.x.dtype)
 
@@ -80,8 +79,7 @@ def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight, position and scale."""
     x, blocks, p = _blocks_and_weights(inputs)
     dy = dy.to(x.dtype)
-    if inputs.cos is not None:
-        assert inputs.sin is not None
+    if inputs.cos is not None and inputs.sin is not None:
         dy = rotate(dy, inputs.cos, -inputs.sin)
     pooled = (p * blocks).sum(2)
     d_scale = (dy * pooled).sum((0, 1)).flatten()

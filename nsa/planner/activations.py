@@ -43,7 +43,7 @@ def activations(model: Model, batch: BatchShape) -> Activations:
     layers = model.config.layers
     if layers <= 2:
         return count_layers(model, batch, layers)
-    one, two = (count_layers(model, batch, number) for number in (1, 2))
+    one, two = count_layers(model, batch, 1), count_layers(model, batch, 2)
     further = (layers - 2) * (two.before_loss - one.before_loss)
     return replace(two, before_loss=two.before_loss + further, last_layer=two.last_layer + further)
 
