@@ -51,8 +51,6 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 _PART_OF = {name: part for part, names in PARTS.items() for name in names}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
-# By operation: a tensor of which at most one row per token moves, and a tensor with that many rows.
-_ROWS_MOVED = {"aten::embedding": ("weight", "result")}
 # By kernel: an argument that it reads and overwrites, and the constant that enables this, if any.
 _REWRITTEN = {
     "cross_entropy_kernel": ("logits", "GRADIENT"),
@@ -131,12 +129,8 @@ def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any)
     read = [x for name, x in given.items() if name not in unread]
     written = [given.get(name) for name in modified]
     returned = result if isinstance(result, tuple | list) else (result,)
-    if schema.name in _ROWS_MOVED:
-        table, rows = _ROWS_MOVED[schema.name]
-        moved_rows = (given | {"result": result})[rows]
-        read, written = (
-            [moved_rows if x is given[table] else x for x in y] for y in (read, written)
-        )
+    if schema.name == "aten::embedding":  # at most one row per token moves
+        read = [result if x is given["weight"] else x for x in read]
     written += [x for x, y in zip(returned, schema.returns, strict=False) if not y.alias_info]
     return _stored_bytes(read) + _stored_bytes(written)
 
@@ -160,9 +154,6 @@ def _custom_op_launches(
 
 def _kernel_cost(x: Launch) -> LaunchCost:
     name, arguments = x.kernel.__name__, _with_sampled_rows(x.arguments)
-    if name in _ROWS_MOVED:
-        table, rows = _ROWS_MOVED[name]
-        arguments[table] = arguments[rows]
     moved = _stored_bytes(arguments) - _unread_bytes(name, arguments, x.constants)
     argument, condition = _REWRITTEN.get(name, ("", None))
     if condition is None or x.constants[condition]:

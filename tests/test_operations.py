@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nsa.model import AttentionConfig, ModelConfig
+from nsa.model import ModelConfig
 from nsa.spec import NSASpec
 from tests.bench.traffic import totals
 from tests.operations import Operation, Recorder, record_operations
@@ -14,18 +14,9 @@ from tests.operations import Operation, Recorder, record_operations
 BATCH, SEQ_LEN = 2, 128
 
 
-def toy(kind: str = "nsa", checkpointing: str = "none") -> ModelConfig:
-    return ModelConfig(
-        vocab_size=256,
-        layers=2,
-        width=64,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        mlp_width=96,
-        attention=AttentionConfig(kind=kind),
-        activation_checkpointing=checkpointing,
-    )
+TOY = ModelConfig(
+    vocab_size=256, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, mlp_width=96
+)
 
 
 def recorded(run: Callable[[Tensor], object]) -> list[Operation]:
@@ -77,7 +68,7 @@ def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote(
         launches = (y for x in operations if x.name == name for y in x.launches)
         return max(y.bytes for y in launches if y.name == kernel)
 
-    operations = record_operations(toy(), BATCH, SEQ_LEN)
+    operations = record_operations(TOY, BATCH, SEQ_LEN)
     tokens, logits = BATCH * SEQ_LEN, BATCH * SEQ_LEN * 256 * 2
     assert largest("nsa::linear_cross_entropy", "cross_entropy_kernel") == 2 * logits + tokens * 12
     q = BATCH * SEQ_LEN * 4 * 16 * 2
@@ -91,14 +82,14 @@ def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote(
 @pytest.mark.parametrize(("tokens", "read"), [(4096, 3072), (1100, 76), (1024, 0)])
 def test_queries_that_select_all_their_candidates_are_not_read(tokens: int, read: int) -> None:
     """Those before position 1,024, in whole tiles of 64."""
-    launches = {y.name: y for x in record_operations(toy(), 1, tokens) for y in x.launches}
+    launches = {y.name: y for x in record_operations(TOY, 1, tokens) for y in x.launches}
     q, lse, keys = 4 * 16 * 2, 4 * 4, NSASpec().compressed_len(tokens) * 2 * 16 * 2
     index = tokens * 2 * 16 * 4
     assert launches["select_kernel"].bytes == read * (q + lse) + keys + index
 
 
 def test_rotary_reads_the_columns_that_it_rotates_or_copies() -> None:
-    launches = {y.name: y for x in record_operations(toy(), BATCH, SEQ_LEN) for y in x.launches}
+    launches = {y.name: y for x in record_operations(TOY, BATCH, SEQ_LEN) for y in x.launches}
     tables = SEQ_LEN * 16 * 4
     columns = 4 * 16 + 2 * 2 * 2 * 16 + 4 * 3  # q, two of three copies, gates: read and written
     assert launches["rotary_kernel"].bytes == tables + 2 * BATCH * SEQ_LEN * columns * 2

@@ -59,17 +59,12 @@ def test_a_saved_config_loads_without_its_withdrawn_settings(tmp_path: Path) -> 
 def test_a_saved_model_that_this_version_cannot_compute_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("model: {init_std: 0.04}\n")
-    assert read_saved_config(file)[1] == [
-        "model.init_std = 0.04: withdrawn in this version, which has 0.02"
-    ]
+    (line,) = read_saved_config(file)[1]
+    assert line == "model.init_std = 0.04: withdrawn in this version, which has 0.02"
     file.write_text("model: {attention: {sinks: 4}}\n")
-    with pytest.raises(
-        ValueError, match=r"sinks = 4: withdrawn .* use the version that trained it"
-    ):
+    with pytest.raises(ValueError, match=r"sinks = 4: .* use the version that trained it"):
         read_saved_config(file)
-    with pytest.raises(
-        ValueError, match=r"^config\.json: .*sinks = 4: .* use the version that exported it"
-    ):
+    with pytest.raises(ValueError, match=r"^config\.json: .*sinks = 4: .* that exported it"):
         NSAConfig(attention={"sinks": 4})
 
 

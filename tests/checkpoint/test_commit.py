@@ -230,8 +230,5 @@ def test_an_error_of_the_disk_names_file_cause_and_fix(code: int, fix: str) -> N
         finally:
             raise RuntimeError("torch's writer, as it is closed")
 
-    with (
-        pytest.raises(ValueError, match=f"^file: {cause}{fix}"),
-        explain_write_errors(Path("draft")),
-    ):
+    with pytest.raises(ValueError, match=f"^file: {cause}{fix}"), explain_write_errors(Path("a")):
         fail()

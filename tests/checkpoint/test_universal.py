@@ -31,9 +31,9 @@ full = pytest.mark.full
 def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Stage 1 saved on two ranks and resumed on one; with --full all stages, both ways."""
     folder = tmp_path_factory.mktemp("universal")
-    jobs = [(2, "save=1"), (1, "save=1", "resume=1")]
+    jobs = [(2, "save=1"), (1, "resume=1")]
     if request.config.getoption("--full"):
-        jobs = [(1, "save=0,1"), (2, "save=0,1,2", "resume=0,1"), (1, "save=2", "resume=0,1,2")]
+        jobs = [(1, "save=0,1"), (2, "save=0,1,2", "resume=0,1"), (1, "resume=0,1,2")]
     for ranks, *arguments in jobs:
         worker = Path(__file__).with_name("universal_ranks.py")
         launch(worker, str(folder), *map(str, arguments), world_size=int(ranks))
@@ -61,16 +61,6 @@ def test_a_run_resumes_on_another_number_of_ranks(root: Path, stage: int, saved_
     # Sums over samples round in another order; a wrong moment or step count changes 1e-2.
     assert loaded["losses"] == pytest.approx(saved["losses"], rel=2e-3)
     assert loaded["losses"][0] == pytest.approx(saved["losses"][0], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks"),
-    [(1, 1), *(pytest.param(*case, marks=full) for case in ((0, 1), (0, 2), (1, 2), (2, 1)))],
-)
-def test_after_a_universal_checkpoint_a_plain_one_loads(root: Path, stage: int, ranks: int) -> None:
-    first, again = read(root, f"{stage}_from_{ranks}"), read(root, f"{stage}_from_{ranks}_again")
-    assert torch.equal(again["weights"], first["weights"])
-    assert again["losses"] == first["losses"]
 
 
 def test_the_converted_checkpoint_is_reused_until_it_is_damaged(

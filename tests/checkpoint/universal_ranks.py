@@ -41,7 +41,7 @@ def save(root: Path, stage: int) -> None:
 
 
 def resume(root: Path, stage: int) -> None:
-    """Take the last four steps from the other number's checkpoint, then from our own."""
+    """Take the last four steps from the other number's checkpoint."""
     ranks, name = dist.get_world_size(), f"{stage}_from_{3 - dist.get_world_size()}"
     saved = read_state_file(root / name / "step00000004")
     if needs_universal(saved, ranks):
@@ -53,9 +53,6 @@ def resume(root: Path, stage: int) -> None:
     load_checkpoint(engine, saved)
     assert saved.train_state == {"step": 4}
     record(root, f"{name}_on_{ranks}", engine, stage)
-    own = root / f"{stage}_from_{ranks}" / "step00000004"
-    load_checkpoint(engine, read_state_file(own))
-    record(root, f"{stage}_from_{ranks}_again", engine, stage)
     engine.destroy()
 
 

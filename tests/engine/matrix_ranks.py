@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from nsa.dtypes import DTYPES
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
-from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.spec import NSASpec
+from nsa.model import LanguageModel
+from tests.engine.small import small
 
-STEPS, SEQ_LEN, VOCABULARY = 2, 48, 64  # momentum acts from the second step on
+STEPS, SEQ_LEN = 2, 48  # momentum acts from the second step on
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 ZERO = {
     "0": ({"stage": 0}, None),
@@ -34,21 +34,9 @@ ZERO = {
 def build(checkpointing: str) -> LanguageModel:
     """`shared <mode>`: both layers are one block, whose parameters are used twice."""
     torch.manual_seed(7)
-    spec = NSASpec(
-        block_len=8, block_stride=4, select_len=8, select_top=4, local_blocks=1, window=12
-    )
-    config = ModelConfig(
-        vocab_size=VOCABULARY,
-        layers=2,
-        width=32,
-        heads=6,
-        kv_heads=2,
-        head_dim=8,
-        mlp_width=48,
-        attention=AttentionConfig(compressor="mlp", spec=spec),
-        activation_checkpointing=checkpointing.removeprefix("shared "),
-    )
-    model = LanguageModel(config)
+    config = small(checkpointing.removeprefix("shared "))
+    config.model.attention.compressor = "mlp"
+    model = LanguageModel(config.model)
     model.initialize(0.3)  # so that every tensor, φ's too, has a gradient to compare
     if checkpointing.startswith("shared "):
         model.blocks[1] = model.blocks[0]
@@ -57,7 +45,7 @@ def build(checkpointing: str) -> LanguageModel:
 
 def tokens(step: int, micro_step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000 * step + 10 * micro_step + rank)
-    return torch.randint(VOCABULARY, (1, SEQ_LEN), generator=generator)
+    return torch.randint(256, (1, SEQ_LEN), generator=generator)
 
 
 @cache

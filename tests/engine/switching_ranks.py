@@ -4,8 +4,6 @@ Saves a checkpoint under each config and loads it under each other. Then looks w
 stages place weights. Prints a JSON object per row.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

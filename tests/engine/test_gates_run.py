@@ -1,13 +1,10 @@
 """Gates of real runs, and the flags that stop or trace a run early."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -115,24 +112,12 @@ def test_evaluation_and_saving_are_phases_and_a_failed_save_is_logged_or_raised(
         assert phases == ["save"]
         raise SaveFailed("the disk is full")
 
-    run: Any = SimpleNamespace(
-        config=RunConfig(),
-        telemetry=SimpleNamespace(enter=phases.append),
-        observers=SimpleNamespace(on_message=messages.append),
-        throughput=SimpleNamespace(paused=contextlib.nullcontext),
-        saver=SimpleNamespace(save=save),
-        saved_step=0,
-        state=TrainState(step=3),
-        engine=Engine(),
-        data=SimpleNamespace(
-            validation=SimpleNamespace(batches=lambda rank: [Batch(batch, batch)] * 2)
-        ),
-        collectives=SimpleNamespace(barrier=lambda *_, **__: (next(stops), 0)),
-        shutdown=ShutdownMonitor(),
-        ranks=Ranks(0, 0, 1),
-        device=torch.device("cpu"),
-        teacher=None,
-    )
+    run: Any = Mock(config=RunConfig(), state=TrainState(step=3), engine=Engine(), saved_step=0)
+    run.shutdown, run.device, run.teacher = ShutdownMonitor(), torch.device("cpu"), None
+    run.telemetry.enter, run.observers.on_message = phases.append, messages.append
+    run.throughput.paused, run.saver.save = contextlib.nullcontext, save
+    run.data.validation.batches = lambda rank: [Batch(batch, batch)] * 2
+    run.collectives.barrier = lambda *_, **__: (next(stops), 0)
     loop._save(run, required=False)
     assert (phases, messages) == (["save", "idle"], ["NOT SAVED: the disk is full"])
     phases.clear()
@@ -178,12 +163,9 @@ def test_between_logged_steps_nothing_is_measured_and_only_the_last_save_is_left
 
 def judging_run(run_dir: Path, messages: list[str]) -> Any:
     """What `loop._judge` needs of rank 0 of a run on a GPU."""
-    return SimpleNamespace(
-        config=RunConfig(),
-        request=SimpleNamespace(run_dir=run_dir),
-        observers=SimpleNamespace(on_message=messages.append),
-        device=torch.device("cuda"),
-    )
+    run = Mock(config=RunConfig(), device=torch.device("cuda"))
+    run.request.run_dir, run.observers.on_message = run_dir, messages.append
+    return run
 
 
 def test_a_gate_is_judged_for_the_runs_phase_weights_and_device(
@@ -203,9 +185,7 @@ def test_a_gate_is_judged_for_the_runs_phase_weights_and_device(
     assert judged == [(300, True, 5, True), (300, False, 0, True)]
 
 
-def test_judging_evaluating_and_saving_take_no_time_of_the_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gates_evaluation_and_saving_take_no_time_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now, records = [0.0], list[StepRecord]()
 
     def take_time(*_: object) -> None:
@@ -214,20 +194,12 @@ def test_judging_evaluating_and_saving_take_no_time_of_the_steps(
     monkeypatch.setattr(loop, "_judge", take_time)
     monkeypatch.setattr(loop, "evaluate", lambda run: (take_time(), []))
     monkeypatch.setattr(loop, "dist", Mock(get_world_size=lambda: 2))
-    run: Any = SimpleNamespace(
-        config=RunConfig(),
-        gates=[Gate("smoke", 3)],
-        state=TrainState(step=3, tokens=64, skipped=1),
-        saved_step=0,
-        throughput=Throughput(flops_per_token=1, peak=None, clock=lambda: now[0]),
-        collectives=SimpleNamespace(gather=lambda value, kind: [value]),
-        telemetry=Mock(history=lambda: RankHistory(0)),
-        ranks=Ranks(0, 0, 1),
-        health=SimpleNamespace(read=list),
-        engine=SimpleNamespace(get_global_grad_norm=lambda: None),
-        saver=SimpleNamespace(save=take_time),
-        observers=Mock(on_step=records.append),
-    )
+    run: Any = Mock(config=RunConfig(), gates=[Gate("smoke", 3)], saved_step=0)
+    run.state, run.ranks = TrainState(step=3, tokens=64, skipped=1), Ranks(0, 0, 1)
+    run.throughput = Throughput(flops_per_token=1, peak=None, clock=lambda: now[0])
+    run.collectives.gather = lambda value, kind: [value]
+    run.health.read, run.engine.get_global_grad_norm = list, lambda: None
+    run.saver.save, run.observers.on_step = take_time, records.append
     run.throughput.step(64)
     loop._judge_if_due(run)
     loop._log(run, torch.tensor(3.0), evaluates=True)
@@ -239,9 +211,7 @@ def test_judging_evaluating_and_saving_take_no_time_of_the_steps(
     assert (record.loss, record.val_loss, record.bits_per_byte) == (1.5, None, None), "of 2 ranks"
 
 
-def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged_and_says_why(
-    tmp_path: Path,
-) -> None:
+def test_a_gate_whose_evidence_a_rank_could_not_write_is_not_judged(tmp_path: Path) -> None:
     messages: list[str] = []
     run = judging_run(tmp_path, messages)
     telemetry = Telemetry(small_request(f"--run-dir={tmp_path}"), Ranks(1, 1, 2), TrainState())

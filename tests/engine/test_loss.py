@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -147,16 +148,10 @@ def test_a_step_keeps_no_graph_and_counts_what_it_consumed() -> None:
         def __call__(self, *_: object, **__: object) -> torch.Tensor:
             return weight * next(self.losses)
 
-    run: Any = SimpleNamespace(
-        config=RunConfig(train=TrainConfig(micro_batch=3, accumulation=2)),
-        state=TrainState(step=4, samples=10, skipped=2),
-        ranks=Ranks(rank=0, local_rank=0, world_size=2),
-        engine=Engine(),
-        guard=new_guard(),
-        teacher=None,
-        device=torch.device("cpu"),
-        telemetry=SimpleNamespace(enter=lambda phase, micro_step: phases.append(phase)),
-    )
+    run: Any = Mock(engine=Engine(), guard=new_guard(), teacher=None, device=torch.device("cpu"))
+    run.config = RunConfig(train=TrainConfig(micro_batch=3, accumulation=2))
+    run.state, run.ranks = TrainState(step=4, samples=10, skipped=2), Ranks(0, 0, world_size=2)
+    run.telemetry.enter = lambda phase, micro_step: phases.append(phase)
     ids = torch.zeros(1, 2, dtype=torch.int64)
     loss = train_step(run, [Batch(ids, ids)] * 2, labels=0)
     assert (loss.item(), loss.requires_grad) == (2.0, False)

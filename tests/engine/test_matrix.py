@@ -1,7 +1,5 @@
 """ZeRO stage x activation checkpointing x accumulation x dtype; checkpoints across configs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -95,17 +93,13 @@ def test_a_checkpoint_resumes_unchanged_or_is_refused_with_the_fix(
         assert "choose a DeepSpeed config of ZeRO stage" in row["error"]
 
 
-def test_zero_1_and_2_place_the_weights_of_a_fused_product_adjacently(
-    rows: list[dict[str, Any]],
-) -> None:
+def test_zero_1_and_2_place_the_weights_of_a_product_adjacently(rows: list[dict[str, Any]]) -> None:
     """What `parallel_linear` needs to copy none, and what `tests/operations.py` counts."""
     layouts = {row["layout"]: row["adjacent"] for row in rows if "layout" in row}
     assert layouts == dict.fromkeys(("zero1_pcie", "zero1_bf16acc", "zero2_pcie"), [True] * 4)
 
 
-def test_deepspeeds_activation_checkpointing_has_the_settings_of_the_json(
-    rows: list[dict[str, Any]],
-) -> None:
+def test_deepspeeds_checkpointing_has_the_settings_of_the_json(rows: list[dict[str, Any]]) -> None:
     assert rows[-1] == {"cpu_checkpointing": True}
 
 

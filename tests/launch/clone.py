@@ -1,7 +1,5 @@
 """Small stand-ins for the repository, in which tests run the real scripts of `launch/`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -44,6 +42,16 @@ NSA = {
 }
 
 
+def capture(
+    *words: str | Path, folder: Path | None = None, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program, with more environment variables, and capture its output."""
+    env = os.environ | variables
+    return subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
 def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
     """Write the smallest wheel that pip installs."""
     info = f"{name}-{version}.dist-info"
@@ -57,7 +65,6 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) ->
 
 
 def write_script(path: Path, text: str) -> Path:
-    """Write a file that can be executed."""
     path.write_text(text)
     path.chmod(0o755)
     return path

@@ -1,7 +1,5 @@
 """Clones with a finished .venv for the real scripts of `launch/`."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +12,6 @@ from tests.ranks import ROOT
 
 @pytest.fixture(scope="session")
 def installed_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone with a finished .venv."""
     return make_installed_clone(tmp_path_factory.mktemp("installed"))
 
 

@@ -1,7 +1,5 @@
 """`launch/gpu.sh` runs everything that needs a GPU; a failing stage does not stop the others."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,12 +9,13 @@ import sysconfig
 import tarfile
 import time
 import venv
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.bench.__main__ import parser
-from tests.launch.clone import write_script, write_wheel
+from tests.launch.clone import capture, write_script, write_wheel
 from tests.ranks import ROOT
 
 RUNS = {
@@ -29,16 +28,7 @@ NAMED = [
 ]
 
 
-def gpu_sh(
-    *arguments: str | Path, timeout: float = 60, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", ROOT / "launch/gpu.sh", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables},
-        timeout=timeout,
-    )
+gpu_sh = partial(capture, "bash", ROOT / "launch/gpu.sh")
 
 
 def stand_in(folder: Path, script: str) -> str:
@@ -53,9 +43,7 @@ def commands(*arguments: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("flags", [[], ["--rehearse"]], ids=str)
-def test_every_stage_runs_a_benchmark_and_flags_that_exist(
-    tmp_path: Path, flags: list[str]
-) -> None:
+def test_stages_run_benchmarks_and_flags_that_exist(tmp_path: Path, flags: list[str]) -> None:
     named = [word for name in NAMED for word in ("--stage", name)]
     out = str(tmp_path / "x")
     runs, alone = commands(*flags, "--out", out), commands(*flags, "--out", out, *named)
@@ -108,8 +96,7 @@ def test_its_tests_are_all_gpu_tests_and_import_without_training_packages() -> N
     }
     roots = [ROOT / word for word in words if word.startswith("tests/")]
     assert all(any(path.is_relative_to(root) for root in roots) for path in marked)
-    done = subprocess.run([sys.executable, "-c", COLLECT_WITHOUT_TRAINING_PACKAGES, *words],
-                          capture_output=True, text=True, cwd=ROOT)  # fmt: skip
+    done = capture(sys.executable, "-c", COLLECT_WITHOUT_TRAINING_PACKAGES, *words, folder=ROOT)
     assert done.returncode == 0, done.stdout
     assert "test_twenty_runs_at_real_sizes_give_the_same_bits[M7C-torch.bfloat16]" in done.stdout
     assert "compute_sanitizer" not in done.stdout

@@ -3,8 +3,6 @@
 Two ranks wherever it is called, their exit code, and no rank left behind.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -53,9 +51,7 @@ def test_ranks_run_on_the_visible_gpus_or_on_the_cpu(
     assert call.stdout.splitlines()[-2] == f"called with {watch}"
 
 
-def test_watch_sh_passes_its_arguments_to_the_watchdog_and_returns_its_exit_code(
-    installed_clone: Path,
-) -> None:
+def test_watch_sh_passes_arguments_to_nsa_watch_and_returns_its_code(installed_clone: Path) -> None:
     call = run(installed_clone, "watch.sh", "--restart", "2", "--", "sh", "-c", "echo a b; exit 3")
     assert call.returncode == 3, call.stderr
     assert call.stdout.splitlines() == [
@@ -90,9 +86,7 @@ sys.exit(7 if os.environ['RANK'] == '1' else 0)
 """
 
 
-def test_two_ranks_get_the_users_environment_and_a_failed_ones_exit_code_is_returned(
-    real_packages: Path,
-) -> None:
+def test_ranks_get_the_users_environment_and_return_a_failed_ones_code(real_packages: Path) -> None:
     folder = real_packages
     write_recipe(folder, FACTS)
     script = run(folder, "m7c.sh", str(folder / "rank"), "--set", "a b")
@@ -189,9 +183,7 @@ def write_event(run: Path) -> None:
             writer.add_scalar("train/loss", 5.67, 1)
 
 
-def test_it_serves_the_runs_of_a_folder_under_their_names(
-    real_packages: Path, tmp_path: Path
-) -> None:
+def test_it_serves_a_folders_runs_under_their_names(real_packages: Path, tmp_path: Path) -> None:
     script = real_packages / "launch/tensorboard.sh"
     script.write_text(script.read_text().replace("sleep 5\n", "sleep 0.5\n"))
     write_event(tmp_path / "runs/mine")

@@ -3,8 +3,6 @@
 A node is a network namespace with its own address, name and processes.
 """
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Iterator
@@ -101,9 +99,7 @@ def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     assert read_metrics(folder / "run")[0]["tokens"] == 96 * 2 * 2, "of both nodes"
 
 
-def test_the_loss_of_all_processes_of_a_node_is_detected_at_once(
-    tmp_path: Path, link: netns.Link
-) -> None:
+def test_the_loss_of_a_node_is_detected_at_once(tmp_path: Path, link: netns.Link) -> None:
     program = tmp_path / "moved.py"
     address = link.addresses[0]
     program.write_text(MOVE.format(namespaces=link.namespaces, address=address) + RECIPE)
@@ -141,9 +137,7 @@ def test_a_mistake_is_one_line_that_names_the_fix(
     assert all(word in line for word in words), line
 
 
-def test_each_node_starts_with_its_own_rank_and_the_given_arguments(
-    installed_clone: Path, tmp_path: Path
-) -> None:
+def test_a_node_starts_with_its_rank_and_arguments(installed_clone: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# two each\n\na slots=2\nb slots=2\n")
     flags = ["--no_ssh", "--node_rank", "1", "--master_addr", "10.0.0.1", "--restart", "3"]
     call = run(installed_clone, "multinode.sh", str(tmp_path / "hosts"), *flags, "--set", "a b")

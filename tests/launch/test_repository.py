@@ -1,10 +1,7 @@
 """Files for those who host, build or change the project: pinned versions, Dockerfiles, CI."""
 
-from __future__ import annotations
-
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tests.launch.clone import write_script
+from tests.launch.clone import capture, write_script
 from tests.ranks import ROOT
 
 DOCKERFILES = sorted(ROOT.glob("launch/*.Dockerfile"))
@@ -47,18 +44,16 @@ def test_an_image_installs_the_tested_versions_from_files_that_exist(dockerfile:
 
 
 @pytest.mark.parametrize(("failing", "code"), [("ruff check", 1), ("python -m", 1), ("", 0)])
-def test_a_failed_check_fails_ci_and_the_tests_still_run_last(
-    failing: str, code: int, tmp_path: Path
-) -> None:
+def test_a_failed_check_fails_ci_and_the_tests_run(failing: str, code: int, tmp_path: Path) -> None:
     for name in ("launch", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "launch/setup.sh").write_text("")
     (tools := tmp_path / ".venv/bin").mkdir(parents=True)
     for name in ("ruff", "mypy", "python"):
         write_script(tools / name, f'#!/bin/sh\n[ "{name} $1" != "{failing}" ]\n')
-    call = subprocess.run([tmp_path / ".ci/run"], cwd="/", capture_output=True, text=True)
-    assert call.returncode == code
-    checks = [line.split()[1:3] for line in call.stdout.splitlines() if line.startswith("test: ")]
+    done = capture(tmp_path / ".ci/run", folder=Path("/"))
+    assert done.returncode == code
+    checks = [line.split()[1:3] for line in done.stdout.splitlines() if line.startswith("test: ")]
     assert checks == [["ruff", "format"], ["ruff", "check"], ["mypy"], ["python", "-m"]]
 
 
@@ -112,8 +107,7 @@ def test_uv_keeps_the_installed_torch_and_downloads_no_cuda(
     """The second command of docs/start/install.md, where the first has installed torch."""
     assert UV is not None
     flags = ["--dry-run", "--offline", "--python", sys.executable, "--cache-dir", str(tmp_path)]
-    command = [UV, "pip", "install", *flags, *constraints, "-e", "."]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = capture(UV, "pip", "install", *flags, *constraints, "-e", ".", folder=ROOT)
     assert run.returncode == 0, run.stderr
     changes = re.findall(r"^ [-+~] ([\w-]+)", run.stderr, re.M)
     assert set(changes) == {"nsa-m7c"}, run.stderr

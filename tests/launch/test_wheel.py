@@ -1,7 +1,5 @@
 """The wheel contains recipes and DeepSpeed configs, and the package finds them without a clone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import TINY
+from tests.launch.clone import capture
 from tests.ranks import ROOT
 
 SHARE = "share/nsa-m7c"
@@ -30,21 +29,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         shutil.copytree(ROOT / name, source / name, ignore=unwanted)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    built = subprocess.run(
-        [sys.executable, "-c", BUILD],
-        cwd=source,
-        env=os.environ | {"TO": str(to)},
-        capture_output=True,
-        text=True,
-    )
+    built = capture(sys.executable, "-c", BUILD, folder=source, TO=str(to))
     assert built.returncode == 0, built.stderr[-2_000:]
     (path,) = to.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
-def test_it_holds_every_module_the_types_the_recipes_and_the_configs(
-    wheel: zipfile.ZipFile,
-) -> None:
+def test_it_holds_all_modules_types_recipes_and_configs(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "nsa").rglob("*.py")} <= names
     assert "nsa/py.typed" in names
@@ -80,14 +71,9 @@ def test_without_a_clone_the_files_are_found_where_pip_puts_them(
         "for name in ('recipes/m7c.py', 'ds_configs', 'ds_configs/zero1_pcie.json'):\n"
         "    print(resource_path(name))\n"
     )
-    paths = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / packages)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    done = capture(sys.executable, "-c", code, folder=tmp_path, PYTHONPATH=str(tmp_path / packages))
+    assert done.returncode == 0, done.stderr
+    paths = done.stdout.split()
     assert all(Path(path).exists() for path in paths)
     assert all(Path(path).is_relative_to(tmp_path / share / "share") for path in paths)
 
@@ -110,22 +96,14 @@ def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) 
 
 def run(installed: Path, folder: Path, program: str, *words: str) -> str:
     """Run a program of the environment in a folder; return what it prints."""
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [installed / program, *words],
-        cwd=folder,
-        env=variables | {"PATH": f"{installed}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
+    path = f"{installed}:{os.environ['PATH']}"
+    result = capture(installed / program, *words, folder=folder, PATH=path, PYTHONPATH="")
     assert result.returncode == 0, result.stdout[-2_000:] + result.stderr[-2_000:]
     return result.stdout
 
 
 @pytest.mark.full
-def test_an_installed_wheel_plans_trains_resumes_and_reports(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_an_installed_wheel_trains_resumes_and_reports(installed: Path, tmp_path: Path) -> None:
     """From an empty folder, by the names that the pages have."""
     path = run(installed, tmp_path, "python", "-c", "import nsa; print(nsa.__file__)")
     assert Path(path).is_relative_to(installed.parent)
