@@ -64,7 +64,7 @@ class NSASpec:
     @property
     def max_overlaps(self) -> int:
         """Maximum number of compressed blocks that overlap one selection block."""
-        if self.select_len % self.block_stride == 0:  # their starts coincide
+        if self.select_len % self.block_stride == 0:  # each starts with a compressed block
             strides_per_block = -(-self.block_len // self.block_stride)  # rounded up
             return self.select_len // self.block_stride + strides_per_block - 1
         return -(-(self.block_len + self.select_len - 1) // self.block_stride)

@@ -100,6 +100,7 @@ class Samples:
 
     def __post_init__(self) -> None:
         seq_len = self.seq_len
+        self._weighted = list(zip(self.stores, self.fractions, strict=True))
         for store in self.stores:
             if self._wait_for(1, store) < 1:
                 raise ValueError(
@@ -107,8 +108,7 @@ class Samples:
                     f"split, fewer than the {seq_len + 1} of one sample (with few documents, up to "
                     "half are held out); lower data.seq_len or use a larger data.source"
                 )
-        weighted = zip(self.stores, self.fractions, strict=True)
-        contents = (f"{store.fingerprint}*{fraction}" for store, fraction in weighted)
+        contents = (f"{store.fingerprint}*{fraction}" for store, fraction in self._weighted)
         # Identifies the samples and their order.
         self.fingerprint = f"{hash64('order', seq_len, self.seed, *contents):016x}"
         self._mixer = Mixer(self.fractions, [store.name for store in self.stores])
@@ -116,13 +116,12 @@ class Samples:
     @property
     def bytes_per_token(self) -> float:
         """Return the bytes of text per token, which convert loss to bits per byte."""
-        weighted = zip(self.fractions, self.stores, strict=True)
-        return sum(fraction * store.bytes_per_token for fraction, store in weighted)
+        return sum(store.bytes_per_token * fraction for store, fraction in self._weighted)
 
     def describe(self, samples: int) -> list[str]:
         """Return lines for the log: each store, and how much of it a run of `samples` reads."""
         lines: list[str] = []
-        for store, fraction in zip(self.stores, self.fractions, strict=True):
+        for store, fraction in self._weighted:
             lines += store.notes
             consumed = round(samples * fraction)
             if store.grows:

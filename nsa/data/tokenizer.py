@@ -26,8 +26,8 @@ ORIGIN = "origin.json"  # in the folder of an imported model, and of its export
 
 # The `tokenizers` library gets pieces of a text, a few at a time, which bounds its memory.
 CHARS_PER_PIECE, PIECES_PER_CALL = 1 << 18, 64
-# Where to split a text: before a space between two letters or digits. No common tokenizer has a
-# token across this position; some have tokens of punctuation and a line end.
+# Where to split a text: before a space between two letters or digits, which no common tokenizer
+# merges across. A line end is less safe: some tokenizers merge it with punctuation.
 BREAK = re.compile(r"\w(?= \w)")
 
 
@@ -196,7 +196,7 @@ def _load(name: str) -> Tokenizer:
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
     start = None
-    # Only an imported model has seen a start token; a model trained here keeps documents without.
+    # Only for imported models: a model trained here has never seen a start token.
     if (tokenizer_folder(name) / ORIGIN).is_file() and loaded.bos_token is not None:
         with name_in_errors(f"data.tokenizer = {name!r}"):
             if loaded("a").input_ids[0] == loaded.bos_token_id:

@@ -23,7 +23,7 @@ class Data:
 
     cache: TokenCache
     samples: Samples
-    step_batches: Callable[[int], list[Batch]]  # from how many samples all ranks have consumed
+    step_batches: Callable[[int], list[Batch]]  # by the number of samples consumed so far
     validation: ValidationData
     notes: list[str]  # for the log
     rank: int
@@ -62,9 +62,9 @@ def open_data(
         )
     shape = {"micro_batch": config.train.rows, "world_size": ranks.world_size}
     steps_left = config.train.steps - state.step
-    of_the_run = state.samples + steps_left * config.samples_per_step(ranks.world_size)
+    samples_at_end = state.samples + steps_left * config.samples_per_step(ranks.world_size)
     try:
-        cache.start({"train": of_the_run, "val": config.train.eval_samples})
+        cache.start({"train": samples_at_end, "val": config.train.eval_samples})
         samples = cache.open_samples("train", config.train.seed)
         if state.data and samples.fingerprint != state.data:
             raise ValueError(
@@ -78,7 +78,7 @@ def open_data(
         cache.close()
         raise
     state.data = samples.fingerprint
-    notes += [*dataset.notes, *samples.describe(of_the_run), *validation.notes]
+    notes += [*dataset.notes, *samples.describe(samples_at_end), *validation.notes]
     if (waited := time.monotonic() - start) >= 0.1:  # tokenised or downloaded
         notes.append(f"first batch ready {waited:.1f} s after opening the dataset")
     accumulation = config.train.accumulation

@@ -25,7 +25,7 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
     """Return the checkpoint to resume from, and notes; raise if it cannot be loaded."""
     path, notes = request.checkpoint, list[str]()
     if path is None:
-        request.config.check_phases()  # after --resume nothing has checked them yet
+        request.config.check_phases()  # a saved config is loaded without this check
         return None, notes
     saved = read_state_file(path)
     saved_ranks = saved.topology.ranks

@@ -254,7 +254,7 @@ def _append_blocks(
         metadata,
         block_tokens=token.view(-1, block_len),
         token_blocks=token[:, None] // block_len,
-        block_rotary=metadata.rotary,  # a block's last token, the newest one, has its position
+        block_rotary=metadata.rotary,  # a block has the position of its last token, the newest
     )
     k = layer_cache.last("k", lengths, block_len).flatten(0, 1)[None]  # [1, B · l, Hkv, Dk]
     if layer.index is not None:

@@ -34,7 +34,6 @@ class Memory:
 
     @property
     def peak_phase(self) -> str:
-        """Phase with the most memory."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
@@ -195,7 +194,7 @@ class Hardware:
     """Speed of GPUs and links."""
 
     flops: float  # dense peak in the training dtype, 1/s
-    mfu: float | None  # fraction of the peak that a GPU reaches; None: MFU, or as fast as the host
+    mfu: float | None  # fraction of the peak that a GPU reaches; None: MFU, or the host's time
     link: float  # bytes/s from one GPU to its neighbour
     network: float = math.inf  # bytes/s from one node to the next
     nodes: int = 1
