@@ -52,5 +52,5 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     gpu = GPUS.get(device_name.removeprefix("NVIDIA ").strip())
     if gpu is None:
         return None
-    tflops = {"bf16": gpu.bf16, "fp16": gpu.bf16, "fp32": gpu.tf32}.get(precision)
-    return None if tflops is None else tflops * 1e12
+    tflops = gpu.tf32 if precision == "fp32" else gpu.bf16
+    return tflops * 1e12

@@ -57,7 +57,8 @@ def user_path(text: str | Path) -> Path:
 def existing_or_resource(text: str) -> Path:
     """Return the path that a flag names; without a clone, `ds_configs/…` is the installed file."""
     path = user_path(text)
-    if path.exists() or path.parts[:1] not in (("recipes",), ("ds_configs",)):
+    is_ours = path.is_relative_to("recipes") or path.is_relative_to("ds_configs")
+    if path.exists() or not is_ours:
         return path
     installed = resource_path(text)
     return installed if installed.exists() else path
@@ -70,7 +71,7 @@ def available_memory() -> int:
     from nsa.untrusted import text_or_empty
 
     available = psutil.virtual_memory().available
-    limit = text_or_empty("/sys/fs/cgroup/memory.max").strip()  # "max" without a limit
+    limit = text_or_empty("/sys/fs/cgroup/memory.max").strip()  # "max": no limit
     return min(available, int(limit)) if limit.isdigit() else available
 
 

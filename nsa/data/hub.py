@@ -84,7 +84,8 @@ class Hub(Source):
         import datasets
 
         settings = f"data.subset = {self._subset!r}, data.split = {self._config.split!r}"
-        settings += f", data.pattern = {self._config.pattern!r}" if self._config.pattern else ""
+        if self._config.pattern:
+            settings += f", data.pattern = {self._config.pattern!r}"
         reason = type_and_message(error)
         if isinstance(error, StopIteration):  # `datasets` reads the fields from the first record
             reason = "there is nothing in its first files"

@@ -133,7 +133,8 @@ def _panel(rows: Sequence[Row]) -> Panel:
     for row in rows:
         buckets = row["positions"]
         middles = [math.sqrt((at["first"] + 1) * (at["last"] + 1)) for at in buckets]
-        curves[_label(row)] = (middles, [at["loss"] or math.nan for at in buckets])
+        losses = [math.nan if at["loss"] is None else at["loss"] for at in buckets]
+        curves[_label(row)] = (middles, losses)
         errors[_label(row)] = [at["standard_error"] or 0.0 for at in buckets]
     x = "tokens of context"
     return Panel("loss (nats per token)", curves, marked=True, x=x, x_doubles=True, errors=errors)
