@@ -77,13 +77,7 @@ class TextFile:
 
     @property
     def reader(self) -> Callable[[TextFile, int, str], Records]:
-        if self.plain:
-            return _whole_file
-        if self.suffix in JSON_LINES:
-            return _lines
-        if self.suffix in TABLES:
-            return _table
-        return _rows if self.suffix == ".parquet" else _whole_file
+        return _whole_file if self.plain else READERS.get(self.suffix, _whole_file)
 
     def open(self) -> BinaryIO:
         """Open the decompressed content; a truncated archive raises instead of ending early."""
@@ -186,6 +180,10 @@ def _whole_file(file: TextFile, consumed: int, field: str) -> Records:
             raise ValueError(f"one document of over {MAX_FILE_BYTES:,} bytes: divide it")
         if text:
             yield Document(text, file.name), 1
+
+
+# By suffix; `_whole_file` reads the others.
+READERS = dict.fromkeys(JSON_LINES, _lines) | dict.fromkeys(TABLES, _table) | {".parquet": _rows}
 
 
 @contextmanager

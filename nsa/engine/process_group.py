@@ -180,21 +180,20 @@ class CpuCollectives:
         Raise any rank's error on all: if only one raised or stopped, the others would wait for it.
         """
         crashed = isinstance(error, WorkerDied)
-        if self._group is None:
-            if error is not None:
-                raise (AllRanksCrash if crashed else AllRanksError)(str(error)) from error
-            return stop, number
         sums = torch.tensor([error is not None, crashed, stop is not None, number])
-        dist.all_reduce(sums, group=self._group)
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
         failed, crashes, stopped, total = sums.tolist()
         if not failed and not stopped:
             return None, total
         own = (None if error is None else str(error), stop)
         by_rank = self.gather(own, tuple[str | None, str | None])
-        errors = [message for message, _ in by_rank if message]
+        errors = [message for message, _ in by_rank if message is not None]
         if errors:
             error_type = AllRanksCrash if crashes else AllRanksError
             raise error_type("; ".join(dict.fromkeys(errors))) from error
+        if self._group is None:
+            return stop, total
         reasons = (f"{reason} on rank {r}" for r, (_, reason) in enumerate(by_rank) if reason)
         return next(reasons), total
 
