@@ -4,12 +4,15 @@ Mounting needs root.
 """
 
 import fcntl
+import json
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +61,22 @@ def frozen(disk: Path) -> Iterator[None]:
             fcntl.ioctl(descriptor, FITHAW, 0)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def files_no_longer_than(size: int) -> Iterator[None]:
+    """Simulate a full disk: no file of this process grows past `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def set_fields(path: Path, **fields: Any) -> None:
+    """Set fields of the object in a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def truncate(path: Path) -> None:

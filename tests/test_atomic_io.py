@@ -8,7 +8,7 @@ import pytest
 
 from nsa.atomic_io import append, atomic_write_text, draft_folder, fsync_dir, no_symlink
 from nsa.system import with_timeout
-from tests.monitor.records import files_no_longer_than
+from tests.disks import files_no_longer_than
 from tests.ranks import PATIENCE
 
 

@@ -15,18 +15,15 @@ from typing import Any
 from nsa.data.cache import TokenCache
 from nsa.data.config import DataConfig
 from nsa.data.dataset import open_dataset
-from nsa.data.hub import Hub, hub_url, probe
+from nsa.data.hub import Hub
 
 
 def read(job: dict[str, Any]) -> dict[str, Any]:
-    """Read the documents of a source; or only probe the hub."""
+    """Read the documents of a source."""
     texts, error = list[str](), None
     try:
-        if "what" in job:
-            probe(job["what"], hub_url() + "/")
-        else:
-            for document, _ in Hub(DataConfig(**job["config"]), job["name"]).read():
-                texts.append(document.text.decode())
+        for document, _ in Hub(DataConfig(**job["config"]), job["name"]).read():
+            texts.append(document.text.decode())
     except ValueError as refused:
         error = str(refused)
     return {"texts": texts, "error": error}

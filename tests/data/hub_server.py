@@ -13,13 +13,12 @@ from urllib.parse import unquote, urlsplit
 from zlib import crc32
 
 REPO = "someone/corpus"
-PIECE = 4_096
 
 
 class HubServer(ThreadingHTTPServer):
     """A small hub: the files below `root` are a version of its dataset REPO.
 
-    `mode` is "ok", "slow", "silent", or "unavailable" (503).
+    `mode` is "ok", "silent", or "unavailable" (503).
     """
 
     daemon_threads = True
@@ -27,7 +26,6 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self, root: Path, mode: str = "ok") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.mode = mode
-        self.ok_before: int | None = None  # ok responses before the mode starts; None: none
         self.versions = {"a" * 40: root}  # the last one is `main`
         self.requests: list[str] = []
 
@@ -104,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(206, content[start:stop], headers)
 
     def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        mode = self._mode()
+        mode = self.server.mode
         if mode == "silent":
             time.sleep(3_600)
         if mode == "unavailable":
@@ -115,18 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        for start in range(0, len(content), PIECE):
-            if mode == "slow":
-                time.sleep(0.02)
-            self.wfile.write(content[start : start + PIECE])
-
-    def _mode(self) -> str:
-        good = self.server.ok_before
-        if good is None or self.server.mode == "ok":
-            return self.server.mode
-        if self.command != "HEAD":
-            self.server.ok_before = good - 1
-        return "ok" if good > 0 else self.server.mode
+        self.wfile.write(content)
 
 
 @contextmanager

@@ -27,13 +27,9 @@ class Unreachable(Source):
         raise SourceUnreachable("no hub")
 
 
-class Opened(DividedSource):
-    documents: Source
-
-
-class Fails(Opened):
+class Fails(DividedSource):
     documents = Failing()
 
 
-class Unreached(Opened):
+class Unreached(DividedSource):
     documents = Unreachable()

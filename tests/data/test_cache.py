@@ -336,16 +336,17 @@ def test_the_error_of_a_broken_document_passes_through_after_those_before_it(
         complete(configure(str(path)), open_cache)
 
 
-def test_a_full_disk_names_the_bytes_that_the_run_still_needs(large: str, tmp_path: Path) -> None:
+def test_a_full_disk_names_the_bytes_that_the_run_still_needs(
+    large: str, tmp_path: Path, open_cache: OpenCache
+) -> None:
     with mounted(tmp_path / "cache", "-t", "tmpfs", "-o", "size=200k", "tmpfs") as disk:
-        run = spawn_ranks(RUN, large, str(tmp_path), "2000", "0", "0", "1", ranks=0)
-        assert run.codes(60) == [1]
-        error = run.text("err")
-        (folder,) = (path for path in disk.iterdir() if path.is_dir())
-        index = find_index(folder)
+        cache = open_cache(configure(large), needs=8_000)
+        with pytest.raises(DataError, match="the disk is full: ") as refused:
+            rows(cache.open_samples("train", 3), 8_000)
+        index = find_index(folder_of(tmp_path))
         needed = 8_192 * 16 + 1 - index.tokens("train")  # of 8,000 samples, which end in a block
-        assert f"the disk is full: {2 * needed:,} bytes or more are needed" in error
-        assert "are free; free some space and run the same command again" in error
+        assert f"full: {2 * needed:,} bytes or more are needed" in str(refused.value)
+        assert "are free; free some space and run the same command again" in str(refused.value)
         assert not [path for path in disk.rglob("*") if "bin." in path.name], "no draft is left"
 
 

@@ -19,6 +19,7 @@ import pytest
 from nsa.cli import main
 from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
+from nsa.data.dataset import DividedSource
 from nsa.data.files import open_files
 from nsa.data.shards import INDEX, find_index, open_shards, read_index, verify_shards, write_index
 from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
@@ -34,7 +35,7 @@ from nsa.data.writer import (
     plan_of,
     prepare,
 )
-from tests.data.odd_sources import Fails, Opened, Unreached
+from tests.data.odd_sources import Fails, Unreached
 from tests.data.processes import wait_for_end, workers_of
 from tests.data.texts import HELD_OUT, documents_of, train_tokenizer, write_lines
 from tests.disks import flip_a_bit, mount, mounted
@@ -57,10 +58,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The content of a folder that `start` prepared without interruption."""
+def config(corpus: Path) -> DataConfig:
+    """The settings with which `start` prepares the corpus."""
+    return DataConfig(source=str(corpus), held_out=HELD_OUT)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The content of a folder that was prepared without interruption."""
     out = tmp_path_factory.mktemp("uninterrupted") / "out"
-    config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     prepare(config, out, shard_tokens=10_000)
     return contents(out)
 
@@ -69,7 +75,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != LOCK}
 
 
-def start(source: Path, out: Path) -> Forked:
+def start(source: object, out: Path) -> Forked:
     """Start `nsa data prepare`, in a process group of its own."""
     flags = ["--source", str(source), "--tokenizer", "byte", "--out", str(out)]
     flags += ["--held-out", str(HELD_OUT), "--shard-tokens", "10000"]
@@ -91,9 +97,8 @@ def texts_of(out: Path, split: str) -> list[bytes]:
     return documents_of(open_shards(str(out), split))
 
 
-def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> None:
+def test_every_document_is_in_one_split_once(config: DataConfig, tmp_path: Path) -> None:
     texts = generated(600_000)
-    config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     index = prepare(config, tmp_path, shard_tokens=30_000)
     verify_shards(tmp_path, index)
     assert len(index.of("train")) > 8
@@ -113,12 +118,12 @@ def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> No
 
 
 def test_repeated_kills_do_not_change_the_result(
-    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
+    config: DataConfig, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     kept: dict[str, int] = {}
     for count in (1, 15):
-        process = start(corpus, out)
+        process = start(config.source, out)
         wait_for_shards(process, out, count)
         workers = workers_of(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
@@ -131,9 +136,7 @@ def test_repeated_kills_do_not_change_the_result(
             written = (out / shard["name"]).stat().st_mtime_ns
             assert kept.setdefault(shard["name"], written) == written  # never rewritten
     assert len(kept) >= 15
-    process = start(corpus, out)
-    assert process.wait() == 0
-    assert f"{out} is finished" in process.text("out")
+    prepare(config, out, shard_tokens=10_000)
     assert contents(out) == uninterrupted
 
 
@@ -145,7 +148,7 @@ def test_repeated_kills_do_not_change_the_result(
     ],
 )
 def test_after_an_interruption_the_same_command_resumes(
-    corpus: Path,
+    config: DataConfig,
     uninterrupted: dict[str, bytes],
     tmp_path: Path,
     interruption: str,
@@ -153,7 +156,7 @@ def test_after_an_interruption_the_same_command_resumes(
     line: str,
 ) -> None:
     out = tmp_path / "out"
-    process = start(corpus, out)
+    process = start(config.source, out)
     wait_for_shards(process, out, 3)
     (writer,) = workers_of(process.pid)
     if interruption == "Ctrl-C":
@@ -164,34 +167,30 @@ def test_after_an_interruption_the_same_command_resumes(
     assert re.search(line, process.text("err"))
     assert "Traceback" not in process.text("err")
     wait_for_end([writer])
-    assert start(corpus, out).wait() == 0
+    prepare(config, out, shard_tokens=10_000)
     assert contents(out) == uninterrupted
 
 
 def test_after_a_full_disk_the_same_command_resumes(
-    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
+    config: DataConfig, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as disk:
-        process = start(corpus, out := disk / "out")
-        assert process.wait() == 2
-        lines = process.text("err").splitlines()
-        (line,) = (line for line in lines if line.startswith("nsa: "))
-        assert f"{out}: the disk is full: 20,000 bytes or more are needed" in line
-        assert "are free; free some space and run the same command again" in line
+        out = disk / "out"
+        with pytest.raises(DataError, match=rf"{out}: the disk is full: 20,000 bytes or more are"):
+            prepare(config, out, shard_tokens=10_000)
         assert not list(out.glob(".*.bin*"))
         mount("-o", "remount,size=64m", str(disk))
-        assert start(corpus, out).wait() == 0
+        prepare(config, out, shard_tokens=10_000)
         assert contents(out) == uninterrupted
 
 
 def test_a_finished_folder_is_not_rewritten(
-    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
+    config: DataConfig, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
     for name, content in uninterrupted.items():
         (out / name).write_bytes(content)
-    config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     with patch("nsa.data.writer.open_dataset", side_effect=AssertionError("it may be gone")):
         prepare(config, out, shard_tokens=10_000)
@@ -219,11 +218,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_folder_is_resumed_only_with_the_same_settings(
-    corpus: Path, trained: Path, tmp_path: Path
+    config: DataConfig, trained: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    config = DataConfig(source=str(corpus), held_out=HELD_OUT)
-    process = start(corpus, out)
+    process = start(config.source, out)
     wait_for_shards(process, out, 1)
     (writer,) = workers_of(process.pid)
     os.kill(writer, signal.SIGSTOP)
@@ -392,7 +390,7 @@ def test_every_flag_of_prepare_reaches_it(tmp_path: Path, monkeypatch: pytest.Mo
     prepared.assert_called_once_with(DataConfig(**values), tmp_path / "out", shard_tokens=7)
 
 
-def writer_of(folder: Path, kind: type[Opened], name: str = "books") -> Writer:
+def writer_of(folder: Path, kind: type[DividedSource], name: str = "books") -> Writer:
     source = kind(DataConfig(source=name), name, HeldOut(0.1))
     job = Job(source, ByteTokenizer(), folder, plan_of(source, ByteTokenizer()))
     return Writer(job, lock(folder))

@@ -31,6 +31,7 @@ from nsa.data.tokenizer import (
     stop_ids,
 )
 from tests.data.texts import train_bpe, train_tokenizer
+from tests.disks import set_fields
 from tests.ranks import ROOT, spawn_ranks
 
 PROSE = (
@@ -275,8 +276,7 @@ def test_a_tokenizer_that_fails_inside_its_library_is_refused_by_name(
 def edited(folder: Path, copy: Path, changes: dict[str, Any]) -> Path:
     """Copy a tokenizer with other parts in its tokenizer.json."""
     shutil.copytree(folder, copy)
-    definition = json.loads((folder / "tokenizer.json").read_text())
-    (copy / "tokenizer.json").write_text(json.dumps(definition | changes))
+    set_fields(copy / "tokenizer.json", **changes)
     return copy
 
 

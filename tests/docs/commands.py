@@ -11,7 +11,6 @@ import contextlib
 import io
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -181,12 +180,6 @@ def at_most(count: int, arguments: list[str]) -> None:
         raise ValueError(f"takes {count} arguments, got {arguments}")
 
 
-def tensorboard(arguments: list[str]) -> None:
-    """Check that TensorBoard is installed."""
-    if not shutil.which("tensorboard", path=str(Path(sys.executable).parent)):
-        raise ValueError("tensorboard is not installed")
-
-
 def site(arguments: list[str]) -> None:
     """Check the config file; tests/docs/test_pages.py builds the site with it."""
     if arguments[-2:] != ["-f", "docs/site/mkdocs.yml"]:
@@ -198,7 +191,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/m7c.sh": m7c,
     "bash launch/m7c_pcie.sh": pcie,
     "bash launch/multinode.sh": multinode,
-    "bash launch/tensorboard.sh": tensorboard,
+    "bash launch/tensorboard.sh": partial(at_most, 1),  # a run, or a folder of runs
     "bash launch/watch.sh": watch,
     "bash launch/gpu.sh": gpu,
     "bash launch/test.sh": tests,
@@ -206,7 +199,6 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/soak.sh": partial(at_most, 2),  # minutes and a seed
     "python -m tests.faults.table": partial(at_most, 0),
     "python -m build": partial(at_most, 0),
-    "python docs/make_screenshots.py": partial(at_most, 1),  # a folder with runs
     "python docs/make_settings.py": partial(at_most, 0),
     "mkdocs": site,
     "deepspeed": launcher,
@@ -218,8 +210,6 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "nsa train": train,
     "nsa watch": watch,
     "nsa": nsa,
-    "python -m nsa": nsa,
-    "tensorboard": tensorboard,
 }
 
 

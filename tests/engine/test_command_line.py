@@ -17,8 +17,8 @@ from nsa.engine.run_request import TrainState
 from nsa.engine.trainer import _check_node, _check_steps_left, _heading, prepare
 from nsa.model import AttentionConfig, ModelConfig, flops_per_token
 from nsa.spec import NSASpec
+from tests.disks import files_no_longer_than
 from tests.engine.small import gpus, small_request
-from tests.monitor.records import files_no_longer_than
 
 SPEC = NSASpec(select_top=8, local_blocks=4)
 SELECTOR = AttentionConfig(branches="sel", selector_loss=1.0, spec=SPEC)

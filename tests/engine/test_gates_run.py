@@ -25,6 +25,7 @@ from nsa.monitor.artifacts import RankHistory, last_beat
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.throughput import Throughput
+from tests.disks import files_no_longer_than
 from tests.engine.runs import (
     TINY,
     losses,
@@ -35,7 +36,6 @@ from tests.engine.runs import (
     succeed,
 )
 from tests.engine.small import small_request
-from tests.monitor.records import files_no_longer_than
 
 
 def read_gates(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -25,7 +23,6 @@ from nsa.model.decode import generate
 from tests.data.texts import train_bpe
 from tests.evaluate.models import write_model
 from tests.ops.cases import one_thread as one_thread
-from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 
 PROMPTS = ("It was", "Zoë's")
 STOP = ByteTokenizer.eos_id
@@ -43,7 +40,6 @@ def expected_texts(run: Path, *prompts: str, **sampling: float) -> list[str]:
     ids = [torch.tensor(list(os.fsencode(prompt))) for prompt in prompts]
     steps = generate(opened.model, ids, stop=STOP, **sampling)
     rows = torch.stack(list(steps), 1).tolist()
-    assert opened.tokenizer is not None
     return [opened.tokenizer.decode(row).decode(errors="replace") for row in rows]
 
 
@@ -188,40 +184,31 @@ def test_wrong_flags_are_one_line_before_anything_is_loaded(
         assert message in refusal("generate", tmp_path / "no-run", *flags)
 
 
-@pytest.fixture
-def started() -> Iterator[list[SpawnedRanks]]:
-    """Processes that end with the test."""
-    processes: list[SpawnedRanks] = []
-    yield processes
-    for process in processes:
-        process.end(signal.SIGKILL)
+def interrupted(error: type[BaseException]) -> Callable[..., Iterator[Tensor]]:
+    """Stand in for `generate`: one token, and then an error."""
+
+    def steps(*_: object, **__: object) -> Iterator[Tensor]:
+        yield torch.tensor([ord("a")])
+        raise error
+
+    return steps
 
 
-def test_it_ends_quietly_when_its_reader_closes_the_pipe(
-    run: Path, started: list[SpawnedRanks]
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt, 130, "a\n"),  # Ctrl-C also ends the line
+        (BrokenPipeError, 0, ""),  # `nsa generate … | true`
+    ],
+)
+def test_it_ends_quietly_on_ctrl_c_and_when_its_reader_closes_the_pipe(
+    error: type[BaseException],
+    code: int,
+    text: str,
+    run: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in `nsa generate … | head -c 20`."""
-    program = ROOT / "tests/evaluate/generate_into.py"
-    flags = ("--prompt", PROMPTS[0], "--max-new-tokens", "100000")
-    reader, writer = os.pipe()
-    path = f"/proc/{os.getpid()}/fd/{writer}"
-    started.append(spawn_ranks(program, path, "generate", str(run), *flags, ranks=0))
-    assert os.read(reader, 20)
-    os.close(reader)
-    os.close(writer)
-    assert started[0].codes(timeout=120) == [0]
-    assert started[0].text("err") == ""
-
-
-def test_it_ends_quietly_on_ctrl_c(run: Path, started: list[SpawnedRanks]) -> None:
-    flags = ("--prompt", PROMPTS[0], "--max-new-tokens", "100000")
-    arguments = ("generate", str(run), *flags)
-    started.append(spawn_ranks(ROOT / "nsa/__main__.py", *arguments, ranks=0))
-    deadline = time.monotonic() + 120
-    out = started[0].started[0].output.with_suffix(".out")
-    while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    started[0].started[0].kill(signal.SIGINT)
-    assert started[0].codes(timeout=60) == [130]
-    assert started[0].text("err") == ""
-    assert started[0].text("out").endswith("\n")
+    monkeypatch.setattr("nsa.model.decode.generate", interrupted(error))
+    assert main(["generate", str(run), "--prompt", PROMPTS[0]]) == code
+    assert capfd.readouterr() == (text, "")

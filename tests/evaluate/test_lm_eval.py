@@ -93,7 +93,6 @@ def test_likelihoods_of_choices_equal_ours_and_the_likeliest_is_the_answer(
 
 @torch.no_grad()
 def log_likelihood(run: StoredRun, start: str, end: str) -> float:
-    assert run.tokenizer is not None
     ids = torch.from_numpy(run.tokenizer.encode((start + end).encode()).astype("int64"))
     labels = ids[1:].clone()
     labels[: len(start) - 1] = -100
@@ -110,7 +109,6 @@ def test_bits_per_byte_equal_those_of_nsa_eval_on_the_same_windows(
     results = evaluate("bytes")["results"]["bytes"]
 
     source = write_lines(tmp_path / "both.jsonl", [first, second])
-    assert opened.tokenizer is not None
     dataset = open_dataset(DataConfig(source=source, seq_len=SEQ_LEN))
     ours = open_eval_data(dataset, "all", 10**6, opened.tokenizer, tmp_path / "cache")
     batches = eval_batches(ours, SEQ_LEN, 2)

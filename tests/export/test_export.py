@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import stat
 import subprocess
@@ -39,6 +38,7 @@ from nsa.export.remote_code import remote_code
 from nsa.export.to_hf import dense_config, dense_family
 from nsa.model import AttentionConfig, ModelConfig
 from tests.data.texts import contents_of, train_tokenizer
+from tests.disks import files_no_longer_than
 from tests.engine.runs import TINY, load_profile, on_one_rank, read_metrics, succeed
 from tests.evaluate.models import write_model
 from tests.export.llamas import Refused, imported, logits, tokens
@@ -230,17 +230,20 @@ def test_a_non_empty_target_or_a_missing_run_is_refused_by_name(
 
 
 def test_a_full_disk_leaves_no_files(run: Path, tmp_path: Path, refusal: Refused) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # the weights are larger
-    try:
+    with files_no_longer_than(10_000):  # the weights are larger
         assert "cannot be written" in refusal("export", run, "--to", tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_remote_code_needs_only_torch_and_transformers(tmp_path: Path) -> None:
-    files = remote_code()
+@pytest.fixture(scope="module")
+def files() -> dict[str, str]:
+    """The remote code of an export, by file name."""
+    return remote_code()
+
+
+def test_the_remote_code_needs_only_torch_and_transformers(
+    files: dict[str, str], tmp_path: Path
+) -> None:
     assert files == remote_code()
     allowed = {"torch", "transformers", *sys.stdlib_module_names}
     for name, text in files.items():
@@ -256,21 +259,22 @@ def test_the_remote_code_needs_only_torch_and_transformers(tmp_path: Path) -> No
 
 
 def test_each_version_of_the_code_has_a_namespace_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may load two exports; custom ops are global in it."""
 
-    def namespaces() -> set[str]:
-        return set(re.findall(r'"(nsa_\w+)::', "".join(remote_code().values())))
+    def namespaces(files: dict[str, str]) -> set[str]:
+        return set(re.findall(r'"(nsa_\w+)::', "".join(files.values())))
 
-    before, source = namespaces(), exporter._source
+    source = exporter._source
     changed = tmp_path / "changed.py"
     changed.write_text(source("nsa.ops.pooling").read_text() + "# changed\n")
     monkeypatch.setattr(
         exporter, "_source", lambda name: changed if name == "nsa.ops.pooling" else source(name)
     )
-    assert len(before) == len(namespaces()) == 1
-    assert namespaces() != before
+    before, after = namespaces(files), namespaces(remote_code())
+    assert len(before) == len(after) == 1
+    assert before != after
 
 
 WITHOUT_THE_PACKAGE = """
@@ -305,7 +309,9 @@ torch.save(outputs, os.path.join(out, "outputs.pt"))
 """
 
 
-def test_exports_work_without_this_package(exported: Path, sparse: Path, tmp_path: Path) -> None:
+def test_exports_work_without_this_package(
+    exported: Path, sparse: Path, files: dict[str, str], tmp_path: Path
+) -> None:
     """And once the package is imported, its classes replace the remote code."""
     elsewhere = tmp_path / "copied", tmp_path / "sparse"
     for folder, copy in zip((exported, sparse), elsewhere, strict=True):
@@ -327,16 +333,15 @@ def test_exports_work_without_this_package(exported: Path, sparse: Path, tmp_pat
     assert torch.equal(outputs["beside"], outputs["logits"])
     assert torch.equal(outputs["from_base"], outputs["logits"])
     assert outputs["package"] == "nsa.model.hf"
-    model = AutoModelForCausalLM.from_pretrained(sparse)
-    assert torch.equal(outputs["sparsified"], model(torch.arange(80)[None]).logits)
-    model = AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
     text = model.generate(**prompts, max_new_tokens=5, do_sample=False)
     assert torch.equal(outputs["text"], text)
+    model = AutoModelForCausalLM.from_pretrained(sparse)
+    assert torch.equal(outputs["sparsified"], model(torch.arange(80)[None]).logits)
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["auto_map"] == json.loads((exported / "config.json").read_text())["auto_map"]
-    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == remote_code().keys()
+    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == files.keys()
 
 
 def test_saving_with_the_package_drops_auto_map(exported: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from nsa.export.model_card import NO_TOKENIZER
 from nsa.export.origin import Origin, find_origin, write_origin
 from nsa.export.to_hf import export
 from nsa.model.hf import NSAForCausalLM
+from tests.disks import set_fields
 from tests.export.llamas import SMALL, Refused, add_chat_tokenizer, imported, llama
 
 # As of a model that others trained: positions, ids and fields of no default.
@@ -46,10 +47,15 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     del config["rope_parameters"], config["dtype"]
     (folder / "config.json").write_text(json.dumps(config | FIELDS))
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text()) | {"model_max_length": 8_192, "local_files_only": True}
-    file.write_text(json.dumps(settings | {"is_local": True, "auto_map": {"AutoTokenizer": "x.X"}}))
+    machine = {"local_files_only": True, "is_local": True, "auto_map": {"AutoTokenizer": "x.X"}}
+    set_fields(folder / "tokenizer_config.json", model_max_length=8_192, **machine)
     return folder
+
+
+@pytest.fixture
+def copy(original: Path, tmp_path: Path) -> Path:
+    """A copy of the original, which a test edits."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
 
 
 def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
@@ -73,7 +79,6 @@ def test_an_export_of_an_import_keeps_the_sources_fields(
     assert [line.split()[1] for line in lines] == lost
     assert {name for name in before if config.get(name) != before[name]} == {*lost, "torch_dtype"}
     origin = find_origin(to, None)  # for a run that starts from the export
-    assert origin is not None
     assert origin == find_origin(tmp_path / "start", None)
     assert config["dtype"] == "float32"
     assert ModelCard.load(to / "README.md").data.get("base_model") is None  # not one of the Hub
@@ -141,9 +146,9 @@ def test_a_model_whose_tokenizer_is_lost_keeps_its_ids(
 
 def test_another_model_types_fields_of_attention_are_left_out(tmp_path: Path) -> None:
     llama(tmp_path / "mistral")
+    code = {"auto_map": {"AutoConfig": "evil.Evil"}}
     file = tmp_path / "mistral/config.json"
-    tree = json.loads(file.read_text()) | {"model_type": "mistral", "sliding_window": 4_096}
-    file.write_text(json.dumps(tree | {"auto_map": {"AutoConfig": "evil.Evil"}}))
+    set_fields(file, model_type="mistral", sliding_window=4_096, **code)
     imported(tmp_path / "mistral", tmp_path / "run", "--attention=dense")
     config = settings(export(tmp_path / "run", tmp_path / "hf", dense=True))
     assert config["model_type"] == "llama"
@@ -156,20 +161,17 @@ def test_another_model_types_fields_of_attention_are_left_out(tmp_path: Path) ->
 
 
 def test_the_card_of_an_untrained_import_claims_no_training(
-    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (source := tmp_path / "tiny-llama").mkdir()
-    shutil.copytree(original, source, dirs_exist_ok=True)
     for license, sentence in (
         ("mit", "the license at the top is that of someone/tiny"),
         (None, "state the license of someone/tiny at the top"),
     ):
-        named = settings(source) | {"_name_or_path": "someone/tiny"}
-        (source / "config.json").write_text(json.dumps(named))
+        set_fields(copy / "config.json", _name_or_path="someone/tiny")
         stated = license or "[no YAML"
         metadata = f"---\nlicense: {stated}\nmodel-index: wrong\n---\n"
-        (source / "README.md").write_text(metadata)
-        imported(source, tmp_path / f"run-{license}", *SMALL)
+        (copy / "README.md").write_text(metadata)
+        imported(copy, tmp_path / f"run-{license}", *SMALL)
         folder = export(tmp_path / f"run-{license}", tmp_path / f"hf-{license}")
         assert "_name_or_path" not in capsys.readouterr().out, "no change to report"
         card = ModelCard.load(folder / "README.md")
@@ -185,22 +187,20 @@ def test_the_card_of_an_untrained_import_claims_no_training(
 
 
 def test_a_link_out_of_the_folder_is_refused(
-    original: Path, tmp_path: Path, refusal: Refused, refused: Refused
+    copy: Path, original: Path, tmp_path: Path, refusal: Refused, refused: Refused
 ) -> None:
-    folder = tmp_path / "models" / "model"
-    shutil.copytree(original, folder)
-    secret = tmp_path / "models" / "model.key"  # begins as the folder's path
+    secret = tmp_path / "model.key"  # begins as the folder's path
     secret.write_text("a key")
-    (folder / "merges.txt").symlink_to("tokenizer.json")  # stays inside
-    imported(folder, tmp_path / "run")
+    (copy / "merges.txt").symlink_to("tokenizer.json")  # stays inside
+    imported(copy, tmp_path / "run")
     nested = "additional_chat_templates/other.jinja"
     for name in ("merges.txt", "chat_template.jinja", "config.json", nested):
-        shutil.rmtree(folder)
-        shutil.copytree(original, folder)
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(secret)
-        assert name == "config.json" or "is a link to a file outside" in refused(folder)
+        shutil.rmtree(copy)
+        shutil.copytree(original, copy)
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).unlink(missing_ok=True)
+        (copy / name).symlink_to(secret)
+        assert name == "config.json" or "is a link to a file outside" in refused(copy)
     folder = tmp_path / "run"  # and an import of someone else's, at its export
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").symlink_to(secret)
@@ -226,35 +226,30 @@ def test_a_snapshot_of_the_hubs_cache_links_to_its_blobs(
 
 
 def test_a_second_configuration_file_is_neither_read_nor_run(
-    original: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+    copy: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers would read it instead of config.json, and ask whether to run its code."""
-    folder = tmp_path / "model"
-    shutil.copytree(original, folder)
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    second = settings(folder) | {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
-    (folder / "config.4.0.0.json").write_text(json.dumps(second))
-    first = settings(folder) | {"configuration_files": ["config.4.0.0.json"]}
-    (folder / "config.json").write_text(json.dumps(first))
+    (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    first, second = copy / "config.json", copy / "config.4.0.0.json"
+    shutil.copy(first, second)
+    set_fields(second, model_type="evil", auto_map={"AutoConfig": "evil.Evil"})
+    set_fields(first, configuration_files=[second.name])
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    assert "configuration_files = ['config.4.0.0.json']: transf" in refused(folder)
-    (folder / "config.json").write_text(json.dumps(settings(folder) | {"model_type": "granite"}))
-    assert "configuration_files" in refused(folder)
-    del first["configuration_files"]
-    (folder / "config.json").write_text(json.dumps(first | {"model_type": "granite"}))
-    assert "granite': has multipliers of embeddings" in refused(folder)
+    assert "configuration_files = ['config.4.0.0.json']: transf" in refused(copy)
+    set_fields(first, model_type="granite")
+    assert "configuration_files" in refused(copy)
+    set_fields(first, configuration_files=[first.name])
+    assert "granite': has multipliers of embeddings" in refused(copy)
     assert not (tmp_path / "ran").exists()
 
 
 def test_generation_settings_that_are_no_settings_are_refused(
-    original: Path, tmp_path: Path, refusal: Refused, refused: Refused
+    copy: Path, tmp_path: Path, refusal: Refused, refused: Refused
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(original, folder)
-    imported(folder, tmp_path / "run")
-    for place in (folder, tmp_path / "run"):
+    imported(copy, tmp_path / "run")
+    for place in (copy, tmp_path / "run"):
         (place / "generation_config.json").write_text("[]")
-    assert "generation_config.json: not the JSON of a configuration" in refused(folder)
+    assert "generation_config.json: not the JSON of a configuration" in refused(copy)
     error = refusal("generate", tmp_path / "run", "--prompt=a", "--max-new-tokens=1")
     assert "generation_config.json: not the JSON of a configuration" in error
 

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from nsa.cli import main
 from nsa.export.serve import RENDERED, ServedModel, build_app
 from nsa.model.hf import NSAForCausalLM
+from tests.disks import set_fields
 from tests.export.llamas import CHAT, LOOP, Refused, imported, llama
 
 for package in ("fastapi", "uvicorn"):
@@ -40,7 +41,6 @@ def address(sparse: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "nsa", "serve", str(sparse), "--port=0", "--device=cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             line = process.stdout.readline().decode()
             match = re.fullmatch(r"hf: (http://localhost:\d+/v1) \(Ctrl-C ends it\)\n", line)
             if match is None:
@@ -164,9 +164,8 @@ def test_a_request_chooses_what_the_template_reads_and_no_other_program(
     )
     (tmp_path / f"hf/additional_chat_templates/{RENDERED}.jinja").parent.mkdir()
     (tmp_path / f"hf/additional_chat_templates/{RENDERED}.jinja").write_text(LOOP)
-    file = tmp_path / "hf/tokenizer_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"response_template": {"fields": "(a+)+$"}}))
+    parser = {"fields": "(a+)+$"}
+    set_fields(tmp_path / "hf/tokenizer_config.json", response_template=parser)
     served = ServedModel(tmp_path / "hf", "cpu")
     request = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"name": "weather"}]}
     with TestClient(build_app(served)) as client:
@@ -238,9 +237,8 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     shutil.copy(sparse / "tokenizer.json", tmp_path / "broken")
     message = refusal("serve", tmp_path / "broken", "--port=0")
     assert f"{tmp_path / 'broken'}: cannot be loaded: SafetensorError" in message
-    config = json.loads((folder / "config.json").read_text())
-    code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
-    (folder / "config.json").write_text(json.dumps(config | code))
+    code = {"auto_map": {"AutoConfig": "mine.Config"}}
+    set_fields(folder / "config.json", model_type="mine", **code)
     (folder / "mine.py").write_text("raise SystemExit('code of a stranger')")
     assert "model_type = 'mine'" in refusal("serve", folder, "--port=0")
     monkeypatch.setitem(sys.modules, "openai", None)

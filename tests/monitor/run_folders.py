@@ -1,4 +1,4 @@
-"""Run folders for tests: written by the writers of a real run, with faults; judged at a gate."""
+"""Records of steps, and run folders that the writers of a real run write; judged at a gate."""
 
 from __future__ import annotations
 
@@ -12,16 +12,49 @@ from typing import Any
 
 import yaml
 
+from nsa.constants import BRANCHES
 from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import Gate, GateResult
 from nsa.monitor.artifacts import list_ranks, read_rank, read_table, valid_beats
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.observer import StepRecord
+from nsa.monitor.observer import LayerStatistics, StepRecord
 from nsa.monitor.outputs import metrics_csv, selection_csv
-from tests.monitor.records import make_layer, make_record
 
 Beat = dict[str, Any]
 CONFIG = LadderConfig()
+
+
+def make_record(step: int, **changes: Any) -> StepRecord:
+    """Return a logged step with values that need full float64 precision."""
+    values: dict[str, Any] = {
+        "tokens": 4096 * step,
+        "loss": 5.0 / (step + 2),
+        "lr": 1e-4 / 3,
+        "grad_norm": 0.1 + 0.2,
+        "tokens_per_s": 1e6 / 7,
+        "memory_gb": 15.6 / 7,
+        "seconds": 1 / 3,
+    }
+    return StepRecord(step=step, **{**values, **changes})
+
+
+def make_layers(layers: int = 2, **changes: Any) -> list[LayerStatistics]:
+    """Return the statistics of layers with different gates."""
+    return [make_layer(index, **changes) for index in range(layers)]
+
+
+def make_layer(index: int, **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for place, branch in enumerate(BRANCHES):
+        values[f"gate_{branch}"] = (index + place) / 8
+        values[f"gate_{branch}_std"] = 1 / 3
+    values |= {"choosing": 0.75, "entropy": 0.5 + index / 16}
+    values |= {"overlap": 0.875, "distance": 6.5}
+    return {**values, **changes}
+
+
+# Statistics of a layer whose queries all read every block.
+NO_FREE_BLOCKS: dict[str, Any] = dict.fromkeys(("entropy", "overlap", "distance"))
 
 
 def write_metrics(

@@ -8,11 +8,9 @@ import math
 import os
 import platform
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,11 +23,12 @@ from nsa.monitor import heartbeat
 from nsa.monitor.artifacts import MAX_HEARTBEAT_BYTES, last_beat, read_rank
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.memory import memory_gb
+from nsa.system import with_timeout
 from nsa.watchdog.supervisor import open_heartbeats
-from tests.disks import freezable_disk, frozen
-from tests.monitor.records import files_no_longer_than
+from tests.disks import files_no_longer_than, freezable_disk, frozen
+from tests.fork_server import Forked
 from tests.monitor.run_folders import beats, read_heartbeats, write_beats
-from tests.ranks import PATIENCE, ROOT, wait_for
+from tests.ranks import PATIENCE, spawn_ranks, wait_for
 
 OFTEN = 0.01  # seconds between two progress lines
 
@@ -98,29 +97,23 @@ def test_no_line_follows_the_end_line(tmp_path: Path) -> None:
 
 def test_progress_lines_name_the_phase_while_the_training_thread_hangs_in_c(tmp_path: Path) -> None:
     beat = beating(tmp_path)
-    beat.step_start(7)
-    beat.enter("forward", micro_step=2)
     reading, writing = os.pipe()
-    seen: list[dict[str, Any]] = []
 
-    def look() -> None:
-        def hung() -> list[dict[str, Any]]:
-            beats = read_heartbeats(tmp_path).get(0, [])
-            return [one for one in beats if one["event"] == "progress" and one["step"] == 6]
+    def train() -> None:
+        beat.step_start(7)
+        beat.enter("forward", micro_step=2)
+        os.read(reading, 1)  # blocks in the kernel
 
-        try:
-            wait_for(lambda: len(hung()) >= 5)
-            seen.extend(hung())
-        finally:
-            os.write(writing, b"x")
+    def progress() -> list[dict[str, Any]]:
+        beats = read_heartbeats(tmp_path).get(0, [])
+        return [one for one in beats if one["event"] == "progress" and one["phase"] == "forward"]
 
-    looking = threading.Thread(target=look)
-    looking.start()
-    os.read(reading, 1)  # blocks in the kernel until `look` has seen enough lines
-    looking.join()
+    threading.Thread(target=train, daemon=True).start()
+    wait_for(lambda: len(progress()) >= 5)
+    seen = progress()
+    os.write(writing, b"x")
     beat.close("finished")
-    assert len(seen) >= 5
-    assert {(one["phase"], one["micro_step"]) for one in seen} == {("forward", 2)}
+    assert {(one["step"], one["micro_step"]) for one in seen} == {(6, 2)}
     since = [one["since"] for one in seen]
     assert since == sorted(since)
     assert since[0] < since[-1]
@@ -222,11 +215,7 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
         beat = beating(disk, seconds=100)
         assert beat.flush(PATIENCE)
         with frozen(disk):
-            closing = threading.Thread(target=beat.close, args=("finished",), daemon=True)
-            closing.start()
-            closing.join(PATIENCE / 2)
-            gave_up = not closing.is_alive()
-        assert gave_up, "close waited for the disk"
+            with_timeout(PATIENCE / 2, lambda: beat.close("finished"))
         wait_for(lambda: read_heartbeats(disk)[0][-1]["event"] == "end")
 
 
@@ -248,9 +237,7 @@ def test_a_resumed_run_appends_after_a_torn_line(tmp_path: Path) -> None:
     beats = read_heartbeats(tmp_path)[0]
     assert [beat["event"] for beat in beats] == 2 * ["start", "step_end", "end"]
     assert recorded_steps(tmp_path) == [1, 2]
-    newest = last_beat(path_of(tmp_path))
-    assert newest is not None
-    assert newest == beats[-1]
+    assert last_beat(path_of(tmp_path)) == beats[-1]
 
 
 def test_the_newest_line_of_a_huge_file_is_found_at_its_end(tmp_path: Path) -> None:
@@ -261,7 +248,6 @@ def test_the_newest_line_of_a_huge_file_is_found_at_its_end(tmp_path: Path) -> N
     beat.step_end(5, 0, 0)
     beat.close("finished")
     newest = last_beat(path_of(tmp_path))
-    assert newest is not None
     assert (newest["event"], newest["step"]) == ("end", 5)
 
 
@@ -374,26 +360,20 @@ wait_forever()
 
 
 @contextmanager
-def rank(run_dir: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+def rank(run_dir: Path, code: str) -> Iterator[Forked]:
     """Start a process that dumps on the signal and runs `code`."""
     start = (
         "from pathlib import Path\nfrom nsa.monitor.heartbeat import dump_stacks_on_signal\n"
         f"dump_stacks_on_signal(Path({str(run_dir)!r}), 5)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", start + code],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    program = run_dir / "program.py"
+    program.write_text(start + code)
+    process = spawn_ranks(program, ranks=0).started[0]
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        wait_for(lambda: process.text("out") == "ready\n", lambda: process.text("err"))
         yield process
     finally:
-        process.kill()
-        process.communicate()
+        process.kill_group()
 
 
 def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
@@ -403,27 +383,26 @@ def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
         assert path.read_text().startswith(f"-- stacks of process {process.pid}, started ")
 
         def found_counting() -> bool:
-            process.send_signal(signal.SIGUSR1)  # the first may arrive before the counting starts
+            process.kill(signal.SIGUSR1)  # the first may arrive before the counting starts
             return "line 8 in count_forever" in path.read_text()
 
         wait_for(found_counting)
-        assert process.poll() is None
+        assert process.wait(0) is None
 
 
 def test_each_signal_adds_a_dump_and_other_handlers_still_work(tmp_path: Path) -> None:
     path = tmp_path / "stacks/rank5.txt"
 
-    def counted(lines: Iterable[str]) -> dict[str, int]:
-        return {line: path.read_text().count(line) for line in lines}
+    def counted() -> list[int]:
+        return [path.read_text().count(f"in {name}") for name in ("wait_forever", "prefetch")]
 
     with rank(tmp_path, WAITING) as process:
         for number in (1, 2):
-            process.send_signal(signal.SIGUSR1)
-            expected = {"in wait_forever": number, "in prefetch": number}  # of every thread
-            wait_for(lambda expected=expected: counted(expected) == expected)
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=PATIENCE)
-    assert (output, errors, process.returncode) == ("stopped cleanly\n", "", 0)
+            process.kill(signal.SIGUSR1)
+            wait_for(lambda number=number: counted() == [number, number])  # of every thread
+        process.kill(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    assert (process.text("out"), process.text("err")) == ("ready\nstopped cleanly\n", "")
     with rank(tmp_path, WAITING) as process:  # as a resumed run
-        process.send_signal(signal.SIGUSR1)
-        wait_for(lambda: path.read_text().count("in wait_forever") == 3)
+        process.kill(signal.SIGUSR1)
+        wait_for(lambda: counted() == [3, 3])

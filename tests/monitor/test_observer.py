@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from nsa.monitor.observer import BackgroundWriter, Observer, Observers, StepRecord, warn
-from tests.monitor.records import make_record
+from nsa.system import with_timeout
+from tests.monitor.run_folders import make_record
 from tests.ranks import PATIENCE
 
 
@@ -80,32 +81,26 @@ def test_writers_that_hang_share_the_time_of_closing(monkeypatch: pytest.MonkeyP
     assert timeouts == [10.0, 4.0, 0.0]
 
 
+def hang(writer: BackgroundWriter) -> threading.Event:
+    """Let a job of the writer hang until the returned event is set."""
+    hanging, released = threading.Event(), threading.Event()
+    writer.submit(lambda: (hanging.set(), released.wait(PATIENCE)))
+    assert hanging.wait(PATIENCE)
+    return released
+
+
 def test_submitting_returns_while_a_write_hangs_and_dropped_jobs_are_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     writer = BackgroundWriter("slow disk", capacity=2)
-    hanging, released = threading.Event(), threading.Event()
+    released = hang(writer)
     written: list[int] = []
 
-    def hang() -> None:
-        hanging.set()
-        released.wait(PATIENCE)
+    def submit() -> list[bool]:
+        return [writer.submit(lambda number=number: written.append(number)) for number in range(5)]
 
-    writer.submit(hang)
-    assert hanging.wait(PATIENCE)
-    answers: list[bool] = []
-    training = threading.Thread(
-        target=lambda: answers.extend(
-            writer.submit(lambda number=number: written.append(number)) for number in range(5)
-        ),
-        daemon=True,
-    )
-    training.start()
-    training.join(PATIENCE)
-    assert not training.is_alive(), "submit waited for the hanging write"
-    assert answers == [True, True, False, False, False]
+    assert with_timeout(PATIENCE / 2, submit) == [True, True, False, False, False]
     assert writer.dropped == 3
-
     released.set()
     for _ in range(2):
         writer.close()
@@ -118,16 +113,10 @@ def test_closing_gives_up_on_a_write_that_hangs_and_counts_the_rest(
     capacity: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = BackgroundWriter("dead disk", capacity)
-    hanging, released = threading.Event(), threading.Event()
-    writer.submit(lambda: (hanging.set(), released.wait(PATIENCE)))
-    assert hanging.wait(PATIENCE)
+    released = hang(writer)
     writer.submit(lambda: None)
-    closing = threading.Thread(target=lambda: writer.close(timeout=0.05), daemon=True)
-    closing.start()
-    closing.join(PATIENCE / 2)
-    gave_up = not closing.is_alive()
+    with_timeout(PATIENCE / 2, lambda: writer.close(timeout=0.05))
     released.set()
-    assert gave_up, "close waited for the hanging write"
     assert writer.dropped == 2
     assert "dead disk: 2 writes dropped" in capsys.readouterr().err
 
@@ -161,12 +150,11 @@ def test_a_full_disk_costs_lines_and_not_the_run(
 
 
 def test_flushing_waits_for_the_jobs_so_far_but_not_for_a_disk_that_hangs() -> None:
-    writer, released = BackgroundWriter("slow disk"), threading.Event()
-    written: list[int] = []
+    writer, written = BackgroundWriter("slow disk"), list[int]()
     writer.submit(lambda: written.append(1))
     assert writer.flush(PATIENCE)
     assert written == [1]
-    writer.submit(lambda: released.wait(PATIENCE))
+    released = hang(writer)
     assert not writer.flush(0.05)
     released.set()
     assert writer.flush(PATIENCE)

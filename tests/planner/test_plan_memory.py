@@ -181,7 +181,6 @@ def test_a_teacher_adds_its_head_input_and_both_models_logits() -> None:
     assert more.last_layer - alone.last_layer == pytest.approx(gradients + head_input, rel=0.3)
     assert more.loss > gradients + alone.loss
     flops, more_flops = (one.flops("nsa", batch.seq_len)[0] for one in (model, taught))
-    assert taught.teacher is not None
     forward = flops_per_token(taught.teacher, batch.seq_len) / 3
     head = 6 * model.embedding  # the gradient of the divergence, by logits of its own
     assert more_flops - flops == pytest.approx(forward + head)

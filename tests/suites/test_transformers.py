@@ -94,5 +94,4 @@ def test_the_models_pass_transformers_own_tests(suite: Path) -> None:
     unknown = [line for line in reasons if not re.search("|".join(SKIPPED.values()), line)]
     assert not unknown, f"skipped without a reason that the docs give: {unknown}"
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
     assert int(passed[1]) >= 70, done.stdout

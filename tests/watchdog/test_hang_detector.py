@@ -11,7 +11,7 @@ import pytest
 
 from nsa.watchdog import hang_detector
 from nsa.watchdog.hang_detector import HangDetector, HangReport
-from tests.monitor.records import files_no_longer_than
+from tests.disks import files_no_longer_than
 from tests.monitor.run_folders import make_beat, write_limits
 
 CONFIRM = 0.05  # seconds
