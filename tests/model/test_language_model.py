@@ -24,8 +24,8 @@ attentions = pytest.mark.parametrize("attention", ATTENTIONS)
 # Operations of each layer's attention, beside RoPE; `pool` runs for keys and for values.
 OF_A_LAYER = {
     "dense": {},
-    "index": {"pool": 1, "select_blocks": 1, "selected_attention": 1},
-    "index, mean": {"select_blocks": 1, "selected_attention": 1},
+    "index": {"pool": 1, "select_blocks": 1, "selected_attention": 1, "selector_loss": 1},
+    "index, mean": {"select_blocks": 1, "selected_attention": 1, "selector_loss": 1},
     "mean": {"nsa_attention": 1},
     "pool": {"pool": 2, "nsa_attention": 1},
     "mlp": {"nsa_attention": 1},
@@ -38,7 +38,7 @@ def test_the_blocks_dispatch_each_operation_that_has_a_kernel(attention: str) ->
     reset_fallback_counts()
     build(tiny(replace(ATTENTIONS[attention], backend="blockwise")))(tokens(23)).sum().backward()
     assert fallback_counts() == {}
-    build(tiny(replace(ATTENTIONS[attention], selector_loss=0.0)))(tokens(23)).sum().backward()
+    build(tiny(attention))(tokens(23)).sum().backward()
     counts = {operation: count for (operation, _, _), count in fallback_counts().items()}
     of_layers = {"rotary_pool": 1, "swiglu": 1} | OF_A_LAYER[attention]
     assert counts == {name: 2 * n for name, n in of_layers.items()} | {"add_rms_norm": 2 * 2 + 1}

@@ -21,6 +21,7 @@ from nsa.model.loss import (
 )
 from tests.model.models import build, tiny, tokens
 from tests.ops.cases import Calls
+from tests.peak_memory import print_peak
 from tests.ranks import spawn_ranks
 
 TOKENS, WIDTH, VOCABULARY = 700, 48, 900
@@ -62,7 +63,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     return request.param
 
 
-@pytest.mark.parametrize("tokens", [1, 697, TOKENS])
+@pytest.mark.parametrize("tokens", [0, 1, 697, TOKENS])
 def test_loss_and_gradients_are_those_of_the_plain_loss(chunks: int, tokens: int) -> None:
     arguments = inputs(torch.float64, tokens)
     actual, expected = (with_gradients(f, *arguments) for f in (linear_cross_entropy, plain))
@@ -108,13 +109,6 @@ def test_a_nearly_certain_token_keeps_its_small_gradient() -> None:
     assert float(expected[1]) != 0
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-2, atol=0)
-
-
-def test_no_tokens_give_zero_loss_and_gradients() -> None:
-    hidden = torch.randn(0, 8, requires_grad=True)
-    weight = torch.randn(16, 8, requires_grad=True)
-    linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.long)).backward()
-    assert torch.equal(weight.grad, torch.zeros(16, 8))
 
 
 @pytest.mark.parametrize("label", [-1, -99, VOCABULARY])
@@ -166,38 +160,14 @@ def test_opcheck(chunks: int, dtype: torch.dtype) -> None:
     torch.library.opcheck(loss_and_gradients, fixed, test_utils=kinds)
 
 
-# VmHWM belongs to one process and only rises, so the smallest measurement comes first. A small
-# first call pays for what is loaded and kept. See tests/ops/test_memory.py.
-MEASURE = """
-import ctypes
-import torch
-from nsa.model import loss
-from tests.model.test_loss import inputs, plain
-
-def kilobytes(name):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed is returned
-torch.set_num_threads(1)
-for function, dtype, chunk_logits in (
-    (loss.linear_cross_entropy, torch.float32, 2**22),
-    (loss.linear_cross_entropy, torch.bfloat16, loss.CHUNK_LOGITS_CPU),
-    (plain, torch.bfloat16, loss.CHUNK_LOGITS_CPU),
-):
-    loss.CHUNK_LOGITS_CPU = chunk_logits
-    function(*inputs(dtype, 8, 8, 8)).backward()
-    arguments = inputs(dtype, 2_048, 16, 8_192)
-    before = kilobytes("VmRSS")
-    function(*arguments).backward()
-    print(1024 * (kilobytes("VmHWM") - before))
-"""
+def step(function: Function, dtype: torch.dtype, *sizes: int) -> Callable[[], None]:
+    arguments = inputs(dtype, *sizes)
+    return lambda: function(*arguments).backward()
 
 
-def test_peak_memory_excludes_the_float32_logits_of_all_tokens(tmp_path: Path) -> None:
+def test_peak_memory_excludes_the_float32_logits_of_all_tokens() -> None:
     """And the logits of more than one chunk in any dtype; the plain loss breaks both bounds."""
-    (tmp_path / "measure.py").write_text(MEASURE)
-    measured = spawn_ranks(tmp_path / "measure.py", ranks=0)
+    measured = spawn_ranks(Path(__file__), ranks=0)
     assert measured.codes(300) == [0], measured.text("err")
     four_chunks, one_chunk, usual = map(int, measured.text("out").split())
     logits = 4 * 2_048 * 8_192
@@ -282,3 +252,13 @@ def test_the_model_adds_the_teachers_gradient_and_keeps_the_losss_value() -> Non
     assert token_divergence(
         (model.hidden(ids).flatten(0, 1), model.head_weight), head, labels.flatten()
     )[:, 2].sum() == pytest.approx(float(kl.detach() * (labels != -100).sum()))
+
+
+if __name__ == "__main__":
+    for function, dtype, chunk_logits in (
+        (linear_cross_entropy, torch.float32, 2**22),
+        (linear_cross_entropy, torch.bfloat16, loss.CHUNK_LOGITS_CPU),
+        (plain, torch.bfloat16, loss.CHUNK_LOGITS_CPU),
+    ):
+        loss.CHUNK_LOGITS_CPU = chunk_logits
+        print_peak(step(function, dtype, 2_048, 16, 8_192), step(function, dtype, 8, 8, 8))

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.ops import (
-    blockwise,
     compressed_attention,
     reference,
     select_blocks,
@@ -228,13 +227,6 @@ def check_calls(run: Callable[[], Any]) -> None:
             for x in arguments
         )
         torch.library.opcheck(op, given, test_utils=tests)
-
-
-def small_blockwise_tiles(patch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that every case has several of each kind."""
-    sizes = {"TILE_ROWS": 10, "HEADS": 2, "GATHERED_ROWS": 14, "EARLY_BLOCKS": 1, "EARLY_PAIRS": 0}
-    for name, size in sizes.items():
-        patch.setattr(blockwise, name, size)
 
 
 def all_branches(

@@ -18,10 +18,26 @@ from unittest import mock
 import pytest
 import torch
 
+from nsa.ops import blockwise
+from tests.ops import tiles
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import DEVICE
 
 Patch = tuple[Any, str, Any]  # owner, attribute, new value
+
+
+@pytest.fixture
+def small_tiles() -> Iterator[None]:
+    """Tiles so small that every case has several of each kind, in PyTorch and in kernels."""
+    sizes = {"TILE_ROWS": 10, "HEADS": 2, "GATHERED_ROWS": 14, "EARLY_BLOCKS": 1, "EARLY_PAIRS": 0}
+    with mock.patch.multiple(blockwise, **sizes), tiles.small_tiles():
+        yield
+
+
+@pytest.fixture(params=["default tiles", "small tiles"])
+def any_tiles(request: pytest.FixtureRequest) -> None:
+    if request.param == "small tiles":
+        request.getfixturevalue("small_tiles")
 
 
 @pytest.fixture(autouse=True)

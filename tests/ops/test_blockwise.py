@@ -16,7 +16,6 @@ from tests.ops.cases import (
     default,
     random_cases,
     selection,
-    small_blockwise_tiles,
     with_gradients,
 )
 
@@ -27,12 +26,6 @@ MORE_TILES_THAN_ONE = [
     Case(NSASpec(8, 4, 8, 2, 0, 1, 33), (7, 400, 0, 215), group=16, key_dim=2, value_dim=4),
 ]
 RANDOM = random_cases(60, longest=75)
-
-
-@pytest.fixture(params=["usual tiles", "small tiles"])
-def tile_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "small tiles":
-        small_blockwise_tiles(monkeypatch)
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -53,7 +46,7 @@ def assert_equal_to_the_reference(case: Case) -> None:
     assert_branches_agree(case, x, block_index)
 
 
-@pytest.mark.usefixtures("tile_size")
+@pytest.mark.usefixtures("any_tiles")
 @pytest.mark.parametrize("case", default(21, RANDOM), ids=str)
 def test_outputs_lse_indices_and_gradients_equal_the_reference(case: Case) -> None:
     assert_equal_to_the_reference(case)
@@ -75,7 +68,7 @@ def test_the_gated_sum_and_all_its_gradients_equal_the_reference(case: Case) -> 
     assert_same(mixed("blockwise"), mixed("reference"))
 
 
-@pytest.mark.usefixtures("tile_size")
+@pytest.mark.usefixtures("any_tiles")
 @pytest.mark.parametrize("lengths", [(50,), (1, 30, 0, 19)], ids=str)
 def test_any_block_index_is_valid(lengths: tuple[int, ...]) -> None:
     """Rows without blocks, with one twice, or with blocks of the future."""
@@ -92,12 +85,10 @@ def test_any_block_index_is_valid(lengths: tuple[int, ...]) -> None:
     assert torch.equal(out[:, ::7], torch.zeros_like(out[:, ::7]))
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("branch", ["selected", "window"])
-def test_the_scores_of_a_branch_grow_as_the_sequence_does(
-    branch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scores_of_a_branch_grow_as_the_sequence_does(branch: str) -> None:
     """With all earlier keys they would grow with its square."""
-    small_blockwise_tiles(monkeypatch)
 
     def scores(length: int) -> int:
         case = Case(NSASpec(4, 2, 4, 3, 1, 1, 9), (length,), kv_heads=1)

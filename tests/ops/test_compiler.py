@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from tests.ops.cases import (
     selection,
     with_gradients,
 )
-from tests.ops.triton.parity import DEVICE, by_head, inputs
+from tests.ops.triton.parity import DEVICE, by_head, computed, inputs
 
 SPEC = NSASpec(4, 2, 4, 2, 0, 1, 5)
 BATCH = Case(SPEC, (13,), batch=2, group=3, value_dim=5)
@@ -36,53 +36,37 @@ CASES = {
     "packed": PACKED,
     "no compressed block": Case(SPEC, (2,), group=1),
 }
-backends = pytest.mark.parametrize("backend", ["blockwise", "triton"])
 
 
-def mixed(case: Case, backend: str) -> Any:
-    cu = case.offsets_on(DEVICE)
-    return lambda *x: nsa_attention(*x, SPEC, cu_seqlens=cu, backend=backend)
-
-
-@backends
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_op_matches_its_declaration_forward_and_backward(name: str, backend: str) -> None:
-    """Also for queries and keys that are [B, H, T, D] in memory, as PyTorch's attention's are."""
     case = CASES[name]
     x = inputs(case)
+    if name == "batch":  # in memory [B, H, T, D], as queries and keys of PyTorch's attention are
+        x = Inputs(*(by_head(y) for y in x.tensors()))
     index = selection(x, case, backend)
     check_calls(lambda: selection(x, case, backend))
     check_calls(lambda: all_branches(x, case, index, backend))
-    check_calls(lambda: with_gradients(mixed(case, backend), x.tensors()))
-    if name == "batch":
-        laid_out = Inputs(*(by_head(y) for y in x.tensors()))
-        check_calls(lambda: all_branches(laid_out, case, index, backend))
+    check_calls(lambda: computed(case, "mixed", backend, x))
 
 
 @pytest.mark.parametrize("case", default(1, [PACKED, BATCH]), ids=str)
-@backends
-def test_the_gated_sum_compiles_as_one_graph_with_the_same_results(
-    case: Case, backend: str
-) -> None:
-    function, tensors = mixed(case, backend), inputs(case).tensors()
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    actual, expected = (with_gradients(f, tensors) for f in (compiled, function))
+def test_all_functions_compile_as_one_graph_with_the_same_results(case: Case) -> None:
+    options = {"cu_seqlens": case.offsets_on(DEVICE), "backend": "triton"}
+
+    def all_functions(*x: Tensor) -> tuple[Tensor, ...]:
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = x
+        o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, SPEC, **options)
+        index = select_blocks(q, k_cmp, lse, SPEC, **options)
+        o_sel = selected_attention(q, k_sel, v_sel, index, SPEC, **options)
+        o_win = window_attention(q, k_win, v_win, SPEC.window, **options)
+        return o_cmp, o_sel, o_win, nsa_attention(*x, SPEC, **options)
+
+    tensors = inputs(case).tensors()
+    compiled = torch.compile(all_functions, backend="aot_eager", fullgraph=True)
+    actual, expected = (with_gradients(f, tensors) for f in (compiled, all_functions))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_each_function_compiles_as_one_graph() -> None:
-    x = inputs(BATCH)
-
-    def all_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        o_cmp, lse = compressed_attention(q, x.k_cmp, x.v_cmp, SPEC, backend="triton")
-        index = select_blocks(q, x.k_cmp, lse, SPEC, backend="triton")
-        o_sel = selected_attention(q, k, v, index, SPEC, backend="triton")
-        return o_cmp, o_sel, window_attention(q, k, v, 5, backend="triton")
-
-    compiled = torch.compile(all_parts, backend="aot_eager", fullgraph=True)
-    given = (x.q, x.k_sel, x.v_sel)
-    actual, expected = (with_gradients(f, given) for f in (compiled, all_parts))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_a_second_derivative_raises() -> None:

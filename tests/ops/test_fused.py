@@ -23,9 +23,8 @@ from nsa.ops import (
     triton,
 )
 from nsa.ops import swiglu as ops_swiglu
-from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
-from tests.compile.launches import Launchers
+from tests.compile.launches import launch_both_passes
 from tests.kernel_launches import Launch, recording
 from tests.operations import Recorder
 from tests.ops import fused
@@ -44,7 +43,6 @@ from tests.ops.fused import (
     sampled,
     swiglu,
 )
-from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import DEVICE
 
 ALL, PACKED = LAYOUTS["all branches"], PATTERNS["packed"]
@@ -115,21 +113,6 @@ def test_results_and_gradients_are_those_of_the_definition(operation: Operation)
 @operations
 def test_results_and_gradients_of_kernels_are_those_of_pytorch(operation: Operation) -> None:
     operation.assert_parity()
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Several tiles of rows and keys, and a block in several steps."""
-    with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        yield
-
-
-@pytest.mark.full  # by default triton/test_planted_errors.py checks some
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("heads", [0, 1, 3])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_tiles_of_any_size_give_the_selector_loss_of_pytorch(name: str, heads: int) -> None:
-    fused.selector(PATTERNS[name], heads).assert_parity()
 
 
 @each
@@ -214,24 +197,11 @@ def test_partial_sums_of_half_precision_are_in_float32(operation: Operation) -> 
 
 
 def recorded(operation: Operation, dtype: torch.dtype = torch.float32) -> list[Launch]:
-    """Launches of both passes on `meta` tensors, of which reading a value raises."""
+    """Launches of both passes on `meta` tensors."""
     given = [x.to("meta", dtype).requires_grad_() for x in operation.inputs()]
-    with recording() as launches, Launchers():
-        outputs = operation.run("triton", *given)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        learned = [x for x in outputs if x.requires_grad]
-        torch.autograd.backward(learned, [torch.empty_like(x) for x in learned])
+    with recording() as launches:
+        launch_both_passes(lambda: operation.run("triton", *given))
     return launches
-
-
-@each
-def test_auto_on_a_cpu_counts_a_fallback_and_a_backend_by_name_none(operation: Operation) -> None:
-    reset_fallback_counts()
-    for backend in ("auto", "blockwise"):
-        operation.results(backend, torch.float64)
-    reason = "tensors are on cpu, and it needs a CUDA device"
-    assert fallback_counts() == {(operation.name, "triton", reason): 1}
-    reset_fallback_counts()
 
 
 X, WEIGHT = torch.zeros(2, 5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)

@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-# Peaks are relative to that of a first call of this length, which makes all one-time allocations:
-# it is long enough for every kind of tile.
-FIRST = 300
-
-# VmHWM and not ru_maxrss: a new process starts with the ru_maxrss of the one that spawned it.
-MEASURE = """
-import os
-import sys
 import torch
-import torch._dynamo  # which the first call imports
-from nsa.ops import NSASpec, nsa_attention
 
-def peak():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+from nsa.ops import nsa_attention
+from nsa.spec import NSASpec
+from tests.peak_memory import print_peak
+from tests.ranks import spawn_ranks
 
-def inputs(seq_len):
-    blocks = spec.compressed_len(seq_len)
+SPEC = NSASpec(32, 16, 32, 4, 1, 2, 128)
+FIRST = 300  # tokens of a first call: long enough for every kind of tile
+
+
+def step(seq_len: int) -> Callable[[], None]:
+    blocks = SPEC.compressed_len(seq_len)
     shapes = [(seq_len, 2, 16)] + [(blocks, 1, 16)] * 2 + [(seq_len, 1, 16)] * 4 + [(seq_len, 2, 3)]
-    return [torch.full((1, *shape), 0.5, requires_grad=True) for shape in shapes]
-
-def run(tensors):
-    nsa_attention(*tensors, spec, backend="blockwise").sum().backward()
-
-torch.set_num_threads(1)
-spec = NSASpec(32, 16, 32, 4, 1, 2, 128)
-first, *seq_lens = map(int, sys.argv[1:])
-for seq_len in seq_lens:
-    if os.fork() == 0:
-        run(inputs(first))
-        tensors = inputs(seq_len)
-        before = peak()
-        run(tensors)
-        print(peak() - before, flush=True)
-        os._exit(0)
-    _, code = os.wait()
-    assert code == 0, f"{seq_len} tokens: status {code}"
-"""
+    tensors = [torch.full((1, *shape), 0.5, requires_grad=True) for shape in shapes]
+    return lambda: nsa_attention(*tensors, SPEC, backend="blockwise").sum().backward()
 
 
 def test_peak_memory_grows_at_most_as_the_sequence_does() -> None:
@@ -54,12 +28,14 @@ def test_peak_memory_grows_at_most_as_the_sequence_does() -> None:
 
     Two heads' T × T scores at 8k in float32 are half a gigabyte: less than an eighth of that.
     """
-    # Blocks above 64 KiB go back to the system when they are freed, so peaks are not blurred.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", MEASURE, *map(str, (FIRST, 1024, 8192))]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0, f"exit code {done.returncode}; its stderr stands above"
-    short, long = map(int, done.stdout.split())  # KB
-    assert short > 1_000, "too little to measure"
+    measured = spawn_ranks(Path(__file__), ranks=0)
+    assert measured.codes(300) == [0], measured.text("err")
+    short, long = map(int, measured.text("out").split())
+    assert short > 1_000_000, "too little to measure"
     assert long <= (8192 - FIRST) / (1024 - FIRST) * short
-    assert long * 1024 < 2 * 8192 * 8192 * 4 / 8
+    assert long < 2 * 8192 * 8192 * 4 / 8
+
+
+if __name__ == "__main__":
+    for length in (1024, 8192):
+        print_peak(step(length), step(FIRST))

@@ -16,7 +16,6 @@ from nsa.ops import (
     nsa_attention,
     select_blocks,
     selected_attention,
-    window_attention,
 )
 from nsa.spec import NSASpec
 from tests.ops import naive
@@ -77,12 +76,6 @@ def test_compressed_attention_and_its_lse_are_the_definition(case: Case) -> None
     expected = naive.compressed_attention(q, k, v, case.spec, *rest)
     close(o, expected[0])
     close(lse, expected[1])
-
-
-def test_window_attention_is_the_definition(case: Case) -> None:
-    x, ((q, *_, k, v, _), rest) = Inputs.of(case), defined(case)
-    o = window_attention(x.q, x.k_win, x.v_win, case.spec.window, **options(case))
-    close(o, naive.window_attention(q, k, v, case.spec.window, *rest))
 
 
 @pytest.mark.parametrize("normalized", [True, False], ids=["lse", "one head without an lse"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from nsa.ops import compressed_attention, select_blocks
-from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Case,
@@ -18,9 +16,8 @@ from tests.ops.cases import (
     random_cases,
     same_selection,
     selection,
-    small_blockwise_tiles,
 )
-from tests.ops.tiles import override_choices
+from tests.ops.tiles import small_tiles
 from tests.ops.triton.parity import DEVICE, inputs, reference_blocks
 
 RANDOM = random_cases(14 if DEVICE.type == "cpu" else 7, longest=36, seed=2)
@@ -41,20 +38,6 @@ EVERY = ["reference", "blockwise", "triton"]
 backends = pytest.mark.parametrize("backend", EVERY)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several tiles of blocks, so that later blocks compete with the best so far."""
-    small_blockwise_tiles(monkeypatch)
-    with override_choices(lambda *_: Config(16, 16, 4, 1)):
-        yield
-
-
-@pytest.fixture(params=["default tiles", "small tiles"])
-def tiles(request: pytest.FixtureRequest) -> None:
-    if request.param == "small tiles":
-        request.getfixturevalue("small_tiles")
-
-
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("case", default(5, RANDOM) + default(9, PATTERNS), ids=str)
 def test_the_selected_blocks_are_as_good_as_the_definitions(case: Case) -> None:
@@ -69,7 +52,7 @@ def assert_selects_as_well(case: Case, logits: float = 1, backend: str = "triton
     """Without an lse, as the definition's normalized importance does; scores up to `logits`."""
     x = inputs(case)
     x.q *= logits
-    with override_choices(lambda *_: Config(16, 16, 4, 1)):
+    with small_tiles():
         index = selection(x, case, backend, normalized=False)
     wide = x.to(torch.float64)
     expected = selection(wide, case, "reference", normalized=False).cpu()
@@ -88,7 +71,7 @@ def test_one_head_selects_as_the_definition_without_an_lse(
     assert_selects_as_well(case, logits, backend)
 
 
-@pytest.mark.usefixtures("tiles")
+@pytest.mark.usefixtures("any_tiles")
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
@@ -111,7 +94,7 @@ def test_exact_ties_go_to_the_lower_index(backend: str, dtype: torch.dtype) -> N
         assert index[0, t].tolist() == [expected, expected], t
 
 
-@pytest.mark.usefixtures("tiles")
+@pytest.mark.usefixtures("any_tiles")
 @backends
 def test_blocks_inside_one_compressed_block_tie_exactly(backend: str) -> None:
     """Four selection blocks share a compressed block's probability: the lowest two are selected."""
@@ -120,7 +103,7 @@ def test_blocks_inside_one_compressed_block_tie_exactly(backend: str) -> None:
     assert torch.equal(best.cpu() % 4, torch.tensor([0, 1]).expand(3, 2))
 
 
-@pytest.mark.usefixtures("tiles")
+@pytest.mark.usefixtures("any_tiles")
 @pytest.mark.parametrize("queries", default(2, [1, 13, 2, 49]))
 @backends
 def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(
@@ -135,9 +118,8 @@ def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(
     assert same_selection(score[:, -queries:], index.cpu(), full[:, -queries:])
 
 
-@backends
-def test_no_gradient_passes_through_selection(backend: str) -> None:
+def test_no_gradient_passes_through_selection() -> None:
     x = inputs(PATTERNS[1])
     for tensor in x.tensors():
         tensor.requires_grad_()
-    assert not selection(x, PATTERNS[1], backend).requires_grad
+    assert not selection(x, PATTERNS[1], "triton").requires_grad

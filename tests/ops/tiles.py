@@ -21,3 +21,8 @@ def override_choices(choice: Callable[[str, list[configs.Config]], configs.Confi
         return choice(key[0], configs.candidates(*key))
 
     return mock.patch.object(configs, "_first_that_runs", chosen)
+
+
+def small_tiles() -> Any:
+    """Let kernels have several tiles of rows and keys in short sequences, inside the block."""
+    return override_choices(lambda *_: configs.Config(16, 16, 4, 1))

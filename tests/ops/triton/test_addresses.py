@@ -15,13 +15,12 @@ from torch import Tensor
 
 from nsa.ops.per_token import cross_entropy_
 from nsa.ops.triton import decode, selected
-from nsa.ops.triton.configs import Config
 from nsa.ops.triton.selected import queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, with_gradients
 from tests.ops.decoding import buffers, decoded, sequences
 from tests.ops.fused import LAYOUTS, Documents, norm, pool, rotary, selector, swiglu
-from tests.ops.tiles import override_choices
+from tests.ops.tiles import small_tiles
 from tests.ops.triton.parity import DEVICE, Run, computed, inputs, settings
 
 Check = Callable[[], object]
@@ -61,8 +60,7 @@ IN_PARTS = {"queries_per_split": 50, "chunk": 24}  # of long lists; others have 
 
 def attends(case: Case, branch: str = "mixed", run: Run = with_gradients, **how: int) -> Check:
     def check() -> None:
-        small = override_choices(lambda *_: Config(16, 16, 4, 1))
-        with settings(**how), small, narrow_integers(LIMIT * case.kv_heads):
+        with settings(**how), small_tiles(), narrow_integers(LIMIT * case.kv_heads):
             computed(case, branch, "triton", inputs(case), run)
 
     return check

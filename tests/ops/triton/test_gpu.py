@@ -9,18 +9,25 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from nsa.constants import BRANCHES
 from nsa.model.attention import HAS_FLASH_ATTN, causal_attention, flash_attn_supports
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
+from nsa.ops.decode import decode_attention
+from nsa.ops.inputs import DecodeInputs
+from nsa.ops.triton import decode
 from nsa.ops.triton.configs import chip_of
 from nsa.spec import NSASpec
 from tests.compile import check as compile_check
 from tests.compile import launches as kernel_launches
 from tests.kernel_launches import Launch, recording
 from tests.ops.cases import Case
+from tests.ops.decoding import buffers, decoded
+from tests.ops.test_decode import loses_what_pytorch_loses, sequences
 from tests.ops.triton import gpu_checks
 from tests.ops.triton.parity import DEVICE, inputs
 
@@ -39,6 +46,11 @@ REAL = {
     "long lists and splits": replace(M7C, lengths=(9001,), kv_heads=1, group=2),
     "head size 256": replace(M7C, lengths=(1024,), key_dim=256, value_dim=256),
     "head size 16": replace(M7C, lengths=(2048,), key_dim=16, value_dim=16),
+}
+DECODED = {
+    "M7C": replace(M7C, lengths=(1, 1500, 9000, 16_384)),
+    "64/4/192/128": replace(LARGE, lengths=(700, 5000), key_dim=192),
+    "head size 256": replace(REAL["head size 256"], lengths=(40, 3001), kv_heads=1, group=2),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,3 +203,35 @@ def test_flash_attn_attends_within_documents_as_pytorch_does(
             monkeypatch.setattr("nsa.model.attention.HAS_FLASH_ATTN", False)
     for expected, flash, torch_ in zip(*results.values(), strict=True):
         assert (flash - expected).abs().max() <= 2 * (torch_ - expected).abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in DECODED), ("M7C", torch.float32)],
+    ids=str,
+)
+def test_decoding_at_real_sizes_loses_what_pytorch_loses(name: str, dtype: torch.dtype) -> None:
+    with mock.patch.multiple(decode, PART=128, BLOCKS=64, ELEMENTS=2048):
+        loses_what_pytorch_loses(DECODED[name], dtype)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_of_decoding_is_right_for_other_tokens_and_lengths() -> None:
+    case = DECODED["M7C"]
+    x = buffers(case, sequences(case, dtype=torch.bfloat16))
+    lengths = torch.tensor(case.lengths, device=DEVICE)
+    expected = decoded(case, x, backend="triton")
+    q, *kv_and_gates = [y.clone() for y in x.tensors()]
+    scale, counts = q.shape[-1] ** -0.5, torch.ones_like(lengths)
+    q.zero_()
+    given = DecodeInputs(q, None, *kv_and_gates, counts, case.spec, "+".join(BRANCHES), scale)
+    decode_attention(given, "triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = decode_attention(given, "triton")
+    q.copy_(x.q)
+    counts.copy_(lengths)
+    graph.replay()
+    assert torch.equal(o, expected)

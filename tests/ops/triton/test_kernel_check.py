@@ -90,17 +90,14 @@ def test_blocks_that_an_index_does_not_rank_best_are_a_problem(
         return torch.where(free[..., None] & (index == 3), 2, index).sort(-1).values
 
     monkeypatch.setattr(select, "triton_select", other_blocks)
-    result = only("select_blocks", INDEXED)
-    assert result.problem.startswith("its error is")
+    assert only("select_blocks", INDEXED).problem.startswith("its error is")
 
 
 def only(name: str, config: ModelConfig = CONFIG) -> KernelResult:
     """Check one operation of packed documents, in bfloat16."""
     operations = checks.operations(config, DEVICE, True)
     operation = next(x for x in operations if x.name == name)
-    result = checks.check(operation, torch.bfloat16)
-    assert result is not None
-    return result
+    return checks.check(operation, torch.bfloat16)
 
 
 Fault = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -159,7 +156,6 @@ def test_the_error_shown_is_the_worst_by_what_is_allowed(order: list[int]) -> No
         return tuple(x * (1 + part) for part in lost)
 
     result = checks.check(checks.Operation("two", (torch.ones(8),), run), torch.float32)
-    assert result is not None
     assert (result.error, result.allowed) == pytest.approx((3e-2, 4e-2), rel=1e-2)
 
 
@@ -169,7 +165,6 @@ def test_a_few_roundings_are_allowed_where_pytorch_loses_nothing(
 ) -> None:
     copy = checks.Operation("copy", (torch.ones(8),), lambda x, backend: x.clone())
     result = checks.check(copy, dtype)
-    assert result is not None
     assert (result.error, result.allowed) == (0, roundings * torch.finfo(dtype).eps)
 
 
@@ -178,7 +173,6 @@ def test_a_wrong_gradient_of_right_outputs_is_a_problem() -> None:
         return x + (x - x.detach()) / 20 if backend == "triton" else x.clone()
 
     result = checks.check(checks.Operation("copy", (torch.ones(8),), run), torch.bfloat16)
-    assert result is not None
     assert result.problem.startswith("its error is 0.05")
 
 
@@ -197,8 +191,6 @@ def test_the_inputs_reach_what_kernels_treat_apart() -> None:
     assert checks.lengths(INDEXED, packed=False, seq_len=0)[0] < NSASpec.window, "it has none"
     operations = checks.operations(CONFIG, DEVICE, packed=True)
     logits, labels = next(x.inputs for x in operations if x.name == "cross_entropy")
-    assert logits is not None
-    assert labels is not None
     assert labels.min() == -100 < labels.max() < logits.shape[-1]
     for operation in checks.operations(CONFIG, DEVICE, packed=True):
         for x in operation.inputs:
@@ -302,9 +294,7 @@ def test_a_run_on_long_sequences_checks_the_kernels_of_long_ones(
 def test_decoding_is_checked_too(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     operation = m7c_kernels.decoding(config, DEVICE)
     right = checks.check(operation, torch.bfloat16)
-    assert right is not None
     assert (right.operation, right.problem) == ("decode_attention", "")
     monkeypatch.setattr(decode, "triton_decode", unsteady(decode.triton_decode))
     faulty = checks.check(operation, torch.bfloat16)
-    assert faulty is not None
     assert faulty.problem.startswith(("its error is", "two runs give different bits"))

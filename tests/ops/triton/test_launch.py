@@ -14,7 +14,7 @@ from nsa.ops import nsa_attention
 from nsa.ops.triton import launch as launcher
 from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
-from tests.compile.launches import Launchers
+from tests.compile.launches import launch_both_passes
 from tests.inputs import Inputs
 from tests.kernel_launches import Launch, recording
 from tests.ops import fused
@@ -85,11 +85,18 @@ def attention(*lengths: int) -> list[Launch]:
     """Launches of both passes over documents of these lengths, on `meta` tensors."""
     case = Case(NSASpec(), lengths, kv_heads=1, key_dim=64, value_dim=64)
     x = [y.to("meta").requires_grad_() for y in Inputs.of(case, torch.bfloat16).tensors()]
-    with recording() as launches, Launchers():
-        cu_seqlens = case.offsets_on(torch.device("meta"))
-        o = nsa_attention(*x, case.spec, cu_seqlens=cu_seqlens, backend="triton")
-        o.backward(torch.empty_like(o))
+    options = {"cu_seqlens": case.offsets_on(torch.device("meta")), "backend": "triton"}
+    with recording() as launches:
+        launch_both_passes(lambda: nsa_attention(*x, case.spec, **options))
     return launches
+
+
+def test_partial_gradients_of_half_precision_are_in_float32() -> None:
+    """Of keys that several programs share, and the row sums of all three branches."""
+    tensors = {name: x for launch in attention(1_100) for name, x in launch.arguments.items()}
+    for name in ("dk_cmp", "dv_cmp", "dk_part", "dv_part", "lse2", "delta"):
+        assert tensors[name].dtype == torch.float32, name
+    assert tensors["dk_win"].dtype == tensors["dq"].dtype == torch.bfloat16
 
 
 def of_tokens(count: int) -> list[Operation]:

@@ -15,7 +15,6 @@ from nsa.ops import nsa_attention, nsa_attention_and_blocks
 from nsa.ops.inputs import AttentionInputs, GatedInputs
 from nsa.ops.triton import band
 from nsa.ops.triton.band import band_backward, band_forward
-from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
 from tests.ops.cases import (
     Calls,
@@ -28,7 +27,7 @@ from tests.ops.cases import (
     selection,
     with_gradients,
 )
-from tests.ops.tiles import override_choices
+from tests.ops.tiles import small_tiles
 from tests.ops.triton.gpu_checks import runs_are_the_same_to_the_bit
 from tests.ops.triton.parity import (
     BRANCHES,
@@ -167,8 +166,7 @@ def test_compressed_keys_may_be_several_tiles_and_queries_several_splits(
 ) -> None:
     """Also of more programs than an axis of the grid may have."""
     monkeypatch.setattr(band, "MAX_AXIS", 4)
-    small = override_choices(lambda *_: Config(16, 16, 4, 1))
-    with settings(queries_per_split=7), small:
+    with settings(queries_per_split=7), small_tiles():
         assert_parity(case, "mixed")
 
 

@@ -13,7 +13,6 @@ import torch
 import triton.language as tl
 
 from nsa.ops.triton import band, common, per_token, pooling, rotary, select, selected, selector_loss
-from nsa.ops.triton.configs import Config
 from nsa.spec import NSASpec
 from tests.ops import fused, test_selection
 from tests.ops.cases import Case, default
@@ -21,7 +20,7 @@ from tests.ops.fused import LAYOUTS, PATTERNS, Documents
 from tests.ops.planted_errors import Check, Into, in_source, wrong
 from tests.ops.test_cross_entropy import assert_cross_entropy_parity
 from tests.ops.test_selection import assert_selects_as_well
-from tests.ops.tiles import override_choices
+from tests.ops.tiles import small_tiles
 from tests.ops.triton import test_parity
 from tests.ops.triton.parity import DEVICE, assert_parity, settings
 
@@ -36,7 +35,7 @@ def in_small_tiles(check: Callable[..., None], *args: Any, **how: int) -> Check:
     """The check in tiles so small that there are several of each kind."""
 
     def run() -> None:
-        with settings(**how), override_choices(lambda *_: Config(16, 16, 4, 1)):
+        with settings(**how), small_tiles():
             check(*args)
 
     return run

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
 
-from nsa.ops import nsa_attention
 from nsa.ops.triton import selected
 from nsa.ops.triton.configs import CHIPS, Config, candidates
-from nsa.ops.triton.launch import cdiv
 from nsa.spec import NSASpec
-from tests.compile.launches import Launchers
 from tests.kernel_launches import recording
-from tests.ops.cases import Calls, Case, Inputs, default
+from tests.ops.cases import Calls, Case, default
 from tests.ops.tiles import override_choices
 from tests.ops.triton.parity import (
     BRANCHES,
     DENSE,
-    DEVICE,
     GATHERED,
     KERNELS,
     assert_parity,
-    reference_blocks,
     settings,
 )
 
@@ -130,33 +125,14 @@ def test_long_lists_of_queries_are_added_up_in_parts(
     ],
     ids=["many blocks", "many documents"],
 )
-def test_lists_may_take_several_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@tilings
+def test_lists_may_take_several_steps(
+    case: Case, tiling: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A block lists its queries; a tile lists its blocks, with their queries as bits."""
     monkeypatch.setattr(selected, "STEP", 4)
-    index, cu, size = reference_blocks(case), case.offsets_on(DEVICE), case.spec.select_len
-    chosen = index[0, :, 0].tolist()  # by query
-    queries: dict[int, list[int]] = {}  # by block
-    blocks: dict[int, dict[int, int]] = {}  # by tile
-    for document, (start, stop) in enumerate(pairwise(case.offsets or [0, case.seq_len])):
-        for j in range(cdiv(stop - start, size)):
-            block = start // size + document + j
-            queries[block] = [t for t in range(start, stop) if j in chosen[t]]
-        for tile in range(cdiv(stop - start, 32)):
-            rows = chosen[start + 32 * tile : min(stop, start + 32 * tile + 32)]
-            blocks[start // 32 + document + tile] = {
-                j: sum(1 << i for i, row in enumerate(rows) if j in row)
-                for j in sorted({j for row in rows for j in row if j >= 0})
-            }
-    offsets, listed = (x[0, 0].tolist() for x in selected.queries_by_block(index, cu, case.spec))
-    for block, (begin, end) in enumerate(pairwise(offsets)):
-        assert listed[begin:end] == queries.get(block, []), block
-    names, bits, counts = (
-        x[0, :, 0].tolist() for x in selected.blocks_by_tile(index, cu, case.spec, 32)
-    )
-    for tile, count in enumerate(counts):
-        members = [x % 2**32 for x in bits[tile][:count]]
-        expected = blocks.get(tile, {})
-        assert (names[tile][:count], members) == ([*expected], [*expected.values()]), tile
+    with settings(**tiling):
+        assert_parity(case, "selected")
 
 
 def test_lists_take_three_launches_and_no_other_kernel() -> None:
@@ -168,19 +144,3 @@ def test_lists_take_three_launches_and_no_other_kernel() -> None:
         "members_kernel", "totals_kernel", "lists_kernel",
     ]  # fmt: skip
     assert set(recorded.names) == {"new_empty"}
-
-
-def test_partial_gradients_of_half_precision_are_in_float32() -> None:
-    """Of keys that several programs share, and the row sums of all three branches."""
-    case = Case(NSASpec(), (1_100,), kv_heads=1, key_dim=64, value_dim=64)
-    x = [y.to("meta").requires_grad_() for y in Inputs.of(case, torch.bfloat16).tensors()]
-    with recording() as launches, Launchers():
-        o = nsa_attention(*x, case.spec, backend="triton")
-        o.backward(torch.empty_like(o))
-    dtypes = {
-        name: y.dtype for launch in launches for name, y in launch.arguments.items()
-        if isinstance(y, torch.Tensor)
-    }  # fmt: skip
-    for name in ("dk_cmp", "dv_cmp", "dk_part", "dv_part", "lse2", "delta"):
-        assert dtypes[name] == torch.float32, name
-    assert dtypes["dk_win"] == dtypes["dq"] == torch.bfloat16
