@@ -56,9 +56,10 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     if zero.stage == 3:
         sharded = math.ceil((count - zero.persistent) / ranks)
         weights = size * (sharded + zero.persistent)
+    has_master_weights = size == 2 or zero.stage > 0  # else the optimizer updates fp32 weights
     static = {
         "weights": weights,
-        "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
+        "master weights": 4 * count // shards if has_master_weights else 0,
         "optimizer moments": 8 * count // shards,
         "teacher": size * model.teacher_parameters,
         "gradients": 4 * count if zero.bf16_optimizer else 0,  # fp32 sums
@@ -71,8 +72,8 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
     accumulated = gradients if batch.accumulation > 1 else 0  # in earlier micro-batches
     # Stages 0 and 1 add to this sum in place; 2 and 3 keep it apart until the backward pass ends.
     earlier_sum = accumulated if zero.stage >= 2 else 0
-    layers = model.config.layers
-    of_all_layers_but_one = gradients * (layers - 1) * model.layer // model.parameters
+    # Gradients of all layers but the first.
+    later_layers = gradients * (model.config.layers - 1) * model.layer // model.parameters
     acts = activations(model, batch)
     in_backward = {**buckets, "gathered weights": gathered}
     phases = {
@@ -88,7 +89,7 @@ def memory(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Memory:
             **in_backward,
         },
         "in the first layer's backward pass": {
-            "gradients": max(accumulated, earlier_sum + of_all_layers_but_one),
+            "gradients": max(accumulated, earlier_sum + later_layers),
             "activations": acts.first_layer,
             **in_backward,
         },
