@@ -61,9 +61,9 @@ from nsa.ops.triton.selected import selected_forward, selected_gradients
 def _row_tile(cu, documents, seq_len, C: tl.constexpr):
     """Find a program's tile of rows; return document, token, length, first_row, row, at, t, valid.
 
-    - document: the tile's; token: its first one, over all batches; length: its tokens;
-    - first_row: the tile's, in the document; row: where that row's query begins in memory;
-    - at, t, valid, for each row of the tile: offset from `row`, position, whether it exists.
+    - The document's number; its first token, counted over all batches; its length.
+    - The tile's first row, counted in the document; the row in memory where its query begins.
+    - Of each row of the tile: offset from `row`, position, whether it exists.
     """
     head = tl.program_id(1)
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows, which see most keys, first
@@ -152,7 +152,7 @@ def band_forward_kernel(
     seq_len, key_len, documents, scale, WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
     """Store o and lse of one tile of rows."""
-    C: tl.constexpr = CMP if k_win is None else WIN
+    C: tl.constexpr = CMP if k_win is None else WIN  # rows are laid out alike in both
     document, token, length, first_row, row, at, t, valid = _row_tile(cu, documents, seq_len, C)
     if first_row < length * C.GROUP:
         head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -237,7 +237,7 @@ def band_queries_kernel(
     if first_row < length * C.GROUP:
         head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         do_tile = load_rows(do + row * C.VALUE, at, C.VALUE, C.VALUE, C.VALUE_P, valid)
-        all_rows = tl.cast(rows, tl.int64)
+        all_rows = tl.cast(rows, tl.int64)  # multiplied by the number of the branch
         if gates is not None:
             _branch_rows(
                 do_tile, o_sel, gates, lse_sel, dgates, delta, lse2, row, at, all_rows, valid, 1, C
