@@ -164,11 +164,7 @@ def _master_weights_stage_0(
     remaining = [list(group) for group in groups]
     for name, weight in trained.items():
         for group in remaining:
-            if (
-                group
-                and group[0].shape == weight.shape
-                and torch.equal(group[0].to(weight.dtype), weight)
-            ):
+            if group and torch.equal(group[0].to(weight.dtype), weight):
                 yield name, group.pop(0)
                 break
         else:

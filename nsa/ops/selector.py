@@ -168,7 +168,7 @@ def _log(x: Tensor) -> Tensor:
 def _compressed_scores(
     x: SelectorLossInputs, t: Tensor, start: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return scores [B, K, s, G, N], -inf where hidden, and their lse, +inf without any key."""
+    """Return scores [B, K, s, G, N], -inf where hidden, and lse; without any key +inf, so p = 0."""
     seen = (first + x.spec.block_len <= t + 1) & (first >= start)  # [s, N]
     score = _scores(x.ranking[:, t[:, 0]], x.k_cmp, x.scale)
     score = score.masked_fill_(~seen[:, None], -torch.inf)

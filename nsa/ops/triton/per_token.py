@@ -3,7 +3,7 @@
 The backward kernel of RMSNorm leaves the weight's gradient in one float32 row per program;
 `sum_parts` adds these rows in ascending order, so results are the same in every run. Cross-entropy
 runs a program per row in two passes: the first keeps a running maximum and sum, the second
-overwrites the logits with their gradient. So few rows are in progress at a time that the second
+overwrites the logits with their gradient. Few rows are in progress at a time, and so the second
 pass reads most of them from L2.
 """
 
