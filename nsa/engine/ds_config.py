@@ -105,8 +105,7 @@ class ZeroMode:
         Stage 0 has none, and neither has BF16_Optimizer.
         """
         mode = (self.stage, self.precision, self.accumulation, self.offload)
-        bf16_optimizer = mode == (1, "bf16", "fp32", False)
-        return self.stage > 0 and not bf16_optimizer
+        return self.stage > 0 and mode != (1, "bf16", "fp32", False)
 
 
 def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
@@ -171,11 +170,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def resolve_ds_config(
-    raw: dict[str, Any],
-    config: RunConfig,
-    *,
-    world_size: int,
-    source: str = "the DeepSpeed config",
+    raw: dict[str, Any], config: RunConfig, *, world_size: int, source: str = "the DeepSpeed config"
 ) -> dict[str, Any]:
     """Check `raw` and return the dictionary for `deepspeed.initialize`.
 

@@ -47,19 +47,13 @@ def _generate(args: argparse.Namespace) -> int:
         from nsa.engine.load_run import load_run
         from nsa.model.decode import check_sampling, generate
 
-        check_sampling(args.max_new_tokens, args.temperature, args.top_p)
+        names = ("max_new_tokens", "temperature", "top_p")
+        sampling = {name: getattr(args, name) for name in names}
+        check_sampling(**sampling)
         run = load_run(args.path, device=parse_device(args.device))
         tokenizer = require_tokenizer(str(args.path), run)
         ids = [torch.from_numpy(_prompt_ids(args, tokenizer, text)) for _, text in prompts]
-        steps = generate(
-            run.model,
-            ids,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            seed=args.seed,
-            stop=stop_ids(tokenizer),
-        )
+        steps = generate(run.model, ids, **sampling, seed=args.seed, stop=stop_ids(tokenizer))
         print_texts(steps, [title for title, _ in prompts], tokenizer)
     except KeyboardInterrupt:
         print(flush=True)  # end the line

@@ -47,8 +47,7 @@ def schedule(config: LadderConfig, total_steps: int) -> list[Gate]:
 
 
 def _gate_steps(config: LadderConfig, total_steps: int) -> dict[str, int]:
-    steps = (0, 1, config.smoke, config.extended, total_steps)
-    return dict(zip(GATE_NAMES, steps, strict=True))
+    return dict(zip(GATE_NAMES, (0, 1, config.smoke, config.extended, total_steps), strict=True))
 
 
 def until_step(text: str, config: LadderConfig, total_steps: int) -> int:

@@ -330,17 +330,8 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         replace them: shift_labels[b, t] is the token after it. The logits of padding are
         meaningless; `logits_to_keep=1` returns the logits of each sequence's last token.
         """
-        output = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            output_hidden_states,
-            return_dict=True,
-            **kwargs,
-        )
+        inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
+        output = self.model(*inputs, use_cache, output_hidden_states, return_dict=True, **kwargs)
         states, cache = output.last_hidden_state, output.past_key_values
         with nullcontext() if cache is None else _decoding(states.device):
             logits = self.lm_head(keep_columns(states, attention_mask, logits_to_keep))
@@ -416,8 +407,7 @@ def unpack(packed: Tensor, real: Tensor | None) -> Tensor:
     """Return packed states [1, tokens, width] as [B, T, width], with 0 for padding."""
     if real is None:
         return packed
-    padded = packed.new_zeros(*real.shape, packed.shape[-1])
-    return padded.masked_scatter(real[..., None], packed)
+    return packed.new_zeros(*real.shape, packed.shape[-1]).masked_scatter(real[..., None], packed)
 
 
 def real_tokens(mask: Tensor | None, tokens: Tensor, cached: int | None = None) -> Tensor | None:

@@ -91,8 +91,7 @@ def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
         # Kernels multiply float32 in three TF32 passes, which round more often than PyTorch.
         roundings = 4 if dtype == torch.float32 else 1
         problem = ""
-        outputs = zip(actual, again, usual, exact, strict=True)
-        for result, repeated, in_pytorch, precise in outputs:
+        for result, repeated, in_pytorch, precise in zip(actual, again, usual, exact, strict=True):
             wrong = _relative_error(result, precise)
             limit = TIMES * _relative_error(in_pytorch, precise)
             limit += roundings * torch.finfo(dtype).eps

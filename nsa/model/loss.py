@@ -187,14 +187,8 @@ def _log_probabilities(model: Head, teacher: Head) -> Iterator[tuple[slice, Tens
 
 class _SummedKL(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        labels: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        hidden, weight, teacher_hidden, teacher_weight, labels = tensors
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
         # torch.autocast refuses `meta`, on which nsa plan counts tensors.
