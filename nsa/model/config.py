@@ -144,7 +144,7 @@ class ModelConfig:
             sizes.append("value_dim")
         whole_numbers(1, "model", self, *sizes)
         at_most(1_024, "model", self, "layers")
-        at_most(2**20, "model", self, *(name for name in sizes if name != "layers"))
+        at_most(2**20, "model", self, *sizes)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.heads = {self.heads}: not a multiple of model.kv_heads = {self.kv_heads}; "

@@ -180,13 +180,19 @@ def _collectives(zero: Zero, in_layers: int, reductions: int) -> int:
 
 
 def flops_with_recomputation(model: Model, batch: BatchShape, kind: str) -> float:
-    """Return the FLOPs per token of a step with this attention, including recomputation.
+    """Return the FLOPs per token of a step with this attention, recomputation and teacher included.
 
     `selective` recomputes no product, only elementwise operations, which take time but few FLOPs:
     they count as the products that would take as long.
     """
+    from nsa.model.count import flops_per_token  # late: imports torch
+
+    step = flops_per_token(model.config, batch.seq_len, dense_equivalent=kind == "dense")
+    head = 3 * 2 * model.embedding  # a backward pass costs two forward passes
+    layers = (step - head) / 3  # their forward pass
     fraction = {"none": 0.0, "selective": ELEMENTWISE_FRACTION}.get(batch.checkpointing, 1.0)
-    step, layers = model.flops(kind, batch.seq_len)
+    if model.teacher is not None:  # its forward pass, and this model's head a second time
+        step += flops_per_token(model.teacher, batch.seq_len) / 3 + head
     return step + fraction * layers
 
 

@@ -50,17 +50,6 @@ class Model:
         """Parameters per layer (the final norm is spread over all)."""
         return (self.parameters - self.outside_layers) // self.config.layers
 
-    def flops(self, kind: str, seq_len: int) -> tuple[float, float]:
-        """Mean FLOPs per token of a step, and of the forward pass of its layers alone."""
-        from nsa.model.count import flops_per_token
-
-        step = flops_per_token(self.config, seq_len, dense_equivalent=kind == "dense")
-        head = 3 * 2 * self.embedding  # a backward pass costs two forward passes
-        layers = (step - head) / 3
-        if self.teacher is not None:  # its forward pass, and this model's head a second time
-            step += flops_per_token(self.teacher, seq_len) / 3 + head
-        return step, layers
-
 
 @dataclass(frozen=True)
 class BatchShape:

@@ -15,7 +15,7 @@ from nsa.engine.micro_batch import batch_of, model_of, zero_of
 from nsa.model.config import ModelConfig
 from nsa.model.count import flops_per_token
 from nsa.planner.activations import activations, count_layers, loss_bytes
-from nsa.planner.forecast import Memory, memory, required, traffic
+from nsa.planner.forecast import Memory, flops_with_recomputation, memory, required, traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
 from tests.planner.memory_ranks import BUCKET, toy
 from tests.ranks import ROOT, launch_rows
@@ -180,7 +180,7 @@ def test_a_teacher_adds_its_head_input_and_both_models_logits() -> None:
     assert more.before_loss - alone.before_loss == head_input
     assert more.last_layer - alone.last_layer == pytest.approx(gradients + head_input, rel=0.3)
     assert more.loss > gradients + alone.loss
-    flops, more_flops = (one.flops("nsa", batch.seq_len)[0] for one in (model, taught))
+    flops, more_flops = (flops_with_recomputation(one, batch, "nsa") for one in (model, taught))
     forward = flops_per_token(taught.teacher, batch.seq_len) / 3
     head = 6 * model.embedding  # the gradient of the divergence, by logits of its own
     assert more_flops - flops == pytest.approx(forward + head)
