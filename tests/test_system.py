@@ -12,30 +12,19 @@ from unittest import mock
 import psutil
 import pytest
 
-from nsa.system import (
-    LOOPBACK,
-    available_memory,
-    existing_or_resource,
-    in_background,
-    interface_towards,
-    is_alive,
-    isolated_environment,
-    output_of,
-    package_version,
-    with_timeout,
-)
+from nsa import system
 from nsa.text import align, as_one_line, first_line, markdown_table, type_and_message
 from nsa.untrusted import text_or_empty
 from tests.ranks import ROOT
 
 
 def test_output_is_empty_if_a_program_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert output_of("printf", r"out\377") == "out\N{REPLACEMENT CHARACTER}"
-    assert output_of("sh", "-c", "echo out; exit 1") == ""
-    assert output_of("no-such-program") == ""
+    assert system.output_of("printf", r"out\377") == "out\N{REPLACEMENT CHARACTER}"
+    assert system.output_of("sh", "-c", "echo out; exit 1") == ""
+    assert system.output_of("no-such-program") == ""
     monkeypatch.setattr("nsa.system._TIMEOUT_SECONDS", 0.1)
     hanging = "import time; print('out', flush=True); time.sleep(60)"
-    assert output_of(sys.executable, "-c", hanging) == ""
+    assert system.output_of(sys.executable, "-c", hanging) == ""
 
 
 def test_a_file_that_cannot_be_read_is_empty_text(tmp_path: Path) -> None:
@@ -45,29 +34,29 @@ def test_a_file_that_cannot_be_read_is_empty_text(tmp_path: Path) -> None:
 
 
 def test_work_returns_its_result_or_error_and_a_block_ends() -> None:
-    assert with_timeout(60, lambda: 3) == 3
+    assert system.with_timeout(60, lambda: 3) == 3
     for error in (ValueError("of the work"), TimeoutError("of the work")):
         with pytest.raises(type(error), match=r"^of the work$"):
-            with_timeout(60, mock.Mock(side_effect=error))
+            system.with_timeout(60, mock.Mock(side_effect=error))
     with pytest.raises(SystemExit):
-        in_background(sys.exit).result(60)
-    assert in_background(threading.current_thread).result(60).daemon, "no exit waits for it"
+        system.in_background(sys.exit).result(60)
+    assert system.in_background(threading.current_thread).result(60).daemon, "no exit waits for it"
     block = threading.Event()
     with pytest.raises(TimeoutError, match=r"no response within 0\.01 seconds"):
-        with_timeout(0.01, block.wait)
+        system.with_timeout(0.01, block.wait)
     block.set()
 
 
 def test_a_zombie_is_not_alive() -> None:
     with subprocess.Popen([sys.executable, "-c", "open(0).read()"], stdin=subprocess.PIPE) as child:
         process = psutil.Process(child.pid)
-        assert is_alive(process)
+        assert system.is_alive(process)
         assert child.stdin is not None
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its exit code stays unread
         assert process.status() == psutil.STATUS_ZOMBIE
-        assert not is_alive(process)
-    assert not is_alive(process)
+        assert not system.is_alive(process)
+    assert not system.is_alive(process)
 
 
 def test_a_child_imports_what_its_parent_does_and_nothing_from_the_working_folder(
@@ -75,14 +64,14 @@ def test_a_child_imports_what_its_parent_does_and_nothing_from_the_working_folde
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "lib", str(ROOT)])
-    environment = isolated_environment()
+    environment = system.isolated_environment()
     assert environment["PYTHONPATH"].split(os.pathsep) == [f"{tmp_path}/lib", str(ROOT)]
     assert environment["PYTHONSAFEPATH"] == "1"
 
 
 def test_a_missing_package_has_no_version() -> None:
-    assert package_version("psutil") == psutil.__version__
-    assert package_version("no-such-package") is None
+    assert system.package_version("psutil") == psutil.__version__
+    assert system.package_version("no-such-package") is None
 
 
 def test_an_address_is_reached_by_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +85,8 @@ def test_an_address_is_reached_by_its_interface(monkeypatch: pytest.MonkeyPatch)
     }
     decoys = [SimpleNamespace(address=f"{address}1") for address in own]
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"decoy": decoys} | real)
-    assert {address: interface_towards(address) for address in own} == own
-    assert [interface_towards(address) for address in LOOPBACK] == [None, None, None]
+    assert {address: system.interface_towards(address) for address in own} == own
+    assert [system.interface_towards(address) for address in system.LOOPBACK] == [None, None, None]
 
 
 def test_a_tables_columns_are_aligned_and_its_cells_harmless() -> None:
@@ -127,9 +116,9 @@ def test_a_containers_memory_is_that_of_its_limit(
 ) -> None:
     files = {"/sys/fs/cgroup/memory.max": limit}
     monkeypatch.setattr("nsa.untrusted.text_or_empty", files.__getitem__)
-    assert (available_memory() == 10**6) == limited
+    assert (system.available_memory() == 10**6) == limited
     monkeypatch.setattr("nsa.untrusted.text_or_empty", lambda path: f"{2**60}\n")
-    assert 10**6 < available_memory() <= psutil.virtual_memory().total
+    assert 10**6 < system.available_memory() <= psutil.virtual_memory().total
 
 
 def test_a_flag_names_the_installed_file_unless_there_is_one_of_that_name(
@@ -138,8 +127,8 @@ def test_a_flag_names_the_installed_file_unless_there_is_one_of_that_name(
     monkeypatch.chdir(tmp_path)
     name = "ds_configs/zero1_pcie.json"
     for shipped in (name, "recipes/m7c.py"):
-        assert existing_or_resource(shipped) == ROOT / shipped
+        assert system.existing_or_resource(shipped) == ROOT / shipped
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / name).write_text("{}")
-    assert existing_or_resource(name) == Path(name)
-    assert existing_or_resource("none.json") == Path("none.json")
+    assert system.existing_or_resource(name) == Path(name)
+    assert system.existing_or_resource("none.json") == Path("none.json")

@@ -9,37 +9,29 @@ from pathlib import Path
 
 import pytest
 
+from nsa import untrusted
 from nsa.text import printable
-from nsa.untrusted import (
-    MAX_RUN_FILE_BYTES,
-    MAX_TEXT_BYTES,
-    matches,
-    parse_json,
-    parse_yaml,
-    read_text,
-    text_or_empty,
-)
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         with pytest.raises(OSError, match=r"is no regular file|Is a directory"):
-            read_text(path)
+            untrusted.read_text(path)
     (tmp_path / "file").write_text("text")
     (tmp_path / "link").symlink_to("file")
-    assert read_text(tmp_path / "link") == "text"
+    assert untrusted.read_text(tmp_path / "link") == "text"
     with pytest.raises(OSError, match=r"/proc/self/mem") as refused:  # fails while it is read
-        read_text(Path("/proc/self/mem"))
+        untrusted.read_text(Path("/proc/self/mem"))
     assert refused.value.errno == errno.EIO
 
 
 @pytest.mark.parametrize("depth", [100, 900, 20_000])
 def test_deep_nesting_is_a_value_error(depth: int) -> None:
     for parse, text in (
-        (parse_json, "[" * depth + "]" * depth),
-        (parse_json, '{"a": [], "b":' * depth + "1" + "}" * depth),
-        (parse_yaml, "[" * depth + "]" * depth),
+        (untrusted.parse_json, "[" * depth + "]" * depth),
+        (untrusted.parse_json, '{"a": [], "b":' * depth + "1" + "}" * depth),
+        (untrusted.parse_yaml, "[" * depth + "]" * depth),
     ):
         with pytest.raises(ValueError, match=r"nested too deeply"):
             parse(text)
@@ -47,20 +39,20 @@ def test_deep_nesting_is_a_value_error(depth: int) -> None:
 
 def test_a_file_that_would_fill_the_memory_is_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "sparse").touch()
-    os.truncate(tmp_path / "sparse", MAX_TEXT_BYTES + 1)
+    os.truncate(tmp_path / "sparse", untrusted.MAX_TEXT_BYTES + 1)
     with pytest.raises(ValueError, match=r"sparse: has more than 268,435,456 bytes"):
-        read_text(tmp_path / "sparse")
+        untrusted.read_text(tmp_path / "sparse")
     (tmp_path / "file").write_text("text")
-    assert read_text(tmp_path / "file", limit=4) == "text"
-    os.truncate(tmp_path / "file", MAX_RUN_FILE_BYTES + 1)
-    assert text_or_empty(tmp_path / "file") == ""
+    assert untrusted.read_text(tmp_path / "file", limit=4) == "text"
+    os.truncate(tmp_path / "file", untrusted.MAX_RUN_FILE_BYTES + 1)
+    assert untrusted.text_or_empty(tmp_path / "file") == ""
     with pytest.raises(ValueError, match=r"it has more than 262,144 characters"):
-        parse_yaml("a: " + "b" * 2**18)
+        untrusted.parse_yaml("a: " + "b" * 2**18)
 
 
 def test_json_of_the_greatest_depth_is_read() -> None:
     tree = json.loads("[" * 99 + "1" + "]" * 99)
-    assert parse_json(json.dumps(tree)) == tree
+    assert untrusted.parse_json(json.dumps(tree)) == tree
 
 
 @pytest.mark.parametrize(
@@ -69,22 +61,20 @@ def test_json_of_the_greatest_depth_is_read() -> None:
 )
 def test_a_number_that_is_not_decimal_is_refused_with_its_value(text: str, number: float) -> None:
     for yaml in (text, f"{{steps: {text}}}", f"{{{text}: name}}"):
-        with pytest.raises(
-            ValueError, match=rf"'{text}' is {number} in YAML 1\.1; write a decimal"
-        ):
-            parse_yaml(yaml)
-    assert parse_yaml(f"'{text}'") == text
+        with pytest.raises(ValueError, match=rf"'{text}' is {number} in YAML 1\.1; write a d"):
+            untrusted.parse_yaml(yaml)
+    assert untrusted.parse_yaml(f"'{text}'") == text
 
 
 def test_decimal_numbers_are_read() -> None:
     numbers = "[0, -5, +7, 1_000, 0.5, -0.25, .5, 1.5e+3, 30]"
-    assert parse_yaml(numbers) == [0, -5, 7, 1000, 0.5, -0.25, 0.5, 1500.0, 30]
+    assert untrusted.parse_yaml(numbers) == [0, -5, 7, 1000, 0.5, -0.25, 0.5, 1500.0, 30]
 
 
 @pytest.mark.parametrize("text", ["1:" * 2_000 + "1", "1:" * 2_000 + "1.0", "0" * 5_000 + "7"])
 def test_a_number_of_any_length_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"^not YAML: .* is not decimal in YAML 1\.1; write"):
-        parse_yaml(text)
+        untrusted.parse_yaml(text)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +107,7 @@ def test_control_characters_become_escapes(text: str, expected: str | None) -> N
     ],
 )
 def test_a_value_has_a_shape_or_not(value: object, shape: object, expected: bool) -> None:
-    assert matches(value, shape) == expected
+    assert untrusted.matches(value, shape) == expected
 
 
 def test_an_error_that_quotes_a_file_is_safe(tmp_path: Path, refusal: Callable[..., str]) -> None:

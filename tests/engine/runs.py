@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,33 +51,10 @@ TINY = [
 Finished = subprocess.CompletedProcess[str]
 
 
-def on_two_ranks(recipe: str, *arguments: str, folder: Path, port: int | None = None) -> Finished:
-    return _run(recipe, arguments, folder, ranks=2, port=port)
-
-
-def on_one_rank(
-    recipe: str, *arguments: str, folder: Path, environment: dict[str, str] | None = None
-) -> Finished:
-    """Run a recipe in one process without a launcher."""
-    return _run(recipe, arguments, folder, ranks=0, environment=environment)
-
-
-def _run(
-    recipe: str,
-    arguments: tuple[str, ...],
-    folder: Path,
-    ranks: int,
-    port: int | None = None,
-    environment: dict[str, str] | None = None,
-) -> Finished:
-    run = spawn_ranks(
-        ROOT / "recipes" / recipe,
-        *arguments,
-        folder=folder,
-        ranks=ranks,
-        port=port,
-        environment=environment,
-    )
+def _run(recipe: str, *arguments: str, folder: Path, ranks: int, **options: Any) -> Finished:
+    """Run a recipe in `folder`, without a launcher; `options`: of spawn_ranks."""
+    program = ROOT / "recipes" / recipe
+    run = spawn_ranks(program, *arguments, folder=folder, ranks=ranks, **options)
     try:
         failed = run.wait_for_failure(time.monotonic() + LIMIT)
         codes = run.codes()
@@ -84,6 +63,10 @@ def _run(
         run.end()
     code = 0 if failed is None else (codes[failed] or 0) % 256
     return Finished([recipe, *arguments], code, run.text("out"), run.text("err"))
+
+
+on_one_rank = partial(_run, ranks=0)
+on_two_ranks = partial(_run, ranks=2)
 
 
 def succeed(result: Finished) -> str:

@@ -85,10 +85,7 @@ def test_the_check_does_not_grow_with_the_sequence(seq_len: int, tokens: int) ->
     ],
 )
 def test_kernels_are_checked_on_a_gpu_unless_the_run_has_none_of_them(
-    device: str,
-    backend: str,
-    skipped: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, backend: str, skipped: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, slow = small(), KernelResult("swiglu", "", 0.0, 1e-3, 1.5)
     ranks = SimpleNamespace(gather=lambda value, kind: [value, [slow, slow]])

@@ -16,18 +16,10 @@ from safetensors.torch import save_file
 from nsa.checkpoint.commit import commit, new_draft, write_part
 from nsa.checkpoint.state_file import ANY_RANKS, Checkpoint, Topology, layout_of, read_state_file
 from nsa.engine import recipe as recipes
+from nsa.engine import resume
 from nsa.engine.config import RunConfig, TrainConfig, to_yaml
 from nsa.engine.process_group import Ranks
 from nsa.engine.recipe import Recipe, with_model_of_start
-from nsa.engine.resume import (
-    agree_on_run,
-    check_groups,
-    check_schedule,
-    convert_to_universal,
-    find_initial_weights,
-    read_checkpoint,
-    read_state,
-)
 from nsa.engine.run_dir import CONFIG_FILES, find_saved, record_run
 from nsa.engine.run_request import RunRequest
 from nsa.model import AttentionConfig, ModelConfig
@@ -87,7 +79,7 @@ def test_ranks_that_find_different_checkpoints_are_refused(saved: Path) -> None:
     def agree(found: Path | None) -> tuple[Path, list[tuple[str, int]]]:
         other = (Path("run-2"), found, ("b", 7))
         ranks: Any = SimpleNamespace(gather=lambda value, kind: [value, other])
-        return agree_on_run(ranks, saved, saved / "checkpoints/step00000003")
+        return resume.agree_on_run(ranks, saved, saved / "checkpoints/step00000003")
 
     folder, processes = agree(saved / "checkpoints/step00000003")
     assert (folder, processes[1]) == (saved, ("b", 7))
@@ -124,20 +116,20 @@ def test_rank_0_converts_a_checkpoint_and_all_ranks_get_it_or_the_error(
 
     ranks: Any = SimpleNamespace(barrier=errors.append, gather=gather)
     for rank in range(4):
-        converted = convert_to_universal(ranks, state, Ranks(rank, rank, world_size=4))
+        converted = resume.convert_to_universal(ranks, state, Ranks(rank, rank, world_size=4))
         assert converted == universal
     assert errors == [error, None, None, None]
-    assert convert_to_universal(ranks, state, Ranks(0, 0, world_size=2)) == state
+    assert resume.convert_to_universal(ranks, state, Ranks(0, 0, world_size=2)) == state
     convert.assert_called_once_with(state)
 
 
 def test_a_state_with_a_value_of_another_type_is_refused(saved: Path) -> None:
     state = read_state_file(saved / "checkpoints/step00000003")
-    assert read_state(state).step == 3
+    assert resume.read_state(state).step == 3
     for name, value in (("tokens", "9"), ("other", 1)):
         wrong = replace(state, train_state={"step": 3, name: value})
         with pytest.raises(ValueError, match=rf"step00000003: {name} = {value!r} is not valid"):
-            read_state(wrong)
+            resume.read_state(wrong)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +151,10 @@ def test_a_run_switches_to_sparse_attention_once(
     model = ModelConfig(attention=AttentionConfig(branches="sel"))
     configs = [RunConfig(model, train=TrainConfig(**{name: n})) for n in (before, after)]
     if fix is None:
-        check_schedule(*configs, step)
+        resume.check_schedule(*configs, step)
     else:
         with pytest.raises(ValueError, match=rf"train\.{name} = {after}: .*{fix}"):
-            check_schedule(*configs, step)
+            resume.check_schedule(*configs, step)
 
 
 @pytest.mark.parametrize(
@@ -172,18 +164,18 @@ def test_values_keep_or_lack_a_rate_of_their_own(before: float, after: float, ke
     """They are a group of the optimizer, whose state a checkpoint holds."""
     configs = [RunConfig(train=TrainConfig(value_rate=rate)) for rate in (before, after)]
     if kept:
-        check_groups(*configs)
+        resume.check_groups(*configs)
     else:
         with pytest.raises(ValueError, match=rf"value_rate = {after}: the run began with {before}"):
-            check_groups(*configs)
+            resume.check_groups(*configs)
 
 
 @pytest.mark.parametrize("name", ["dense_steps", "selector_steps"])
 def test_the_dense_steps_of_three_branches_are_not_continued(name: str) -> None:
     config = RunConfig(train=TrainConfig(**{name: 5}))
-    check_schedule(config, config, 5)
+    resume.check_schedule(config, config, 5)
     with pytest.raises(ValueError, match=rf"train\.{name} = 5: needs an index; three branches"):
-        check_schedule(config, config, 4)
+        resume.check_schedule(config, config, 4)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +189,7 @@ def test_the_dense_steps_of_three_branches_are_not_continued(name: str) -> None:
 )
 def test_unresumable_changes_are_refused(saved: Path, flags: list[str], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        read_checkpoint(resumed(saved, *flags), world_size=2)
+        resume.read_checkpoint(resumed(saved, *flags), world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +208,7 @@ def test_a_resumed_run_whose_steps_have_other_tokens_logs_both_numbers(
     saved: Path, changes: list[str], ranks: int, line: str | None
 ) -> None:
     request = resumed(saved, "--universal", *(f"--set=train.{change}" for change in changes))
-    _, notes = read_checkpoint(request, ranks)
+    _, notes = resume.read_checkpoint(request, ranks)
     expected = [f"a step has {line}; train.accumulation can restore that"] if line else []
     assert [note for note in notes if "tokens" in note] == expected
 
@@ -337,13 +329,13 @@ def test_a_run_starts_from_another_architecture_only_after_its_import(tmp_path: 
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     nowhere = RunConfig(train=TrainConfig(start_from="nowhere"))
     with pytest.raises(ValueError, match=r"start_from = 'nowhere': there is no such .*=null for"):
-        find_initial_weights(nowhere)
+        resume.find_initial_weights(nowhere)
     config = RunConfig(train=TrainConfig(start_from=str(tmp_path)))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"model_type = 'llama'\); convert it: nsa import"):
-        find_initial_weights(config)
+        resume.find_initial_weights(config)
     (tmp_path / "config.yaml").write_text("")  # as of an import
-    assert find_initial_weights(config) == tmp_path
+    assert resume.find_initial_weights(config) == tmp_path
     (tmp_path / "config.yaml").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "nsa"}')
-    assert find_initial_weights(config) == tmp_path
+    assert resume.find_initial_weights(config) == tmp_path

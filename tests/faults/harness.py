@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nsa.checkpoint.commit import newest_valid
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
@@ -132,9 +133,9 @@ class Resumed:
     output: str
 
 
-def resume(folder: Path, *arguments: str) -> Resumed:
+def resume(folder: Path) -> Resumed:
     """Resume the run and let it finish."""
-    output = succeed(on_two_ranks("m7c.py", "--run-dir=run", "--resume", *arguments, folder=folder))
+    output = succeed(on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=folder))
     match = re.search(r"steps (\d+) to", output)
     assert match, output
     return Resumed(int(match[1]) - 1, losses(folder / "run"), weights(folder / "run"), output)
@@ -147,19 +148,10 @@ def weights(run_dir: Path) -> str:
     assert path.name == f"step{STEPS:08d}"
     digest = hashlib.sha256()
     for file in sorted(path.glob("*states.pt")):
-        _hash(digest, torch.load(file, map_location="cpu", weights_only=False))
+        for leaf in tree_leaves(torch.load(file, map_location="cpu", weights_only=False)):
+            if isinstance(leaf, torch.Tensor):
+                digest.update(leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _hash(digest: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            _hash(digest, value[key])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _hash(digest, item)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -149,11 +149,7 @@ NOTHING = "pcie: set  nothing"
     ],
 )
 def test_peer_access_is_disabled_where_it_may_hang_and_the_user_has_not_decided(
-    groups: list[str] | None,
-    kernel: str,
-    variables: dict[str, str],
-    disabled: bool,
-    tmp_path: Path,
+    groups: list[str] | None, kernel: str, variables: dict[str, str], disabled: bool, tmp_path: Path
 ) -> None:
     clone, folder = make_clone(tmp_path), tmp_path / "groups"
     for name in groups or ():

@@ -1,7 +1,5 @@
 """`nsa watch` with shorter time limits, where they are constants and not settings."""
 
-from __future__ import annotations
-
 import sys
 
 from nsa.cli import main

@@ -4,8 +4,6 @@ The runs are real processes (`toy_run.py`) that write heartbeats, and hang, die,
 A disk that hangs keeps the watchdog neither from seeing processes end nor from forwarding signals.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,10 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -25,7 +25,7 @@ import pytest
 from nsa.watchdog import command, supervisor
 from nsa.watchdog.hang_detector import last_beats
 from tests.disks import freezable_disk, frozen
-from tests.monitor.run_folders import make_beat, write_limits
+from tests.monitor.run_folders import make_beat, read_heartbeats, write_limits
 from tests.ranks import ROOT, alive, wait_for
 
 TOY = Path(__file__).with_name("toy_run.py")
@@ -38,11 +38,7 @@ class WatchedRun:
     """A toy run under `nsa watch`, and its folder."""
 
     def __init__(
-        self,
-        folder: Path,
-        *faults: str,
-        flags: tuple[object, ...] = (),
-        **limits: object,
+        self, folder: Path, *faults: str, flags: tuple[object, ...] = (), **limits: object
     ) -> None:
         self.folder, self.stderr = folder, ""
         if limits.pop("config", True):
@@ -70,7 +66,6 @@ class WatchedRun:
         wait_for(lambda: text in self.stderr)
 
     def halt(self) -> dict[str, Any]:
-        """The content of halt.json."""
         return json.loads((self.folder / "halt.json").read_text())
 
     def calls(self) -> list[str]:
@@ -79,19 +74,13 @@ class WatchedRun:
 
     def pids(self) -> list[int]:
         """The pids of every rank that ever started, and of workers."""
-        lines = [
-            json.loads(line)
-            for path in self.folder.glob("heartbeat_rank*.jsonl")
-            for line in path.read_text().splitlines()
-            if '"pid"' in line
-        ]
-        workers = [int(path.read_text()) for path in self.folder.glob("worker*")]
-        return sorted({line["pid"] for line in lines} | set(workers))
+        beats = chain.from_iterable(read_heartbeats(self.folder).values())
+        workers = {int(path.read_text()) for path in self.folder.glob("worker*")}
+        return sorted({int(beat["pid"]) for beat in beats} | workers)
 
     def statuses(self) -> list[str]:
         """The status in each rank's last heartbeat."""
-        paths = self.folder.glob("heartbeat_rank*.jsonl")
-        return [json.loads(path.read_text().splitlines()[-1])["status"] for path in paths]
+        return [beat["status"] for beat in last_beats(self.folder).values()]
 
     def wait_for_phase(self, phase: str) -> None:
         """Wait until both ranks are in `phase` and the watchdog has found them."""
@@ -111,7 +100,6 @@ class WatchedRun:
 
 
 def call(*arguments: object, program: tuple[str, ...] = WATCH) -> subprocess.Popen[str]:
-    """Start `nsa watch` as a process."""
     return subprocess.Popen(
         [sys.executable, *program, *map(str, arguments)],
         cwd=ROOT,
@@ -211,12 +199,10 @@ def test_the_exit_code_is_the_ranks_and_only_a_crash_is_restarted(runs: Runs) ->
 
 
 def test_peers_of_a_dead_rank_are_killed_though_they_ignore_sigterm(runs: Runs) -> None:
-    assert runs["rank killed"].exit_code() == 137
-    assert len(runs["rank killed"].calls()) == 1, "nothing is restarted without --restart"
-    assert (
-        "rank 1, forward after step 3: exited without a last heartbeat"
-        in runs["rank killed"].stderr
-    )
+    run = runs["rank killed"]
+    assert run.exit_code() == 137
+    assert len(run.calls()) == 1, "nothing is restarted without --restart"
+    assert "rank 1, forward after step 3: exited without a last heartbeat" in run.stderr
 
 
 def test_orphaned_ranks_are_watched_to_their_end_and_give_the_exit_code(runs: Runs) -> None:
@@ -379,9 +365,7 @@ def test_the_exit_code_is_that_of_the_ranks_or_else_of_the_launcher_or_the_signa
     statuses: list[str | None], launcher: int, number: int | None, code: int
 ) -> None:
     """`statuses`: in the ranks' last heartbeats, None of a rank that wrote no last one."""
-    state: Any = SimpleNamespace(signal=number, urgent=False)
-    ended: Any = SimpleNamespace(returncode=launcher)
-    run = supervisor.Supervisor(state, ended)
+    run = supervisor.Supervisor(Mock(signal=number), Mock(returncode=launcher))
     for rank, status in enumerate(statuses):
         event = "progress" if status is None else "end"
         run.beats[rank] = make_beat(rank, event=event, status=status)
@@ -389,9 +373,7 @@ def test_the_exit_code_is_that_of_the_ranks_or_else_of_the_launcher_or_the_signa
 
 
 def test_the_exit_code_waits_for_the_last_heartbeats_on_a_disk_that_hangs() -> None:
-    state: Any = SimpleNamespace(signal=None, urgent=False)
-    ended: Any = SimpleNamespace(returncode=0, poll=lambda: 0)
-    run: Any = supervisor.Supervisor(state, ended)
+    run: Any = supervisor.Supervisor(Mock(signal=None), Mock(returncode=0))
     responses = iter([False, False, True])
 
     def read() -> tuple[bool, None]:
@@ -414,9 +396,7 @@ def test_while_the_disk_hangs_one_thread_waits_for_it_and_the_log_says_so_once(
 
     monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(supervisor, "DISK_LIMIT_SECONDS", 0.0)
-    state: Any = SimpleNamespace(signal=None, urgent=False)
-    ended: Any = SimpleNamespace(returncode=0)
-    run: Any = supervisor.Supervisor(state, ended)
+    run: Any = supervisor.Supervisor(Mock(), Mock())
     run.detector = SimpleNamespace(folder=Path("run"), check=check, messages=["slow"], beats={})
     assert [run._read_folder() for _ in range(3)] == [(False, None)] * 3
     responds.set()
@@ -427,12 +407,9 @@ def test_while_the_disk_hangs_one_thread_waits_for_it_and_the_log_says_so_once(
     assert capsys.readouterr().err == log
 
 
-def test_only_heartbeats_of_processes_that_the_command_has_started_are_of_the_run(
-    tmp_path: Path,
-) -> None:
+def test_only_heartbeats_of_processes_of_the_command_are_of_the_run(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        state: Any = SimpleNamespace(signal=None, urgent=False)
-        run = supervisor.Supervisor(state, child)
+        run = supervisor.Supervisor(Mock(), child)
         run.detector = supervisor.HangDetector(tmp_path)
         others: list[dict[str, Any]] = [{"host": "node2"}, {"mono": 0.0}, {"pid": os.getpid()}]
         for rank, changes in enumerate([{}, *others]):

@@ -7,8 +7,6 @@ stay in the backward pass. `linger`: do not exit after the last heartbeat. Only 
 is imported, so that it starts fast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -21,6 +19,7 @@ from pathlib import Path
 
 INTERVAL = 0.05
 FOREVER = 600.0
+ENDS = {"failed": ("failed", 1), "exit-2": ("failed", 2), "no-go": ("no-go: a NaN", 3)}
 
 
 class ToyRank:
@@ -118,11 +117,8 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     if "linger" in faults:
         rank.write("end", status="stopped at --until 3 of 9 steps")
         time.sleep(FOREVER)
-    for fault, status, code in (("failed", "failed", 1), ("exit-2", "failed", 2)):
-        if fault in faults:
-            rank.end(status, code)
-    if "no-go" in faults:
-        rank.end("no-go: the loss is not finite", 3)
+    for fault in ENDS.keys() & faults:
+        rank.end(*ENDS[fault])
     rank.end("finished", 0)
 
 
