@@ -26,6 +26,7 @@ from nsa.ops.rotary import RotaryPooled
 Prompts = Sequence[Tensor] | Tensor
 
 
+@torch.no_grad()
 def prefill(model: LanguageModel, prompts: Prompts, *, reserve: int = 0) -> tuple[Tensor, KVCache]:
     """Return the logits [B, V] after each prompt, and the cache to continue from.
 
@@ -34,7 +35,7 @@ def prefill(model: LanguageModel, prompts: Prompts, *, reserve: int = 0) -> tupl
     """
     states, cache = prefill_states(model, prompts, reserve=reserve)
     last = cache.lengths.cumsum(0) - 1  # [B]: each prompt's last token
-    return _logits(model, states[last]), cache
+    return F.linear(states[last], model.head_weight), cache
 
 
 @torch.no_grad()
@@ -55,9 +56,10 @@ def prefill_states(
     return _run_blocks(model, torch.cat(rows), cache, metadata, attention), cache
 
 
+@torch.no_grad()
 def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
     """Append one token [B] to each sequence; return the logits [B, V] after it."""
-    return _logits(model, step_states(model, tokens, cache))
+    return F.linear(step_states(model, tokens, cache), model.head_weight)
 
 
 @torch.no_grad()
@@ -141,11 +143,6 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
         raise ValueError(f"temperature = {temperature}: must be 0 (greedy) or more")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p = {top_p}: must be above 0 and at most 1")
-
-
-@torch.no_grad()
-def _logits(model: LanguageModel, states: Tensor) -> Tensor:
-    return F.linear(states, model.head_weight)
 
 
 def _run_blocks(
