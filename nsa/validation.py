@@ -1,7 +1,7 @@
 """Checks of settings and flags; errors name the setting or flag and its value.
 
 at_least(1, "train", self, "steps", "micro_batch")    # train.steps = 0: must be 1 or more
-one_of("train", self, precision=PRECISIONS)           # train.precision = 'x': choose one of …
+one_of("train", self, on_bad_step=("abort", "skip"))  # train.on_bad_step = 'x': choose one of …
 """
 
 from __future__ import annotations

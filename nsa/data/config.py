@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from nsa.validation import above_zero, at_least, at_most, one_of
 
-PACKINGS = ("documents", "concat")
 ON_ERROR = ("stop", "skip")
 
 
@@ -36,7 +35,7 @@ class DataConfig:
     cache: str | None = None
 
     def validate(self) -> None:
-        one_of("data", self, packing=PACKINGS, on_error=ON_ERROR)
+        one_of("data", self, packing=("documents", "concat"), on_error=ON_ERROR)
         kind, _, name = self.tokenizer.partition(":")
         if self.tokenizer != "byte" and not (kind == "hf" and name.strip()):
             raise ValueError(

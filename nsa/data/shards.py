@@ -176,14 +176,9 @@ def _index(path: Path, content: Any) -> Index:
         counts = shard.tokens, shard.documents, shard.text_bytes
         if 0 in counts or Path(shard.name).name != shard.name:
             raise ValueError(f"{short_repr(shard.name)} with {counts} tokens, documents, bytes")
-    return Index(
-        stamp,
-        content["settings"],
-        shards,
-        content["cursor"],
-        Skipped(**content["skipped"]),
-        content["finished"],
-    )
+    skipped = Skipped(**content["skipped"])
+    values = content | {"stamp": stamp, "shards": shards, "skipped": skipped}
+    return Index(**{name: values[name] for name in INDEX_SHAPE})
 
 
 def write_index(folder: Path, index: Index) -> None:

@@ -23,9 +23,7 @@ from nsa.untrusted import parse_yaml, read_text, short_repr
 from nsa.validation import above_zero, at_least, at_most, one_of
 from nsa.withdrawn import check_setting, drop_withdrawn
 
-PRECISIONS = ("bf16", "fp16", "fp32")
 AUTO = "auto"
-ON_BAD_STEP = ("abort", "skip")
 MAPPINGS = "data.source", "model.rope_extension"  # their value is a mapping, not a section
 MIXTURE = dict[str, float]
 KINDS = {
@@ -79,7 +77,7 @@ class TrainConfig:
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip")
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed", "selector_steps")
         above_zero("train", self, "learning_rate", "selector_rate", "value_rate")
-        one_of("train", self, on_bad_step=ON_BAD_STEP, precision=PRECISIONS)
+        one_of("train", self, on_bad_step=("abort", "skip"), precision=("bf16", "fp16", "fp32"))
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"train.min_learning_rate = {self.min_learning_rate}: is above "

@@ -26,6 +26,7 @@ MIN_STEPS_FOR_GROWTH = SHORT_RUN  # in shorter runs caches still fill in the fir
 MIN_STEPS_FOR_RECALL = SHORT_RUN
 RECALL_STEPS = 40  # newest logged steps that recall is a mean of
 MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
+_COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,6 @@ def _memory_growth(inputs: GateInputs) -> Measurement:
         growth[history.rank] = history.memory[-1][1] / early[-1] - 1
     worst = max(growth, key=lambda rank: growth[rank])
     return growth[worst], f"heartbeats of {len(growth)} ranks; rank {worst} grew the most"
-
-
-_COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
 
 
 def _criteria(

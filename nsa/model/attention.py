@@ -38,7 +38,6 @@ BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 # Settings of ModelConfig that a layer takes besides its sizes; qk_norm reads norm_eps.
 MODEL_SETTINGS = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None  # a search of the disk: once, not per call
-FLASH_HEAD_DIM = 256  # the largest head of flash-attn's kernels
 AUTOCAST_DTYPES = {torch.float32, torch.float16, torch.bfloat16}  # autocast converts these
 _UNUSED_LOSS = (
     "the selector loss of the last forward pass was not used, so it trains nothing: add "
@@ -226,7 +225,7 @@ def flash_attn_supports(q: Tensor, v: Tensor) -> bool:
         HAS_FLASH_ATTN
         and q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_DIM
+        and q.shape[-1] == v.shape[-1] <= 256  # the largest head of its kernels
         and q.shape[-1] % 8 == 0
     )
 

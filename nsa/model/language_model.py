@@ -304,14 +304,12 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "input_ids") -> No
     if tokens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     ids = tokens[tokens != IGNORE_INDEX] if name == "labels" else tokens
-    if not ids.numel():
-        return
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0 or highest >= vocab_size:
-        wrong = highest if highest >= vocab_size else lowest
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(wrong):
         ignored = f", or {IGNORE_INDEX}" if name == "labels" else ""
         raise ValueError(
-            f"{name} contains {wrong}; ids are 0 to {vocab_size - 1} with this vocabulary{ignored}"
+            f"{name} contains {wrong[0]}; ids are 0 to {vocab_size - 1} with this "
+            f"vocabulary{ignored}"
         )
 
 

@@ -21,10 +21,10 @@ from nsa.untrusted import MAX_RUN_FILE_BYTES, open_regular, parse_json, read_tex
 TRAINING = ("data", "forward", "backward", "step")  # phases of a step
 PHASES = ("setup", *TRAINING, "eval", "save", "idle")  # of heartbeats
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
+PARTS = "layer", "first"  # columns of a CSV file that tell the rows of a step apart
 
 _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "tokens", "skipped")
 _MAY_BE_NULL = ("loss", "memory_gb", "gpu_busy")
-_MAX_PID = 2**31 - 1
 _TAIL = 64 * 1024  # bytes at a heartbeat file's end that hold its last complete line
 MAX_HEARTBEAT_BYTES = 2**30  # a million steps take less
 
@@ -37,9 +37,6 @@ class Table:
 
     rows: list[Row] = field(default_factory=list)
     problem: str = ""
-
-
-PARTS = "layer", "first"  # columns that tell the rows of a step apart
 
 
 def read_table(path: Path) -> Table:
@@ -118,7 +115,7 @@ def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             and beat.get("event") in EVENTS
             and beat.get("phase") in PHASES
             and all(finite_number(beat.get(name)) is not None for name in _NUMBERS)
-            and 0 < beat["pid"] <= _MAX_PID
+            and 0 < beat["pid"] < 2**31
             and all(isinstance(beat.get(name), str | None) for name in ("host", "status"))
             and all(beat.get(n) is None or finite_number(beat[n]) is not None for n in _MAY_BE_NULL)
         ):

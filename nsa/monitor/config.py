@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 
 from nsa.validation import at_least, one_of
 
-ACTIONS = ("ignore", "warn", "halt")
 HEARTBEAT_SECONDS = 5.0  # between two heartbeats of a rank
 
 
@@ -43,7 +42,7 @@ class WatchConfig:
 
     def validate(self) -> None:
         at_least(0, "monitor.watch", self, "setup", "compute", "save", "silence")
-        one_of("monitor.watch", self, on_collapse=ACTIONS)
+        one_of("monitor.watch", self, on_collapse=("ignore", "warn", "halt"))
 
 
 @dataclass

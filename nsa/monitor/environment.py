@@ -103,9 +103,6 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
     return match[0] if match else None
 
 
-_ACCUMULATOR_DTYPES = ("grad_acc_dtype", "gradient_accumulation_dtype")  # of DeepSpeed's optimizers
-
-
 def write_dtypes(path: Path, module: torch.nn.Module, optimizer: Any) -> None:
     """Write tables of the dtypes of parameters and of `optimizer`, torch's or DeepSpeed's.
 
@@ -135,7 +132,7 @@ def _optimizer_states(optimizer: Any) -> str:
     dtypes: dict[str, list[torch.dtype]] = defaultdict(list)
     wrappers = [type(optimizer).__name__]
     while hasattr(optimizer, "optimizer"):
-        for name in _ACCUMULATOR_DTYPES:
+        for name in ("grad_acc_dtype", "gradient_accumulation_dtype"):  # DeepSpeed's
             if isinstance(dtype := getattr(optimizer, name, None), torch.dtype):
                 dtypes["accumulated gradients"].append(dtype)
         optimizer = optimizer.optimizer

@@ -214,7 +214,7 @@ def _set_gradients(
     """Store the projection's gradient in the columns of a set's keys and values.
 
     It sums, in float32, the gradients by token (dk, dv), pre-RoPE (dk_raw, dv_raw) and by block
-    (dk_cmp, dv_cmp), each of which may be None. Keys' gradients are summed, then rotated back once.
+    (dk_cmp, dv_cmp), each of which may be None. Gradients of rotated keys are rotated back as one.
     """
     TOKENS: tl.constexpr = C.TOKENS
     HALF_P: tl.constexpr = C.HALF_P

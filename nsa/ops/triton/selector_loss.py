@@ -6,8 +6,8 @@
     queries_kernel      the gradient of an index's queries, if there is an index
 
 Rows are the sampled queries times the heads of a group, of q or of q_cmp. A compressed block adds
-exp(score) to a selection block once for each position that both blocks cover. Its positions are l
-in all, so a row's compressed masses add up to l times its softmax's denominator.
+exp(score) to a selection block once for each position that both blocks cover. A compressed block
+has l positions, so a row's compressed masses add up to l times its softmax's denominator.
 """
 
 from __future__ import annotations
