@@ -280,9 +280,9 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     """
     run.telemetry.enter("eval")
     teacher = run.teacher
-    total = torch.zeros(2, device=run.device, dtype=torch.float64)  # sum of losses, labels
-    # With a teacher, [buckets, 5] from the first batch on.
-    by_position = torch.zeros((), device=run.device, dtype=torch.float64)
+    # From the first batch on [1, 2]: sum of losses, labels; with a teacher [buckets, 5]: the sum of
+    # losses first, the labels last.
+    sums = torch.zeros((), device=run.device, dtype=torch.float64)
     fetch = partial(run.data.validation.batches, run.ranks.rank)
     stop_reason, batches, _ = fetch_on_all_ranks(run, fetch)
     if stop_reason is not None:
@@ -300,20 +300,15 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
             forward = partial(run.engine, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
             if teacher is None:
                 loss, count = forward(batch.input_ids), (batch.labels != IGNORE_INDEX).sum()
-                total += torch.stack((loss.double() * count, count.double()))
+                sums = sums + torch.stack((loss.double() * count, count.double()))[None]
             else:
                 extra = teacher.arguments(batch) | {"divergence": True}
-                sums = teacher.by_position(forward(batch.input_ids, **extra), batch)  # [buckets, 5]
-                by_position = by_position + sums
-                total += sums.sum(0)[[0, -1]]  # columns of the loss and of the labels
+                sums = sums + teacher.by_position(forward(batch.input_ids, **extra), batch)
     finally:
         run.engine.train()
-    dist.all_reduce(total)
-    rows: list[dict[str, float]] = []
-    if teacher is not None:
-        dist.all_reduce(by_position)
-        rows = teacher.rows(by_position)
-    return (total[0] / total[1]).item(), rows
+    dist.all_reduce(sums)
+    total = sums.sum(0)
+    return (total[0] / total[-1]).item(), [] if teacher is None else teacher.rows(sums)
 
 
 def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
