@@ -237,6 +237,7 @@ def test_a_layer_continues_from_the_weights_of_a_model(
         ((24, 0, {}), "heads = 0: does not divide hidden_size = 24"),
         ((24, 4, {"kv_heads": 3}), "not a multiple of"),
         ((24, 4, {"branches": "all"}), "attention.branches = 'all'"),
+        ((24, 4, {"spec": {"window": 16}}), r"is a dict; give NSASpec\(window=16\)"),
         ((24, 4, {"windw": 3}), "no setting 'windw'; choose one of compressor, .* belong in spec"),
     ],
 )
@@ -323,11 +324,6 @@ def test_an_attention_mask_is_refused_with_what_to_give_instead() -> None:
         layer()(hidden(20, batch=2), attention_mask=mask)
     x = hidden(20)
     assert torch.equal((attention := layer())(x, attention_mask=None), attention(x))
-
-
-def test_a_pattern_that_is_no_spec_is_refused_with_the_spec_to_write() -> None:
-    with pytest.raises(ValueError, match=r"is a dict; give NSASpec\(window=16\)"):
-        nsa.NSAttention(24, 4, spec={"window": 16})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("offsets", [[0, 15, 9, 20], [0, 15, 30], [3, 20]])

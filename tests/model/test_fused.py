@@ -44,8 +44,7 @@ def test_outputs_and_gradients_are_those_of_separate_calls_with_one_product() ->
     actual = torch.autograd.grad(outputs, given, grad_outputs)
     expected_outputs = [module(x) for module in modules]
     expected = torch.autograd.grad(expected_outputs, given, grad_outputs)
-    for a, b in zip((*outputs, *actual), (*expected_outputs, *expected), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close((*outputs, *actual), (*expected_outputs, *expected))
 
 
 def adjacent(modules: list[nn.Linear]) -> list[nn.Linear]:
@@ -72,8 +71,7 @@ def test_adjacent_weights_are_not_copied_and_give_the_same_bits() -> None:
         )])  # fmt: skip
         assert fused.shape == (2, 6, 24)
         assert recorded.names.count("cat") == 2 - len(results)
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("change", ["order", "gap", "end", "storage", "transposed"])
@@ -237,8 +235,7 @@ def test_add_norm_is_the_sum_and_its_norm(delta: bool, kind: str) -> None:
         norm.register_forward_hook(lambda _, given, output: 2 * output)
     total = x + added if delta else x
     actual = add_norm(x, added if delta else None, norm)
-    for a, b in zip(actual, (total, norm(total)), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(actual, (total, norm(total)))
 
 
 def test_a_norm_without_an_epsilon_takes_pytorchs_on_a_gpu_too() -> None:

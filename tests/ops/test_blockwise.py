@@ -21,7 +21,7 @@ from tests.ops.cases import (
 
 SHORT = [Case(NSASpec(4, 2, 2, 2, 0, 1, 5), (n,), group=3, value_dim=5) for n in range(1, 12)]
 MORE_TILES_THAN_ONE = [
-    Case(NSASpec(32, 16, 64, 4, 1, 2, 100), (1023,), group=6, key_dim=4, value_dim=4),
+    Case(NSASpec(32, 16, 64, 4, 1, 2, 100), (701,), group=6, key_dim=4, value_dim=4),
     Case(NSASpec(16, 16, 16, 3, 1, 1, 500), (901,), kv_heads=1, group=1, key_dim=4, value_dim=2),
     Case(NSASpec(8, 4, 8, 2, 0, 1, 33), (7, 400, 0, 215), group=16, key_dim=2, value_dim=4),
 ]

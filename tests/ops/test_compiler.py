@@ -45,10 +45,13 @@ def test_every_op_matches_its_declaration_forward_and_backward(name: str, backen
     x = inputs(case)
     if name == "batch":  # in memory [B, H, T, D], as queries and keys of PyTorch's attention are
         x = Inputs(*(by_head(y) for y in x.tensors()))
-    index = selection(x, case, backend)
-    check_calls(lambda: selection(x, case, backend))
-    check_calls(lambda: all_branches(x, case, index, backend))
-    check_calls(lambda: computed(case, "mixed", backend, x))
+
+    def call_all() -> None:
+        index = selection(x, case, backend)
+        all_branches(x, case, index, backend)
+        computed(case, "mixed", backend, x)
+
+    check_calls(call_all)
 
 
 @pytest.mark.parametrize("case", default(1, [PACKED, BATCH]), ids=str)

@@ -125,13 +125,10 @@ def test_long_lists_of_queries_are_added_up_in_parts(
     ],
     ids=["many blocks", "many documents"],
 )
-@tilings
-def test_lists_may_take_several_steps(
-    case: Case, tiling: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_may_take_several_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block lists its queries; a tile lists its blocks, with their queries as bits."""
     monkeypatch.setattr(selected, "STEP", 4)
-    with settings(**tiling):
+    with settings(**DENSE):
         assert_parity(case, "selected")
 
 
