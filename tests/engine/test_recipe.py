@@ -173,12 +173,10 @@ def test_a_run_leaves_nothing_in_shared_memory(finished: FinishedRun) -> None:
 
 
 def test_a_run_from_anothers_files_repeats_it(finished: FinishedRun, tmp_path: Path) -> None:
-    files = [
-        f"--config={finished.dir / 'config.yaml'}",
-        f"--deepspeed_config={finished.dir / 'ds_config.json'}",
-    ]
+    run = finished.dir
+    files = [f"--config={run}/config.yaml", f"--deepspeed_config={run}/ds_config.json"]
     succeed(on_two_ranks("m7c.py", *files, "--run-dir=again", "--until=2", folder=tmp_path))
-    expected = losses(finished.dir)
+    expected = losses(run)
     assert losses(tmp_path / "again") == {step: expected[step] for step in (1, 2)}
 
 
@@ -243,10 +241,8 @@ def test_a_run_writes_the_tables_of_its_settings(flags: list[str], missing: set[
     writer = BackgroundWriter("CSV files")
     observers = build_observers(request, engine, writer)
     writer.close()
-    tables = {"metrics.csv", "selection.csv", "teacher.csv"}
-    assert {x.file_name for x, _ in observers._observers if isinstance(x, CsvObserver)} == (
-        tables - missing
-    )
+    written = {x.file_name for x, _ in observers._observers if isinstance(x, CsvObserver)}
+    assert written == {"metrics.csv", "selection.csv", "teacher.csv"} - missing
 
 
 def test_a_mistake_costs_one_line_and_exit_code_2(tmp_path: Path) -> None:

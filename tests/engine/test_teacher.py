@@ -38,9 +38,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, run: str, zero: str, *flags: str) -> dict[int, float]:
     new = [] if "--resume" in flags else [*TINY, *STEPS]
-    succeed(
-        on_two_ranks("m7c.py", *new, f"--run-dir={run}", ds_config(zero), *flags, folder=folder)
-    )
+    named = [f"--run-dir={run}", ds_config(zero)]
+    succeed(on_two_ranks("m7c.py", *new, *named, *flags, folder=folder))
     return losses(folder / run)
 
 
