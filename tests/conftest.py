@@ -1,4 +1,4 @@
-"""Shared by all tests: the `full` and `gpu` markers, a fixed number of threads, free ports."""
+"""Shared by all tests: the `full` and `gpu` markers and a fixed number of threads."""
 
 import gc
 import os
@@ -77,11 +77,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000)  # interpreted kernels make and drop many objects
     gc.enable()
-
-
-@pytest.fixture
-def free_port() -> int:
-    return ranks.free_port()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from nsa.data.tokenizer import (
 )
 from tests.data.texts import train_bpe, train_tokenizer
 from tests.disks import set_fields
-from tests.ranks import ROOT, spawn_ranks
+from tests.ranks import ROOT, free_port, spawn_ranks
 
 PROSE = (
     "It was the best of times, it was the worst of times;\n\nit wasn't THE age of 1,859 things.\r\n"
@@ -333,10 +333,8 @@ def test_a_tokenizer_of_the_hub_is_looked_for_in_the_cache_and_then_downloaded_w
     assert offline == [True, False]
 
 
-def test_an_unreachable_hub_is_reported_by_its_address(
-    monkeypatch: pytest.MonkeyPatch, free_port: int
-) -> None:
-    hub = f"http://127.0.0.1:{free_port}"
+def test_an_unreachable_hub_is_reported_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("HF_ENDPOINT", hub)
     with pytest.raises(DataError) as refused:
         build_tokenizer(DataConfig(tokenizer="hf:nobody/nothing"))

@@ -88,12 +88,12 @@ os._exit(0)
 """
 
 
-def test_a_users_script_does_not_wait_for_a_killed_build(tmp_path: Path, free_port: int) -> None:
+def test_a_users_script_does_not_wait_for_a_killed_build(tmp_path: Path) -> None:
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm/lock").touch()  # as a killed build of the operation leaves it
     (program := tmp_path / "script.py").write_text(SCRIPT)
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    process = spawn_ranks(program, ranks=1, port=free_port, environment=environment)
+    process = spawn_ranks(program, ranks=1, environment=environment)
     try:
         (code,) = process.codes(60)
     finally:

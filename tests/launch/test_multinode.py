@@ -13,7 +13,7 @@ import pytest
 from tests import netns
 from tests.engine.runs import LIMIT, TINY, losses, read_metrics
 from tests.launch.clone import run, write_script
-from tests.ranks import ROOT, WITHOUT_COMPILER, free_port, spawn_ranks, user_environment
+from tests.ranks import ROOT, WITHOUT_COMPILER, spawn_ranks, user_environment
 
 SECONDS = 90.0  # far below any time-out of a collective
 SETTINGS = [*TINY, "--set=train.eval_every=0", "--set=checkpoint.every=0", "--steps=10000"]
@@ -103,7 +103,7 @@ def test_the_loss_of_a_node_is_detected_at_once(tmp_path: Path, link: netns.Link
     program = tmp_path / "moved.py"
     address = link.addresses[0]
     program.write_text(MOVE.format(namespaces=link.namespaces, address=address) + RECIPE)
-    ranks = spawn_ranks(program, *SETTINGS, "--run-dir=run", folder=tmp_path, port=free_port())
+    ranks = spawn_ranks(program, *SETTINGS, "--run-dir=run", folder=tmp_path)
     try:
         wait_for_step(tmp_path / "run", 2)
         ranks.started[1].kill_group()
