@@ -21,7 +21,7 @@ from nsa.data.hub import Hub
 from nsa.data.source import DataError
 from tests.data.hub_server import REPO, serving
 from tests.data.texts import configure, write_lines
-from tests.ranks import ROOT, spawn_ranks
+from tests.ranks import ROOT, free_port, spawn_ranks
 
 FIXES = ("nsa data prepare", "--set data.source=embedded", "HF_HUB_OFFLINE=1")
 ENDINGS = {"json": "jsonl", "parquet": "parquet", "large": "parquet"}
@@ -129,7 +129,7 @@ def test_broken_and_empty_files_of_a_hub(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_complete(
-    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files on the hub change between the two runs that write it."""
     texts = write(tmp_path / "first", "parquet", *[2_000] * 3)
@@ -153,7 +153,7 @@ def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_compl
         order = cache.open_samples("train", 1).batch(range(5_000)).input_ids.tolist()
     assert (part["rows"], rest["rows"]) == (order[:100], order)
     assert part["fingerprint"] == rest["fingerprint"]
-    assert run(f"http://127.0.0.1:{free_port}", 5_000) == rest
+    assert run(f"http://127.0.0.1:{free_port()}", 5_000) == rest
 
 
 def test_a_fully_loaded_dataset_is_read_offline_and_another_is_refused(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_a_fully_loaded_dataset_is_read_offline_and_another_is_refused(tmp_path:
 
 @pytest.mark.parametrize("name", ["hf:someone/corpus", "fineweb_edu"])
 def test_a_closed_port_is_reported_at_once_with_fixes(
-    name: str, free_port: int, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = f"http://127.0.0.1:{free_port}"
+    hub = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("HF_ENDPOINT", f"{hub}/")
     with pytest.raises(DataError) as refused:
         Hub(DataConfig(), name)
