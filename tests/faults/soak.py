@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,7 +49,7 @@ class Soak:
         self.folder, self.disk = folder, disk
         self.run_dir = (disk or folder) / "run"
         self._rng = random.Random(seed)
-        self._watchdog: subprocess.Popen[bytes] | None = None
+        self.watchdog: Any = None  # the process, once started
         self.faults: Counter[str] = Counter()
 
     def run(self, seconds: float) -> None:
@@ -70,9 +71,9 @@ class Soak:
                 print(f"{left:6.0f} s left, step {self.step}: {name}", flush=True)
             self._progress()
         finally:
-            if self._watchdog is not None:
-                self._watchdog.send_signal(signal.SIGTERM)
-                print(f"the run ended with exit code {self._watchdog.wait(120)}")
+            if self.watchdog is not None:
+                self.watchdog.send_signal(signal.SIGTERM)
+                print(f"the run ended with exit code {self.watchdog.wait(120)}")
 
     @property
     def step(self) -> int:
@@ -85,7 +86,7 @@ class Soak:
         step, deadline = self.step, time.monotonic() + 240
         while self.step <= step or not self._is_watched():
             if not self._is_watched():
-                code = None if self._watchdog is None else self._watchdog.returncode
+                code = None if self.watchdog is None else self.watchdog.returncode
                 if code not in (None, *RESUMABLE):
                     raise SystemExit(f"the watchdog ended with code {code}; see {self.folder}")
                 self._start()
@@ -94,14 +95,14 @@ class Soak:
             time.sleep(0.2)
 
     def _is_watched(self) -> bool:
-        return self._watchdog is not None and self._watchdog.poll() is None
+        return self.watchdog is not None and self.watchdog.poll() is None
 
     def _start(self) -> None:
         resume = ["--resume"] if (self.run_dir / "config.yaml").exists() else []
         arguments = [*SETTINGS, f"--run-dir={self.run_dir}", *resume]
         watch = [str(BIN / "nsa"), "watch", "--restart=1000", "--"]
         with (self.folder / "output").open("ab") as output:
-            self._watchdog = subprocess.Popen(
+            self.watchdog = subprocess.Popen(
                 [*watch, *launcher(RECIPE), *arguments],
                 env=environment(),
                 stdout=output,
@@ -110,11 +111,7 @@ class Soak:
 
     def process(self, name: str) -> int:
         """Return the pid of a rank or of the launcher."""
-        return find(self.watchdog().pid, name)
-
-    def watchdog(self) -> subprocess.Popen[bytes]:
-        assert self._watchdog is not None
-        return self._watchdog
+        return find(self.watchdog.pid, name)
 
     def signal_a_rank(self, number: signal.Signals) -> int:
         """Signal a random rank; return its pid."""
@@ -148,8 +145,8 @@ def pause_a_rank(soak: Soak) -> None:
 
 
 def terminate_the_watchdog(soak: Soak) -> None:
-    soak.watchdog().send_signal(signal.SIGTERM)
-    soak.watchdog().wait(120)
+    soak.watchdog.send_signal(signal.SIGTERM)
+    soak.watchdog.wait(120)
 
 
 def corrupt_a_heartbeat(soak: Soak) -> None:
@@ -167,13 +164,11 @@ def fill_the_disk(soak: Soak) -> None:
     assert soak.disk is not None
     filler = soak.disk / "filler"
     try:
-        with filler.open("wb") as file, contextlib.suppress(OSError):
+        with filler.open("wb") as file:
             for size in (2**26, 2**20, 2**12):  # the last bytes too
-                while True:
-                    with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):
+                    while True:
                         os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size)
-                        continue
-                    break
         time.sleep(5)
     finally:
         filler.unlink()

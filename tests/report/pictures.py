@@ -12,12 +12,6 @@ def pixels(path: Path, colour: tuple[int, int, int]) -> int:
     return int((np.abs(_image(path) - colour) <= 2).all(-1).sum())
 
 
-def height_of(path: Path, colour: tuple[int, int, int]) -> int:
-    """Return the rows between the highest and the lowest pixel of a colour."""
-    rows = np.nonzero((np.abs(_image(path) - colour) <= 2).all(-1).any(-1))[0]
-    return int(rows.max() - rows.min())
-
-
 def size(path: Path) -> tuple[int, int]:
     """Return width and height."""
     height, width = _image(path).shape[:2]

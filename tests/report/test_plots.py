@@ -7,35 +7,13 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread, imsave
 
 from nsa.report.plots import Panel, _draw_panel, draw, running_mean
-from tests.report.pictures import BLUE, ORANGE, height_of, pixels, size
+from tests.report.pictures import BLUE, ORANGE, pixels, size
 
 
 def test_the_running_mean_does_not_lag() -> None:
     line = [float(value) for value in range(100)]
     assert running_mean(line, 5)[5:-5] == pytest.approx(line[5:-5])
     assert running_mean([1.0, 2.0, 6.0], 1) == pytest.approx([1.5, 3.0, 4.0])
-
-
-def test_the_mean_covers_a_fiftieth_of_the_steps_on_each_side(tmp_path: Path) -> None:
-    """So a jump of the loss is steep in a picture of some 450 columns."""
-    jump = [float(step >= 100) for step in range(200)]
-    draw([Panel("loss", {"run": (range(200), jump)})], tmp_path / "jump.png")
-    image = imread(tmp_path / "jump.png")[60:, :, :3] * 255  # below the legend
-    rows, columns = (abs(image - BLUE) <= 2).all(-1).nonzero()
-    low, high = rows.min(), rows.max()
-    rising = columns[(rows > low + (high - low) / 4) & (rows < high - (high - low) / 4)]
-    assert 4 < rising.max() - rising.min() < 20
-
-
-def test_a_spike_of_one_step_in_fifty_thousand_is_visible(tmp_path: Path) -> None:
-    steps = range(50_000)
-    spiky = [3.0 + 20 * (step == 33_333) for step in steps]
-    draw([Panel("loss", {"run": (steps, spiky)})], tmp_path / "spike.png")
-    image = imread(tmp_path / "spike.png")[..., :3]
-    at = round(image.shape[1] * 0.675)  # two thirds of the axis; the running mean is wider
-    column = image[:, at - 8 : at + 8]
-    blue = (column[..., 2] - column[..., 0] > 0.1).any(-1)
-    assert blue.sum() > 180, "the faint line rises through the picture"
 
 
 def test_curves_share_axes_and_panels_are_side_by_side(tmp_path: Path) -> None:
@@ -46,7 +24,6 @@ def test_curves_share_axes_and_panels_are_side_by_side(tmp_path: Path) -> None:
     assert pixels(tmp_path / "one.png", BLUE) > 300
     assert pixels(tmp_path / "one.png", ORANGE) == 0
     assert pixels(tmp_path / "two.png", ORANGE) > 300
-    assert height_of(tmp_path / "two.png", ORANGE) > 200
     width, height = size(tmp_path / "two.png")
     assert width == 2 * size(tmp_path / "one.png")[0]
     draw([both] * 3, tmp_path / "three.png")
@@ -67,6 +44,15 @@ def drawn(panel: Panel) -> Any:
     axis = Figure().subplots()
     _draw_panel(axis, panel, list(panel.curves), 50)
     return axis
+
+
+def test_a_long_curve_is_drawn_faintly_below_its_mean_over_a_fiftieth_on_each_side() -> None:
+    """So a spike of one step is visible, and a jump stays steep."""
+    jump = [float(step >= 100) for step in range(200)]
+    values, mean = drawn(Panel("loss", {"run": (range(200), jump)})).lines
+    assert (list(values.get_ydata()), values.get_alpha()) == (jump, 0.25)
+    at_jump = [mean.get_ydata()[step] for step in (95, 96, 100, 104)]
+    assert at_jump == pytest.approx([0, 1 / 9, 5 / 9, 1])
 
 
 def test_error_bars_reach_from_below_to_above_their_points() -> None:
@@ -124,8 +110,6 @@ def test_a_run_has_one_colour_in_all_panels_and_no_label_is_clipped(tmp_path: Pa
         assert (edge == 1).all(), "something reaches the edge of the picture"
 
 
-def test_a_single_point_is_visible(tmp_path: Path) -> None:
-    """Not in the legend alone, which is at the top."""
-    out, line = tmp_path / "one.png", ([1, 2, 3], [3.0, 2.0, 1.0])
-    draw([Panel("loss", {"training": line, "validation": ([2], [1.5])})], out)
-    assert height_of(out, ORANGE) > 100
+def test_a_single_point_is_visible() -> None:
+    curves = {"training": ([1, 2, 3], [3.0, 2.0, 1.0]), "validation": ([2], [1.5])}
+    assert [line.get_marker() for line in drawn(Panel("loss", curves)).lines] == ["None", "o"]
