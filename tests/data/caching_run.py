@@ -5,8 +5,6 @@ python caching_run.py SOURCE FOLDER STEPS PAUSE_AT RANK WORLD_SIZE
 After the step PAUSE_AT it waits to be killed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

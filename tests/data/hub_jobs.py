@@ -3,8 +3,6 @@
 `datasets` reads the environment when it is imported, so test_hub.py starts a process for each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

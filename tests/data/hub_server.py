@@ -1,7 +1,5 @@
 """HTTP server on loopback for tests: a small hub, with failure modes."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

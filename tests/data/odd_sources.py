@@ -1,7 +1,5 @@
 """Sources of the tests of the writer, in a module that its process can import fast."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

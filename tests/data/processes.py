@@ -1,7 +1,5 @@
 """Data worker processes, seen from outside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.ranks import alive, wait_for

@@ -1,7 +1,5 @@
 """Indexed batches: computed from the position in the order alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,19 +21,15 @@ def counting(samples: int, seq_len: int = 4, seed: int = 3) -> Samples:
     return Samples([MemoryStore(tokens)], seq_len=seq_len, seed=seed)
 
 
-def step_of(
-    samples: Samples, consumed: int, *, world_size: int = 1, micro_batch: int = 1, **more: int
-) -> list[list[int]]:
-    """The samples of each batch of a step: of all ranks in micro-step 0, in micro-step 1, …"""
+def samples_of(
+    samples: Samples, consumed: int = 0, *, world_size: int = 1, micro_batch: int = 1, **more: int
+) -> list[int]:
+    """The samples of a step: of all ranks in micro-step 0, in micro-step 1, …"""
     shape = {"world_size": world_size, "micro_batch": micro_batch, **more}
     ranks = [samples.step(consumed, rank=rank, **shape) for rank in range(world_size)]
     batches = [batch for micro_step in zip(*ranks, strict=True) for batch in micro_step]
-    return [(batch.input_ids[:, 0] // samples.seq_len).tolist() for batch in batches]
-
-
-def samples_of(samples: Samples, consumed: int = 0, **shape: int) -> list[int]:
-    """The samples of a step, in the order of consumption."""
-    return [sample for batch in step_of(samples, consumed, **shape) for sample in batch]
+    firsts = torch.cat([batch.input_ids[:, 0] for batch in batches])
+    return (firsts // samples.seq_len).tolist()
 
 
 def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> Batch:

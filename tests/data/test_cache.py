@@ -1,7 +1,5 @@
 """Token cache: one order however it grew, shared by runs, and continued after kills."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

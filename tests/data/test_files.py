@@ -1,7 +1,5 @@
 """Sources: every document once, from any cursor; errors name the file, and stop or are skipped."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import hashlib

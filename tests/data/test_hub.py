@@ -1,7 +1,5 @@
 """Hugging Face datasets: exact parts and cursors, and slow, failing or absent servers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -136,24 +134,23 @@ def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_compl
     write(tmp_path / "second", "parquet", 1)
     job = {"name": f"hf:{REPO}", "folder": str(tmp_path / "parts"), "timeout": 120}
 
-    def run(hub: str, samples: int) -> dict[str, Any]:
-        jobs = [job | {"samples": samples}]
-        (result,) = results_of("tokenise", tmp_path / "home", *jobs, HF_ENDPOINT=hub)
-        return result
+    def samples(source: str, folder: str) -> list[list[int]]:
+        with closing(TokenCache(open_dataset(configure(source)), tmp_path / folder)) as cache:
+            return cache.open_samples("train", 1).batch(range(5_000)).input_ids.tolist()
 
     with serving(tmp_path / "first") as server:
-        part = run(server.address, 100)
+        home, hub = tmp_path / "home", {"HF_ENDPOINT": server.address}
+        (part,) = results_of("tokenise", home, job | {"samples": 100}, **hub)
         (index,) = (tmp_path / "parts").glob("*/index.json")
         assert not json.loads(index.read_text())["finished"]
         server.versions["c" * 40] = tmp_path / "second"
-        rest = run(server.address, 5_000)
-    monkeypatch.setattr(DividedSource, "is_small", False)
-    source = write_lines(tmp_path / "a.jsonl", [text.encode() for text in texts])
-    with closing(TokenCache(open_dataset(configure(source)), tmp_path / "local")) as cache:
-        order = cache.open_samples("train", 1).batch(range(5_000)).input_ids.tolist()
-    assert (part["rows"], rest["rows"]) == (order[:100], order)
+        (rest,) = results_of("tokenise", home, job | {"samples": 5_000}, **hub)
     assert part["fingerprint"] == rest["fingerprint"]
-    assert run(f"http://127.0.0.1:{free_port()}", 5_000) == rest
+    monkeypatch.setattr(DividedSource, "is_small", False)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    order = samples(write_lines(tmp_path / "a.jsonl", map(str.encode, texts)), "local")
+    assert (part["rows"], rest["rows"]) == (order[:100], order)
+    assert samples(job["name"], "parts") == order
 
 
 def test_a_fully_loaded_dataset_is_read_offline_and_another_is_refused(tmp_path: Path) -> None:
@@ -202,7 +199,7 @@ class BreaksOff:
     def __init__(self, error: Exception) -> None:
         self.error, self.copied_at = error, list[int]()
 
-    def shard(self, *_: int) -> BreaksOff:
+    def shard(self, *_: int) -> "BreaksOff":
         return self
 
     def __iter__(self) -> Iterator[dict[str, str]]:

@@ -1,7 +1,5 @@
 """`nsa data prepare` and its writer: every document once, whatever interrupts it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

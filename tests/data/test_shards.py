@@ -1,7 +1,5 @@
 """Prepared shards: reads return what was written, and errors name the damaged file."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -234,6 +232,14 @@ def test_a_shard_of_nothing_is_refused(folder: Path, name: str) -> None:
     write_index(folder, replace(index, shards=[replace(index.shards[0], **{name: 0})]))
     with pytest.raises(DataError, match=r"index\.json: damaged .*train-000-00000.* with \("):
         open_shards(str(folder), "train")
+
+
+def test_tokens_outside_the_vocabulary_are_refused_by_name(folder: Path) -> None:
+    """They would fail inside the embedding, on a GPU without a name."""
+    smaller = replace(STAMP, vocab_size=100, eos_id=99)
+    write_index(folder, replace(read_index(folder), stamp=smaller))
+    with pytest.raises(DataError, match=r"00000\.bin: holds the id \d+ at or after token 0"):
+        open_shards(str(folder), "train").read(0, 3)
 
 
 def test_replacing_a_shard_does_not_change_an_open_store(folder: Path, tmp_path: Path) -> None:

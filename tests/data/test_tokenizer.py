@@ -1,7 +1,5 @@
 """Tokenizers: bytes, those of the `tokenizers` library, and trained ones."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

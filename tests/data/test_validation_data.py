@@ -1,7 +1,5 @@
 """Validation data: what is held out, and the same samples on any number of ranks."""
 
-from __future__ import annotations
-
 import gzip
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Documents for data tests: generated, written to files, and decoded from tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Documentation pages, split into code blocks, commands and prose for the tests."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every command and every Python block of the pages does what the page says."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Guides: scripts that frameworks run, and the attention variant, whose diffs apply."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Pages: what they refer to exists, the site builds, every setting is explained, they stay few."""
 
-from __future__ import annotations
-
 import fnmatch
 import importlib.util
 import inspect

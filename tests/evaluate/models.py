@@ -1,7 +1,5 @@
 """Untrained models in folders that load like runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

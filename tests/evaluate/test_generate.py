@@ -1,7 +1,5 @@
 """`nsa generate` streams text as it is generated, and ends like other shell programs."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """lm-evaluation-harness on an export: the tasks of the evaluation guide agree with our losses."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`nsa eval`: equals the trainer's figures; each token once; losses by position in the context."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Folders of models: a Llama, and a Qwen3 that became sparse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small Llamas in folders of transformers, and imports of them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`nsa import`: exports, Llamas and dense runs, with their tokenizers and chat templates."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A model that is imported and exported keeps what training did not change, and leaks nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

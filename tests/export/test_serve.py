@@ -1,7 +1,5 @@
 """`nsa serve`: OpenAI's own client against a server in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Fixtures that draw examples: a seeded budget by default, fresh ones and many more with --full."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

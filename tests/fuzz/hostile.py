@@ -1,7 +1,5 @@
 """Hostile values, and what every command must do with them: end soon, with at most one line."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Records of steps, and run folders that the writers of a real run write; judged at a gate."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

@@ -1,7 +1,5 @@
 """Links and files in the way of what a run writes: they cost a warning, not the run or a file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """env.json: hardware and code, without secrets; dtypes.txt: what the first step used."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """Heartbeats, the history that is read from them, and stacks on a signal."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

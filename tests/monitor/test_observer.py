@@ -1,7 +1,5 @@
 """Observers, and the writers on whose threads they run: a disk costs lines, not the run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import threading

@@ -1,7 +1,5 @@
 """Throughput, MFU, peaks of cards, traces and memory."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

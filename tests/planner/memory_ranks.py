@@ -4,8 +4,6 @@ Its argument is config:checkpointing:attention. It prints a line of JSON: bytes 
 steps, peak, collectives, and the bytes that a rank sends in a step.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys
@@ -61,7 +59,7 @@ class Allocations:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     @contextmanager
-    def recording(self) -> Iterator[Allocations]:
+    def recording(self) -> Iterator["Allocations"]:
         with self._profile:
             yield self
         events = self._profile.profiler.kineto_results.events()

@@ -1,7 +1,5 @@
 """`nsa plan`: traffic and step time against measurements, command line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Memory that `nsa plan` counts, against DeepSpeed's engine and live tensors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ They are in transformers' source archive, which pip downloads for the installed 
 it is stored here, or installed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 tests/suites/test_transformers.py starts it.
 """
 
-from __future__ import annotations
-
 import unittest
 from typing import Any
 
