@@ -54,6 +54,16 @@ def test_the_disk_must_hold_the_checkpoints_until_the_run_stops(tmp_path: Path) 
     assert "3 checkpoints of " in disk.detail
 
 
+def test_one_rank_of_each_node_checks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa.engine.trainer._check_node", lambda *_: ["checked"])
+    monkeypatch.setattr("nsa.engine.trainer.open_data", lambda *_: None)
+    run = Run(small_request(f"--run-dir={tmp_path / 'run'}"), None)
+    for local_rank, checks in enumerate((["checked"], [])):
+        run.ranks = Ranks(rank=2 + local_rank, local_rank=local_rank, world_size=4)
+        prepare(run)
+        assert run.node_checks == checks
+
+
 def test_a_disk_that_takes_no_checkpoint_is_refused_before_data_is_opened(tmp_path: Path) -> None:
     request = small_request(f"--run-dir={tmp_path / 'run'}")
     run = Run(request, FolderLock(request.run_dir))

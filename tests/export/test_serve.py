@@ -229,7 +229,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         port = other.getsockname()[1]
         message = refusal("serve", folder, f"--port={port}")
         assert f"--host localhost --port {port}: cannot listen there" in message
-    assert "--port 99999: must be from 0 to 65,535" in refusal("serve", folder, "--port=99999")
+    assert "--port 65536: must be from 0 to 65,535" in refusal("serve", folder, "--port=65536")
     shutil.copytree(folder, tmp_path / "broken")
     (tmp_path / "broken/model.safetensors").write_bytes(b"{}")
     shutil.copy(sparse / "tokenizer.json", tmp_path / "broken")

@@ -216,9 +216,10 @@ def test_parameters_that_stage_3_does_not_shard_are_on_every_rank() -> None:
 
 def test_a_teacher_has_weights_and_nothing_else() -> None:
     model, batch = changed(layers=2)
-    taught = replace(model, teacher=model.config)
+    larger, _ = changed(layers=3)
+    taught = replace(model, teacher=larger.config)
     alone, static = (memory(one, Zero(1), batch, 2).static for one in (model, taught))
-    assert (alone["teacher"], static["teacher"]) == (0, 2 * model.parameters)
+    assert (alone["teacher"], static["teacher"]) == (0, 2 * larger.parameters)
     assert {**static, "teacher": 0} == alone
 
 

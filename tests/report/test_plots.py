@@ -30,6 +30,8 @@ def test_curves_share_axes_and_panels_are_side_by_side(tmp_path: Path) -> None:
     three = size(tmp_path / "three.png")
     assert three[0] == width
     assert three[1] > height
+    rest = imread(tmp_path / "three.png")[three[1] * 5 // 9 :, width * 5 // 9 :, :3]
+    assert (rest == 1).all(), "the place of a fourth panel is white"
 
 
 def test_an_unknown_picture_format_is_refused(tmp_path: Path) -> None:

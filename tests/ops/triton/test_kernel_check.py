@@ -69,6 +69,8 @@ def test_the_kernels_of_a_run_with_an_index_pass(packed: bool) -> None:
     with recording(dry=False) as launches:
         results = check_kernels(INDEXED, torch.float32, DEVICE, packed)
     assert "queries_kernel" in {launch.kernel.fn.__name__ for launch in launches}, "of the index"
+    offsets = [launch.arguments["cu"] for launch in launches if "cu" in launch.arguments]
+    assert {cu is not None for cu in offsets} == {packed}
     assert [result.problem for result in results] == [""] * len(results), table(results)
     names = [result.operation for result in results]
     expected = ALL - {"nsa_attention"} | {"select_blocks", "selected_attention"}
