@@ -22,8 +22,7 @@ def __getattr__(name: str) -> Any:
     if name == "ops":
         return import_module("nsa.ops")
     if name == "__version__":
-        version = import_module("nsa.system").package_version("nsa-m7c")
-        return version or "unknown: not installed"
+        return import_module("nsa.system").package_version("nsa-m7c") or "unknown: not installed"
     if name in __all__:
         return getattr(import_module("nsa.spec" if name == "NSASpec" else "nsa.model"), name)
     raise AttributeError(f"module 'nsa' has no attribute {name!r}")

@@ -148,10 +148,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     positive_flags(args, "parameters", "checkpoints", "ranks")
     checks = node_checks(
-        args.run_dir,
-        parameters=args.parameters,
-        checkpoints=args.checkpoints,
-        ranks=args.ranks,
+        args.run_dir, parameters=args.parameters, checkpoints=args.checkpoints, ranks=args.ranks
     )
     command = "deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
     checks.append(Check("ranks", SKIP, f"code, all-reduce and kernels: {command}"))

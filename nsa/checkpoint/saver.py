@@ -230,8 +230,5 @@ def engine_topology(engine: Any) -> Topology:
     precision = "fp16" if engine.fp16_enabled() else "fp32"
     if engine.bfloat16_enabled():
         precision = "bf16"
-    return Topology(
-        layout=layout_of(engine.zero_optimization_stage()),
-        precision=precision,
-        ranks=dist.get_world_size(),
-    )
+    layout = layout_of(engine.zero_optimization_stage())
+    return Topology(layout, precision, ranks=dist.get_world_size())

@@ -96,5 +96,4 @@ def _synthetic_texts(size: int) -> Iterator[bytes]:
 
 def stable_random(seed: int, *stream: int) -> np.random.RandomState:
     """Return a generator whose numbers NumPy promises not to change, unlike `default_rng`."""
-    bits = np.random.MT19937(np.random.SeedSequence((seed, *stream)))
-    return np.random.RandomState(bits)
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, *stream))))

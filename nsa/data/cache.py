@@ -223,8 +223,7 @@ class ValidationData:
         batches = []
         for start in range(0, math.ceil(total / ranks), size):
             numbers = list(samples[start : start + size])
-            padding = [0] * (size - len(numbers))
-            batch = self._samples.batch(numbers + padding)
+            batch = self._samples.batch(numbers + [0] * (size - len(numbers)))
             batch.labels.view(size, -1)[len(numbers) :] = IGNORE_INDEX
             batches.append(batch)
         return batches

@@ -42,7 +42,14 @@ class DividedSource:
 
     @cached_property
     def documents(self) -> Source:
-        return open_source(self.config, self.name)
+        config, name = self.config, self.name
+        if name == "embedded" or name.startswith("embedded:"):
+            return embedded(name.partition(":")[2] or "deepspeed")
+        if name == "synthetic":
+            return synthetic()
+        if name == "fineweb_edu" or name.startswith("hf:"):
+            return Hub(config, name)
+        return open_files(user_path(name), config.text_field, config.pattern, config.on_error)
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens the documents again
         return {name: value for name, value in vars(self).items() if name != "documents"}
@@ -90,14 +97,3 @@ def _open(config: DataConfig, name: str) -> DividedSource:
                     f"for validation, instead of data.held_out = {config.held_out:g}"
                 )
     return source
-
-
-def open_source(config: DataConfig, name: str) -> Source:
-    """Open one source of `data.source` as documents."""
-    if name == "embedded" or name.startswith("embedded:"):
-        return embedded(name.partition(":")[2] or "deepspeed")
-    if name == "synthetic":
-        return synthetic()
-    if name == "fineweb_edu" or name.startswith("hf:"):
-        return Hub(config, name)
-    return open_files(user_path(name), config.text_field, config.pattern, config.on_error)

@@ -69,10 +69,9 @@ class Hub(Source):
         # other looks for Parquet files on another server.
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         datasets.config.USE_PARQUET_EXPORT = False
-        files = self._config.pattern
         try:
             builder = datasets.load_dataset_builder(
-                self._path, self._subset, data_files=files, revision=revision
+                self._path, self._subset, data_files=self._config.pattern, revision=revision
             )
             if hasattr(builder.config, "batch_size"):  # its default, a row group's length, may be 0
                 builder.config.batch_size = ROWS_PER_BLOCK

@@ -183,8 +183,7 @@ def _index(path: Path, content: Any) -> Index:
 
 def write_index(folder: Path, index: Index) -> None:
     content = {"format": FORMAT, "version": VERSION, **asdict(index)}
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    atomic_write_text(folder / INDEX, text)
+    atomic_write_text(folder / INDEX, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 class TokenStore:

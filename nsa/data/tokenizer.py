@@ -224,8 +224,7 @@ def load_pretrained(name: str) -> Any:
         "HF_HOME from a machine that loaded it; or work without a network: "
         "--set data.source=embedded --set data.tokenizer=byte"
     )
-    url = f"{hub_url()}/{path}/resolve/main/tokenizer_config.json"
-    probe(setting, url, fix)
+    probe(setting, f"{hub_url()}/{path}/resolve/main/tokenizer_config.json", fix)
     with name_in_errors(setting, fix):
         return _from_pretrained(path, offline=False)
 

@@ -1,7 +1,5 @@
 """Everything that touches DeepSpeed: configuration, trainer, training loop, recovery."""
 
-__all__ = ["disable_shared_memory_op"]
-
 
 def disable_shared_memory_op() -> None:
     """Keep DeepSpeed from building its CPU inference operation on joining a process group.

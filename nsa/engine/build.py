@@ -63,16 +63,12 @@ def gradient_check_tokens(config: RunConfig) -> int:
 
 
 def build_engine(
-    config: RunConfig,
-    ds_config: dict[str, Any],
-    device: torch.device,
-    weights: Path | None = None,
+    config: RunConfig, ds_config: dict[str, Any], device: torch.device, weights: Path | None = None
 ) -> Any:
     """Return DeepSpeed's engine; raise ValueError if the gradient check fails."""
     model = build_model(config, device, weights)
     shape = 1, gradient_check_tokens(config)
-    tokens = torch.randint(config.model.vocab_size, shape, device=device)
-    check_gradients(model, tokens)
+    check_gradients(model, torch.randint(config.model.vocab_size, shape, device=device))
     engine = initialise(model, config, ds_config)
     if weights is not None:
         # DeepSpeed's master weights start as copies of weights rounded to the run's dtype. Selector

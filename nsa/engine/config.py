@@ -192,9 +192,7 @@ class RunConfig:
 
 
 def resolve_config(
-    recipe: RunConfig,
-    file: Path | None = None,
-    assignments: list[str] | None = None,
+    recipe: RunConfig, file: Path | None = None, assignments: list[str] | None = None
 ) -> RunConfig:
     """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
     tree = asdict(recipe)

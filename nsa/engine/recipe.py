@@ -296,11 +296,8 @@ def with_model_of_start(base: RunConfig, file: Path | None, assignments: list[st
         )
     start.model.attention.selector_loss = base.model.attention.selector_loss
     start.model.activation_checkpointing = base.model.activation_checkpointing
-    data = replace(
-        base.data,
-        tokenizer=start.data.tokenizer,
-        seq_len=min(base.data.seq_len, start.data.seq_len),
-    )
+    seq_len = min(base.data.seq_len, start.data.seq_len)
+    data = replace(base.data, tokenizer=start.data.tokenizer, seq_len=seq_len)
     return replace(base, model=start.model, data=data)
 
 

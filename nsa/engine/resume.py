@@ -29,13 +29,8 @@ def read_checkpoint(request: RunRequest, world_size: int) -> tuple[Checkpoint | 
         return None, notes
     saved = read_state_file(path)
     saved_ranks = saved.topology.ranks
-    required = Topology(
-        layout=layout_of(request.zero_stage),
-        precision=request.config.train.precision,
-        ranks=saved_ranks
-        if request.universal
-        else world_size,  # --universal converts the checkpoint
-    )
+    ranks = saved_ranks if request.universal else world_size  # --universal converts the checkpoint
+    required = Topology(layout_of(request.zero_stage), request.config.train.precision, ranks)
     check_loadable(path, saved.topology, required)
     if (path / "ds_config.json").exists():  # a universal checkpoint has none
         stage = zero_mode(load_ds_config(path / "ds_config.json")).stage

@@ -138,8 +138,7 @@ def _check_node(request: RunRequest, steps_done: int) -> list[Check]:
 def build(run: Run) -> None:
     """Join the process group, run the checks that need all ranks, build the engine."""
     config = run.config
-    fingerprint = run.data.cache.stamps[0].tokenizer_fingerprint
-    check_tokenizer(run.stored_teacher, config, fingerprint)
+    check_tokenizer(run.stored_teacher, config, run.data.cache.stamps[0].tokenizer_fingerprint)
     run.device = start_ranks(run.ranks)
     run.collectives = CpuCollectives(config.data.timeout * config.train.accumulation)
     run_dir, run.processes = resume.agree_on_run(
@@ -172,8 +171,7 @@ def build(run: Run) -> None:
     # Nothing is refused from here on, so the run's folder may change.
     passed_gate = preflight(checks)
     if run.ranks.rank == 0:
-        hosts = [host for host, _ in run.processes]
-        record_run(request, hosts, kernel_rows)
+        record_run(request, [host for host, _ in run.processes], kernel_rows)
         record_result(run_dir, passed_gate)
     dist.barrier()
     if request.stop_step == 0:  # --until preflight

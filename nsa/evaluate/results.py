@@ -121,8 +121,7 @@ def _loss(row: Row, format_spec: str) -> str:
 
 def write(rows: Sequence[Row], source: dict[str, Any], out: Path) -> list[Path]:
     """Write JSON and plot into the folder `out`; `source` describes the data."""
-    content = {"text": source, "results": rows}
-    atomic_write_text(out / JSON, json.dumps(content, indent=2) + "\n")
+    atomic_write_text(out / JSON, json.dumps({"text": source, "results": rows}, indent=2) + "\n")
     draw([_panel(rows)], out / PLOT, width=8.0)
     return [out / name for name in (JSON, PLOT)]
 

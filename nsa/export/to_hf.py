@@ -123,13 +123,9 @@ def dense_family(model: ModelConfig) -> str:
             f"--attention dense: model.attention.branches = {attention.branches!r}: a dense model "
             "has one set of keys and values; omit the flag"
         )
-    families = {}  # by the option that only this family has
-    if model.qkv_bias:
-        families["qkv_bias"] = "qwen2"
-    if model.qk_norm:
-        families["qk_norm"] = "qwen3"
-    if model.no_rope_every:
-        families["no_rope_every"] = "smollm3"
+    # By the option that only this family has.
+    families = {"qkv_bias": "qwen2", "qk_norm": "qwen3", "no_rope_every": "smollm3"}
+    families = {name: family for name, family in families.items() if getattr(model, name)}
     if len(families) > 1:
         raise ValueError(
             f"--attention dense: no dense family has {' and '.join(families)}; omit the flag"

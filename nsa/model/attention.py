@@ -80,7 +80,7 @@ class Attention(nn.Module):
         # fork_rng: an index does not change which other weights a seed gives.
         with torch.random.fork_rng(devices=()):
             self.index = Index(config) if attention.has_index else None
-        gates = 0 if attention.has_one_set else len(self.branches)
+        gates = 0 if dense or attention.has_index else len(self.branches)
         if gates:
             self.gates = nn.Linear(config.width, self.heads * gates, bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
@@ -156,14 +156,8 @@ class Attention(nn.Module):
             layout = layout._replace(first_set=0)
         if layout.mean and metadata.block_tokens is None:
             layout = layout._replace(mean=False)
-        return rotary_pool(
-            packed,
-            layout,
-            *metadata.rotary,
-            metadata.block_tokens,
-            metadata.token_blocks,
-            backend=self.backend,
-        )
+        tables = *metadata.rotary, metadata.block_tokens, metadata.token_blocks
+        return rotary_pool(packed, layout, *tables, backend=self.backend)
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Return each branch's keys and values."""

@@ -61,11 +61,6 @@ class AttentionConfig:
         return self.kind == "nsa" and self.branches == "sel"
 
     @property
-    def has_one_set(self) -> bool:
-        """Whether a layer has one set of keys and values, and so no gates."""
-        return self.kind == "dense" or self.has_index
-
-    @property
     def can_rank(self) -> bool:
         """Whether there is an index or a compressed branch for the selector loss to train."""
         return self.kind == "nsa" and (self.has_index or self.branch_names == BRANCHES)

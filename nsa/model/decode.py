@@ -96,19 +96,17 @@ def generate(
     # The prompt is part of its sequence's seed, so that different prompts draw different numbers.
     draws = [random.Random(f"{seed} {row.tolist()}") for row in rows]
 
-    def next_token(logits: Tensor) -> Tensor:
-        if temperature == 0:
-            return logits.argmax(-1)
-        uniform = torch.tensor([draw.random() for draw in draws], dtype=torch.float64)
-        return sample(logits, uniform.to(logits.device), temperature, top_p)
-
     def decode() -> Iterator[Tensor]:
         # No more than the longest prompt: the text may end early, and a full cache grows.
         reserve = min(max_new_tokens, max(len(row) for row in rows))
         logits, cache = prefill(model, rows, reserve=reserve)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
         for number in range(1, max_new_tokens + 1):
-            tokens = next_token(logits)
+            if temperature == 0:
+                tokens = logits.argmax(-1)
+            else:
+                uniform = torch.tensor([draw.random() for draw in draws], dtype=torch.float64)
+                tokens = sample(logits, uniform.to(logits.device), temperature, top_p)
             yield torch.where(ended, -1, tokens)
             if stops:
                 ended = ended | torch.isin(tokens, torch.tensor(stops, device=tokens.device))

@@ -334,7 +334,13 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         output = self.model(*inputs, use_cache, output_hidden_states, return_dict=True, **kwargs)
         states, cache = output.last_hidden_state, output.past_key_values
         with nullcontext() if cache is None else _decoding(states.device):
-            logits = self.lm_head(keep_columns(states, attention_mask, logits_to_keep))
+            if not isinstance(logits_to_keep, int):
+                kept = states[:, logits_to_keep]
+            elif logits_to_keep == 1 and attention_mask is not None:
+                kept = last_tokens(states, attention_mask)  # right padding may follow them
+            else:
+                kept = states[:, -logits_to_keep:]
+            logits = self.lm_head(kept)
         loss = None
         if labels is not None or shift_labels is not None:
             shifted = shift_labels
@@ -470,18 +476,6 @@ def document_starts(
 def _first_tokens(real: Tensor) -> Tensor:
     """Return [B, T], true at each sequence's first token."""
     return real & (real.cumsum(1) == 1)
-
-
-def keep_columns(states: Tensor, mask: Tensor | None, keep: int | Tensor) -> Tensor:
-    """Return the last `keep` columns (0: all) of states [B, T, width], or the columns `keep`.
-
-    For keep = 1, return each sequence's last token, even if right padding follows it.
-    """
-    if not isinstance(keep, int):
-        return states[:, keep]
-    if keep == 1 and mask is not None:
-        return last_tokens(states, mask)
-    return states[:, -keep:]
 
 
 @torch.compiler.disable  # reads the mask

@@ -197,7 +197,6 @@ def _attention(
 
     columns = -(-sum(layer.layout.columns) // PAD_TO) * PAD_TO
     yield Operation("rotary_pool", (random(1, total, columns),), split)
-
     if config.attention.kind == "dense":
         return
     spec, heads = config.attention.spec, config.kv_heads
@@ -210,7 +209,6 @@ def _attention(
             position = random(heads, spec.block_len, size)
             run = partial(pool, rotary=angles, block_tokens=tables[0], token_blocks=tables[1])
             yield Operation("pool", (x, weight, position, random(heads * size)), run)
-
     yield from _branches(config, metadata, layer, total, random)
 
 

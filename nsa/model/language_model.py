@@ -147,13 +147,9 @@ class LanguageModel(nn.Module):
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         check_tokens(input_ids, self.config.vocab_size)
         check_documents(cu_seqlens, input_ids, "input_ids")
+        offset = self.loss_offset(input_ids)
         metadata = AttentionMetadata.build(
-            self.config,
-            input_ids.shape[1],
-            cu_seqlens,
-            input_ids.device,
-            loss_offset=self.loss_offset(input_ids),
-            loss_queries=loss_queries,
+            self.config, input_ids.shape[1], cu_seqlens, input_ids.device, offset, loss_queries
         )
         return self.run_blocks(self.embed(input_ids), metadata, detached=detached)
 

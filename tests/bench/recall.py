@@ -213,7 +213,8 @@ def train(variant: str, task: Task, steps: int, seed: int) -> tuple[LanguageMode
     model.initialize(INIT_STD)
     dense_steps = round(steps / 2) if variant == HALF_DENSE else 0
     rng, losses = torch.Generator().manual_seed(seed), list[float]()
-    value_rate = VALUE_RATE if model.config.attention.has_one_set else 1.0
+    attention = model.config.attention
+    value_rate = VALUE_RATE if attention.kind == "dense" or attention.has_index else 1.0
     groups = parameter_groups(model, 0.01, value_rate)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
     model.train()

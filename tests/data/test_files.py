@@ -22,7 +22,7 @@ from nsa.cli import main
 from nsa.data.batches import Samples
 from nsa.data.builtin import embedded, python_files, synthetic
 from nsa.data.config import DataConfig
-from nsa.data.dataset import open_dataset, open_source
+from nsa.data.dataset import open_dataset
 from nsa.data.files import BUFFER_BYTES, HEAD_BYTES, LARGEST_TEXT, Files, open_files
 from nsa.data.shards import read_index, write_index
 from nsa.data.source import DataError, Document, Source
@@ -129,7 +129,8 @@ def test_a_folder_is_read_by_path_without_hidden_and_other_files(
     assert {"b/lines.jsonl:7", "b/lines.jsonl:12", "d.parquet:3", "d.parquet:15"} <= set(locations)
     assert len(locations) == len(set(locations)) == 1 + 8 + 5 + 9 + 13
     monkeypatch.setenv("HOME", str(tmp_path))  # no shell expands a ~ inside of a mixture
-    assert texts(open_source(DataConfig(), "~/a.txt")) == texts(open_files(tmp_path / "a.txt", ""))
+    (source,) = open_dataset(DataConfig(source="~/a.txt")).sources
+    assert texts(source.documents) == texts(open_files(tmp_path / "a.txt", ""))
 
 
 def test_a_pass_resumes_after_any_document(tmp_path: Path) -> None:

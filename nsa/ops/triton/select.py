@@ -170,7 +170,6 @@ def select_kernel(
         if lse is not None:
             lse += token * C.GROUP
         k += (first_key * C.HEADS + head) * C.KEY
-
         entry = tl.arange(0, TOP_P)[None, :]
         last = tl.max(own, 0)
         # Select all candidates, where there are no more than TOP.
