@@ -136,6 +136,7 @@ def test_a_cache_of_the_hub_keeps_its_revision_and_needs_no_hub_once_it_is_compl
 
     def samples(source: str, folder: str) -> list[list[int]]:
         with closing(TokenCache(open_dataset(configure(source)), tmp_path / folder)) as cache:
+            cache.start({"train": 5_000})
             return cache.open_samples("train", 1).batch(range(5_000)).input_ids.tolist()
 
     with serving(tmp_path / "first") as server:
