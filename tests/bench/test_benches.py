@@ -19,7 +19,6 @@ from nsa.ops import NSASpec
 from tests.bench import module, peers, profile, train
 from tests.bench.__main__ import main
 from tests.bench.harness import Report, margin, time_step
-from tests.ops.cases import one_thread as one_thread
 from tests.ranks import ROOT, spawn_ranks
 
 CPU = torch.device("cpu")

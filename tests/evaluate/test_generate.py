@@ -20,7 +20,6 @@ from nsa.evaluate.generate import decode_stream, print_texts
 from nsa.model.decode import generate
 from tests.data.texts import train_bpe
 from tests.evaluate.models import write_model
-from tests.ops.cases import one_thread as one_thread
 
 PROMPTS = ("It was", "Zoë's")
 STOP = ByteTokenizer.eos_id

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -33,22 +32,6 @@ def default(count: int, values: Iterable[Any]) -> list[Any]:
     """Parameters of a test: the first `count` values by default, the others with --full."""
     values = list(values)
     return values[:count] + [pytest.param(x, marks=pytest.mark.full) for x in values[count:]]
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Use `count` threads for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """For folders and modules that import it: a second thread costs time on tensors this small."""
-    with threads(1):
-        yield
 
 
 @dataclass(frozen=True)

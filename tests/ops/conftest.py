@@ -1,4 +1,4 @@
-"""In every test of nsa.ops: uninitialised memory is NaN, one thread, a patched interpreter.
+"""In every test of nsa.ops: uninitialised memory is NaN, and the interpreter is patched.
 
 The patches make Triton's interpreter several times as fast and right in bfloat16, and run the last
 program first.
@@ -20,7 +20,6 @@ import torch
 
 from nsa.ops import blockwise
 from tests.ops import tiles
-from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import DEVICE
 
 Patch = tuple[Any, str, Any]  # owner, attribute, new value

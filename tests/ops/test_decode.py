@@ -175,16 +175,11 @@ def test_a_nan_query_selects_blocks_inside_its_own_sequence() -> None:
     assert torch.equal(o[others], small_batch()[others])
 
 
-def test_large_logits_neither_overflow_nor_underflow() -> None:
-    case = PATTERNS["one head each"]
-    full = [replace(x, q=100 * x.q) for x in sequences(case)]
-    assert_is_the_last_position(case, "triton", full)
-
-
-def test_a_heads_weight_in_the_selection_counts_all_parts_of_its_keys() -> None:
-    """If it is sharp enough, which head sees a block decides whether it is selected."""
-    case = PATTERNS["stride 1"]
-    full = [replace(x, q=5 * x.q) for x in sequences(case)]
+@pytest.mark.parametrize(("name", "factor"), [("one head each", 100), ("stride 1", 5)])
+def test_logits_may_be_large(name: str, factor: float) -> None:
+    """If attention is sharp enough, which head sees a block decides whether it is selected."""
+    case = PATTERNS[name]
+    full = [replace(x, q=factor * x.q) for x in sequences(case)]
     assert_is_the_last_position(case, "triton", full)
 
 
