@@ -64,10 +64,11 @@ class NSASpec:
     @property
     def max_overlaps(self) -> int:
         """Maximum number of compressed blocks that overlap one selection block."""
-        if self.select_len % self.block_stride == 0:  # each starts with a compressed block
-            strides_per_block = -(-self.block_len // self.block_stride)  # rounded up
-            return self.select_len // self.block_stride + strides_per_block - 1
-        return -(-(self.block_len + self.select_len - 1) // self.block_stride)
+        if self.select_len % self.block_stride == 0:  # a compressed block starts where it starts
+            start_before = (self.block_len - 1) // self.block_stride
+            return start_before + self.select_len // self.block_stride
+        starts = self.block_len + self.select_len - 1  # positions at which such a block may start
+        return -(-starts // self.block_stride)
 
     def visible_compressed(self, position: int) -> int:
         """Compressed blocks that end at or before `position`."""
@@ -95,5 +96,5 @@ class NSASpec:
 
 @lru_cache(maxsize=64)
 def _validated(*numbers: int) -> NSASpec:
-    """Every call of a custom op reads its spec: validate each one once."""
+    """Return the spec of seven integers; cached, because each call of a custom op needs it."""
     return NSASpec(*numbers)

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    import psutil  # late, as is PyYAML: benchmarks run where these are not installed
+    import psutil  # imported where it is used, as is PyYAML: benchmarks run without both
 
 T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine's address for itself

@@ -206,8 +206,8 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
     """Restrict every torch.load in the block; raise a ValueError if a file needs more.
 
     DeepSpeed calls torch.load(weights_only=False), which calls any function that a pickle names.
-    PyTorch's restricted unpickler reads tensors and plain types. With `optimizer` it also reads the
-    classes in DeepSpeed's optimizer files, which only hold values; importing DeepSpeed is slow.
+    PyTorch's restricted unpickler reads tensors and plain types, and with `optimizer` the classes
+    in DeepSpeed's optimizer files, which only hold values. To import them takes seconds.
     """
     import torch
 

@@ -15,8 +15,8 @@ from nsa.data.shards import is_prepared
 from nsa.data.source import HeldOut, Source, is_builtin, is_path
 from nsa.system import user_path
 
-# A source has few documents if there are fewer than FEW_DOCUMENTS, and a hash would hold out fewer
-# than FEW_IN_VALIDATION of them on average, maybe none. Then the end of each document is held out.
+# A hash decides which documents are held out. If there are fewer than FEW_DOCUMENTS, and it would
+# hold out fewer than FEW_IN_VALIDATION on average, the end of each document is held out instead.
 FEW_DOCUMENTS = 1_000
 FEW_IN_VALIDATION = 5
 VALIDATION_BYTES = 1 << 14  # to hold out of few documents: enough for a sample of 2,048 tokens

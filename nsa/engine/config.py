@@ -265,7 +265,7 @@ def _adapt_to_attention(tree: dict[str, Any], given: set[str]) -> None:
     sparse = attention["kind"] == "nsa"
     has_index = attention["branches"] == "sel"
     if "train.value_rate" not in given and sparse and not has_index:
-        tree["train"]["value_rate"] = 1.0  # other rates were measured with one set of values only
+        tree["train"]["value_rate"] = 1.0  # other rates were measured with branches=sel only
     compresses = has_index or "cmp" in str(attention["branches"])
     if "model.attention.compressor" not in given and not compresses:
         attention["compressor"] = "mean"

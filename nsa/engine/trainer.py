@@ -244,7 +244,7 @@ def train(run: Run) -> None:
         run.shutdown.stop_watching()
         run.observers.on_end(status)
         run.observers.close()
-        if run.ranks.rank == 0:  # before the last heartbeat: drawing may take seconds
+        if run.ranks.rank == 0:  # before the last heartbeat, which reports the end of the run
             try:
                 write_report(run.request.run_dir, status)
             except Exception as error:

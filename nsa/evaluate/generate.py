@@ -147,7 +147,7 @@ def decode_stream(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
         pending.append(token)
         text = decode(previous + pending)[len(decode(previous)) :]
         # Tokenizers decode an incomplete character to one or several of these marks.
-        complete = max(yielded, len(text.rstrip("\ufffd")))
+        complete = len(text.rstrip("\ufffd"))
         yield text[yielded:complete]
         yielded = complete
         if text and complete == len(text):

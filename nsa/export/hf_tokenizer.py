@@ -28,10 +28,10 @@ from nsa.data.tokenizer import (
 from nsa.untrusted import check_links, read_object
 
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
     "generation_config.json",  # its eos_token_id may list several ids, see `stop_ids`
-)
+)  # fmt: skip
 # Fields of tokenizer_config.json about the machine that wrote it, or code in another folder.
 DROPPED = ("local_files_only", "is_local", "auto_map")
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
@@ -77,8 +77,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         }
         # If eos is the only special token, the tokenizer below has all that `source` has.
         if source.chat_template or tokenizer.start_id is not None or len(special) > 1:
-            source.model_max_length = source.init_kwargs["model_max_length"] = seq_len
-            source.padding_side = source.init_kwargs["padding_side"] = "left"
+            source.model_max_length = seq_len
+            source.padding_side = source.init_kwargs["padding_side"] = "left"  # else not saved
             source.pad_token = source.pad_token or source.eos_token
             for name in DROPPED:
                 source.init_kwargs.pop(name, None)

@@ -74,7 +74,7 @@ def _write(run: StoredRun, folder: Path, dense: bool) -> None:
         config = NSAConfig.of(run.config.model, architectures=["NSAForCausalLM"], **fields)
         texts |= {"config.yaml": to_yaml(run.config), **remote_code()}
     tree = config.to_diff_dict()
-    if imported_tree is not None and imported is not None:
+    if imported_tree is not None:
         tree = merge(config, run.config.model, imported_tree, imported)
     if not dense:
         tree |= {"auto_map": AUTO_MAP}
@@ -101,7 +101,8 @@ def _fields(run: StoredRun, imported: PretrainedConfig | None) -> dict[str, Any]
     positions, ids = run.config.data.seq_len, dict.fromkeys(TOKEN_IDS)
     if imported is not None:
         positions = max(positions, imported.max_position_embeddings)
-    if imported is not None and (run.tokenizer is None or imported_files(run.tokenizer)):
+    keeps_tokenizer = run.tokenizer is None or imported_files(run.tokenizer) != []
+    if imported is not None and keeps_tokenizer:
         ids = {name: getattr(imported, name) for name in TOKEN_IDS}
     elif run.tokenizer is not None:
         eos, start = run.tokenizer.eos_id, run.tokenizer.start_id
@@ -177,10 +178,10 @@ def dense_name(name: str) -> str:
 def output_folder(to: Path) -> Iterator[Path]:
     """Yield a temporary folder; rename it to `to` at the end, or delete it after an error."""
     check_new_folder(to)
-    given, to = to, Path(os.path.realpath(to))  # resolves "." and links
-    if to.exists() and (to.is_mount() or to == Path.cwd()):
-        raise ValueError(f"--to {given}: cannot be replaced; name a new folder inside it")
-    with draft_folder(to) as draft:
+    target = Path(os.path.realpath(to))  # resolves "." and links
+    if target.exists() and (target.is_mount() or target == Path.cwd()):
+        raise ValueError(f"--to {to}: cannot be replaced; name a new folder inside it")
+    with draft_folder(target) as draft:
         yield draft
         for file in draft.iterdir():
             file.chmod(draft.stat().st_mode & 0o666)  # safetensors restricts its file to the owner

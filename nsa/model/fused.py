@@ -56,7 +56,7 @@ def parallel_linear(
         width = sum(weight.shape[0] for weight in weights)
         padded = width + -width % PAD_TO
         # With few tokens, as in decoding, reading the weights dominates: a copy would triple it.
-        copy_pays = x.numel() // x.shape[-1] >= width // 8
+        copy_pays = x.shape[:-1].numel() >= width // 8  # tokens; an estimate, not measured
         weight = None  # [padded, in]
         if not torch.compiler.is_compiling() and are_adjacent(weights, padded):
             weight = _SideBySide.apply(padded, *weights)

@@ -34,9 +34,9 @@ HEADS = 4
 # scores stay in the CPU's cache.
 TILE_ROWS = 768
 GATHERED_ROWS = 3072  # of a tile of later rows in the selected branch
-# Early rows of the selected branch are the first EARLY_BLOCKS · n · l' positions, or the first
-# EARLY_PAIRS / l' if that is more. They attend densely with a mask: it costs less to compute their
-# unselected blocks than to gather the rows of each block, which also has a fixed cost per block.
+# Early rows of the selected branch attend densely with a mask: computing their unselected blocks
+# costs less than gathering the rows of each block. They are the first EARLY_BLOCKS · n · l' rows;
+# with small blocks more, EARLY_PAIRS / l', because gathering has a fixed cost per block.
 EARLY_BLOCKS = 2
 EARLY_PAIRS = 8_192
 # Added to a masked score; finite, so that a fully masked row gives no NaN. On a CPU, `add_` is 5 to
@@ -146,8 +146,8 @@ def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int)
     blocks = spec.select_blocks_len(seq_len)
     row = torch.arange(switch, seq_len, device=device)[:, None]
     index = block_index[switch:].long()
-    pair = (index * seq_len + row)[(index >= 0) & (index <= row // spec.select_len)]
-    pair = pair.unique()  # ascending by block, then by row; a duplicate counts once
+    selected = (index >= 0) & (index <= row // spec.select_len)
+    pair = (index * seq_len + row)[selected].unique()  # by block, then by row; no duplicates
     rows = pair % seq_len
     counts = torch.bincount(pair // seq_len, minlength=blocks).tolist()
     step = max(1, GATHERED_ROWS // group)
@@ -217,17 +217,17 @@ def attend_backward(
 
 def _by_head(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the dtype of sums."""
-    q = by_group(x.q, x.k.shape[2]).mul(x.scale)
-    return q, by_group(x.k)[:, :, 0], by_group(x.v)[:, :, 0]
+    q, k, v = (by_group(y, x.k.shape[2]) for y in (x.q, x.k, x.v))
+    return q.mul(x.scale), k[:, :, 0], v[:, :, 0]
 
 
 def _tiles(
     x: AttentionInputs,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], Iterable[Tile]]]:
     """Yield (heads, rows), (heads, keys) and tiles of a document, HEADS KV heads at a time."""
-    (batch, seq_len, heads, _), spec, device = x.q.shape, x.spec, x.q.device
-    count, group = batch * x.k.shape[2], heads // x.k.shape[2]
-    step = queries_per_tile(min(count, HEADS), group)
+    (batch, seq_len), kv_heads = x.q.shape[:2], x.k.shape[2]
+    spec, device, group = x.spec, x.q.device, x.q.shape[2] // kv_heads
+    step = queries_per_tile(min(batch * kv_heads, HEADS), group)
     key_slices = documents = document_slices(seq_len, x.cu_seqlens)
     if x.branch == "compressed":
         key_slices = compressed_slices(seq_len, x.cu_seqlens, spec)
@@ -235,15 +235,15 @@ def _tiles(
         index = x.block_index.transpose(1, 2).flatten(0, 1)  # [B*K, T, n]
     for rows, keys in zip(documents, key_slices, strict=True):
         length = rows.stop - rows.start
-        tiles: Iterable[Tile] = []
+        tiles: Iterable[Tile] = []  # the same for all heads, unless they select blocks
         if x.branch == "compressed":
             tiles = band_tiles(length, spec.block_len, spec.block_stride, length, step, device)
         elif x.branch == "window":
             tiles = band_tiles(length, 1, 1, spec.window, step, device)
-        for kv_heads in head_slices(count):
+        for head_slice in head_slices(batch * kv_heads):
             if x.branch == "selected":
-                tiles = selected_tiles(index[kv_heads, rows], spec, group)
-            yield (kv_heads, rows), (kv_heads, keys), tiles
+                tiles = selected_tiles(index[head_slice, rows], spec, group)
+            yield (head_slice, rows), (head_slice, keys), tiles
 
 
 def head_slices(count: int) -> list[slice]:
@@ -251,10 +251,10 @@ def head_slices(count: int) -> list[slice]:
     return [slice(start, start + HEADS) for start in range(0, count, HEADS)]
 
 
-def by_group(x_BTHD: Tensor, groups: int | None = None) -> Tensor:
+def by_group(x_BTHD: Tensor, kv_heads: int) -> Tensor:
     """Return [B, T, H, D] as contiguous [B*K, T, G, D], in float32 (float64 stays float64)."""
     dtype = torch.promote_types(x_BTHD.dtype, torch.float32)
-    x = x_BTHD.unflatten(2, (groups or x_BTHD.shape[2], -1)).permute(0, 2, 1, 3, 4)
+    x = x_BTHD.unflatten(2, (kv_heads, -1)).permute(0, 2, 1, 3, 4)
     return x.to(dtype).contiguous().flatten(0, 1)
 
 
@@ -280,16 +280,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(x.q.device.type, enabled=False):
         q, k, v = _by_head(x)
-        groups, batch = x.k.shape[2], len(x.q)
-        lse = by_group(lse[..., None], groups)
+        kv_heads, batch = x.k.shape[2], len(x.q)
+        lse, dlse = (by_group(y[..., None], kv_heads)[..., 0] for y in (lse, dlse))  # [B*K, T, G]
         blind = lse == -torch.inf
-        do = by_group(do, groups).masked_fill(blind, 0)
-        delta = (do * by_group(o, groups)).sum(-1, keepdim=True) - by_group(dlse[..., None], groups)
-        delta = delta.masked_fill(blind, 0)
+        do = by_group(do, kv_heads).masked_fill(blind[..., None], 0)
+        delta = (do * by_group(o, kv_heads)).sum(-1).sub(dlse).masked_fill(blind, 0)
         dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
         for rows, keys, tiles in _tiles(x):
             attend_backward(
-                (do[rows], delta[rows][..., 0], lse[rows][..., 0]),
+                (do[rows], delta[rows], lse[rows]),
                 (q[rows], k[keys], v[keys]),
                 tiles,
                 (dq[rows], dk[keys], dv[keys]),
@@ -313,20 +312,20 @@ attention = register(  # one branch's attention: (o, lse)
 
 def _select(x: SelectionInputs) -> Tensor:
     """Return the blocks that each query selects, int32 [B, T, K, n]."""
-    groups, (batch, queries) = x.k_cmp.shape[2], x.q.shape[:2]
+    kv_heads, (batch, queries) = x.k_cmp.shape[2], x.q.shape[:2]
     with torch.autocast(x.q.device.type, enabled=False):
-        q, k = by_group(x.q, groups).mul(x.scale), by_group(x.k_cmp)[:, :, 0]
-        lse = None if x.lse is None else by_group(x.lse[..., None], groups)[..., 0]
-        index = torch.full((batch * groups, queries, x.spec.select_top), -1, device=q.device)
+        q, k = by_group(x.q, kv_heads).mul(x.scale), by_group(x.k_cmp, kv_heads)[:, :, 0]
+        lse = None if x.lse is None else by_group(x.lse[..., None], kv_heads)[..., 0]
+        index = torch.full((batch * kv_heads, queries, x.spec.select_top), -1, device=q.device)
         documents = document_slices(queries, x.cu_seqlens)
         blocks = compressed_slices(x.seq_len, x.cu_seqlens, x.spec)
         for rows, keys in zip(documents, blocks, strict=True):
             length = x.seq_len if x.cu_seqlens is None else rows.stop - rows.start
-            for heads in head_slices(batch * groups):
+            for heads in head_slices(batch * kv_heads):
                 lse_rows = None if lse is None else lse[heads, rows]
                 inputs = q[heads, rows], k[heads, keys], lse_rows
                 _fill_index(*inputs, x.spec, length, index[heads, rows])
-        index = index.unflatten(0, (batch, groups)).transpose(1, 2)
+        index = index.unflatten(0, (batch, kv_heads)).transpose(1, 2)
         return index.to(torch.int32).contiguous()
 
 
@@ -351,7 +350,7 @@ def _fill_index(
         score = q[:, start:stop].flatten(1, 2) @ k_cmp[:, :seen].mT
         end = torch.arange(seen, device=q.device) * spec.block_stride + spec.block_len - 1
         table = blocks[:, :candidates], weights[:, :candidates]
-        if lse is None:
+        if lse is None:  # one query head per KV head
             importance = log_sum_overlaps(score.masked_fill_(end > position, -torch.inf), *table)
         else:
             p = score.sub_(lse[:, start:stop].flatten(1)[..., None]).exp_()
@@ -401,7 +400,7 @@ def overlap_table(
     """Return the c compressed blocks that overlap each selection block, and overlap/d: [c, M]."""
     length, stride, size = spec.block_len, spec.block_stride, spec.select_len
     first = torch.arange(spec.select_blocks_len(seq_len), device=device) * size
-    low = torch.div(first - length, stride, rounding_mode="floor") + 1
+    low = torch.div(first - length, stride, rounding_mode="floor") + 1  # first that ends after it
     block = low + torch.arange(spec.max_overlaps, device=device)[:, None]
     start = block * stride
     shared = torch.minimum(start + length, first + size) - torch.maximum(start, first)

@@ -46,7 +46,7 @@ def select_blocks(x: SelectionInputs) -> Tensor:
     documents = document_slices(x.q.shape[1], x.cu_seqlens)
     blocks = compressed_slices(x.seq_len, x.cu_seqlens, x.spec)
     for doc, cmp in zip(documents, blocks, strict=True):
-        length = x.seq_len if x.cu_seqlens is None else doc.stop - doc.start
+        length = doc.stop - doc.start if x.cu_seqlens is not None else x.seq_len  # may exceed T
         lse = None if x.lse is None else x.lse[:, doc]
         score = importance(x.q[:, doc], x.k_cmp[:, cmp], lse, x.spec, seq_len=length, scale=x.scale)
         parts.append(top_blocks(score, x.spec, seq_len=length))
@@ -61,11 +61,11 @@ def visible_blocks(seq_len: int, queries: int, spec: NSASpec, device: torch.devi
 
 
 def overlap(seq_len: int, spec: NSASpec, device: torch.device) -> Tensor:
-    """Return overlap(i, j)/d [N, M]: the positions that blocks i and j share, divided by d."""
-    start = torch.arange(spec.compressed_len(seq_len), device=device)[:, None] * spec.block_stride
-    block_start = torch.arange(spec.select_blocks_len(seq_len), device=device) * spec.select_len
-    end = torch.minimum(start + spec.block_len, block_start + spec.select_len)
-    shared = (end - torch.maximum(start, block_start)).clamp(min=0)
+    """Return [N, M]: positions that compressed block i and selection block j share, over d."""
+    start_i = torch.arange(spec.compressed_len(seq_len), device=device)[:, None] * spec.block_stride
+    start_j = torch.arange(spec.select_blocks_len(seq_len), device=device) * spec.select_len
+    end = torch.minimum(start_i + spec.block_len, start_j + spec.select_len)
+    shared = (end - torch.maximum(start_i, start_j)).clamp(min=0)
     return shared.double() / spec.block_stride
 
 
@@ -97,7 +97,7 @@ def importance(
     # A selection block adds its overlapping compressed blocks one after another, so two selection
     # blocks with the same terms get the same bits: a tie is exact.
     first = (weight > 0).int().argmax(0)  # [M] the first compressed block that overlaps
-    for number in range(int((weight > 0).sum(0).max())):
+    for number in range(int((weight > 0).sum(0).max())):  # the most overlaps of a block
         i = (first + number).clamp(max=len(weight) - 1)
         exists = (first + number < len(weight)).to(dtype)  # 0 where `i` was clamped
         part = weight[i, block] * exists

@@ -5,8 +5,8 @@
                             ->  lists:   per block, queries ascending (compressed sparse rows)
 
 A list holds a query once, even if the query names the block twice. A block's list holds no query
-before the block, even if the query names the block. With packed documents, block 0 of a document
-that begins at position `start` has number start // SELECT + document, as in `locate`.
+before the block, even if the query names the block. Block 0 of a packed document that begins at
+`start` has number start // SELECT + document: documents before it may end with partial blocks.
 
 For the output and the gradient of queries, a tile of neighbouring queries loops over the union of
 their blocks; a bit per query and block says whether the query selected the block. A tile of few
@@ -67,8 +67,8 @@ def _members(
 ):  # fmt: skip
     """Return blocks, `first` and later, and the queries of each as bits: both [BLOCK_WORDS, 32].
 
-    It builds one word per query and 32 blocks, then transposes. Comparing each selected block with
-    each block would take 32 times as many comparisons.
+    It builds one word per query and 32 blocks, then transposes: the sum of distinct bits is their
+    union. To compare each selected block with each block would take 32 times as many comparisons.
     """
     word = first // 32 + tl.arange(0, BLOCK_WORDS)
     words = tl.zeros([row.shape[0], BLOCK_WORDS], tl.int32)
@@ -119,7 +119,7 @@ def members_kernel(
 ):  # fmt: skip
     """Write one word of WORD queries to the row of each block in members [B, Hkv, blocks, words].
 
-    No word is written or read for blocks of other documents, or that begin after the queries.
+    Words of blocks that begin after the queries, or of other documents, are not written or read.
     """
     grid_tile = tl.program_id(0)
     heads = tl.num_programs(1)
@@ -259,7 +259,7 @@ def queries_by_block(
 
 
 def _block_words(blocks: int, queries: int) -> int:
-    """Return how many words of 32 blocks a step takes: for all blocks, but at most 4,096 bits."""
+    """Return BLOCK_WORDS: words for all blocks, but at most 4,096 elements in `member`."""
     return min(next_power_of_2(cdiv(blocks, 32)), max(1, 4096 // (32 * queries)))
 
 
@@ -293,7 +293,7 @@ def _block_list(blocks, counts, grid_tile, t0, list_len, C: tl.constexpr):
     list_id = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + grid_tile
     list_id = list_id * tl.num_programs(1) + tl.program_id(1)
     count = tl.load(counts + list_id)
-    # Lists ascend, and a tile's at most 32 queries are positions of at most 32 blocks, the last.
+    # Exclude the blocks that contain the tile's queries: at most 32, at the end of the list.
     i = count - 1 - tl.arange(0, 32)
     block = tl.load(blocks + list_id * list_len + i, mask=i >= 0, other=-1)
     past = count - tl.sum((block >= t0 // C.SELECT).to(tl.int32), 0)
@@ -311,7 +311,7 @@ def _scores(
     caller ignores these.
     """
     PIECES: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
-    PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # the last step's keys may be the next block's
+    PARTIAL: tl.constexpr = C.SELECT % C.KEYS != 0  # a block's last piece reaches into the next
     first = tl.load(blocks + step // PIECES) * C.SELECT + step % PIECES * C.KEYS
     bits = tl.load(members + step // PIECES)
     selects = ((bits >> local) & 1) == 1  # [ROWS]
@@ -400,7 +400,7 @@ def selected_queries_kernel(
 def _part_number(begin, chunk, CHUNK: tl.constexpr):
     """Return the number, among all parts in the buffer, of one part of a long list.
 
-    A list longer than CHUNK has at most 2 · length // CHUNK chunks, so no two lists share a part.
+    Lists have disjoint parts: one longer than CHUNK has at most 2 · length // CHUNK chunks.
     """
     return begin * 2 // CHUNK + chunk
 
@@ -466,8 +466,8 @@ def selected_keys_kernel(
         queries += low
         # Lists ascend, so queries inside the block, at most SELECT, come first. Only the steps of
         # their rows, `own` rows in all, need the causal mask.
-        own = tl.cdiv(tl.maximum(C.SELECT - chunk * C.CHUNK, 0) * C.GROUP, C.ROWS) * C.ROWS
-        own = tl.minimum(own, rows)
+        own_queries = tl.maximum(C.SELECT - chunk * C.CHUNK, 0)
+        own = tl.minimum(tl.cdiv(own_queries * C.GROUP, C.ROWS) * C.ROWS, rows)
         # Load the next queries one step early, so that copies of their rows can overlap with this
         # step's products.
         next_t = tl.load(queries + i_row // C.GROUP, mask=i_row < rows, other=0)
@@ -581,9 +581,8 @@ def _query_tiles(name: str, x: AttentionInputs) -> tuple[tuple[int, ...], Config
     dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
     operation = f"{'selected' if dense else 'gathered'}_{name}"
     config = choose_config(operation, constants.padded, x.q)
-    group = constants.GROUP
-    queries = min(max(config.rows, next_power_of_2(group)) // group, MAX_QUERIES)
-    rows, keys = max(16, next_power_of_2(queries * group)), _block_keys(config, spec)
+    queries = min(max(1, config.rows // constants.GROUP), MAX_QUERIES)
+    rows, keys = max(16, next_power_of_2(queries * constants.GROUP)), _block_keys(config, spec)
     constants = constants._replace(QUERIES=queries, ROWS=rows, KEYS=keys, SELECT=spec.select_len)
     blocks, members, counts = blocks_by_tile(x.block_index, x.cu_seqlens, spec, queries)
     cu, documents = document_offsets(x.cu_seqlens)
@@ -607,8 +606,8 @@ def _key_gradients(
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
     short = seq_len <= SHORT
-    chunk = next_power_of_2(batch * seq_len) // (8 if short else 32)
-    chunk = min(CHUNK, max(MIN_CHUNK, chunk))
+    chunks = 8 if short else 32  # into which the queries of a small batch are divided
+    chunk = min(CHUNK, max(MIN_CHUNK, next_power_of_2(batch * seq_len) // chunks))
     has_parts = seq_len > chunk  # no list is longer than the sequence
     parts = 2 * seq_len * spec.select_top // chunk + 1  # as `_part_number` counts them
     part_rows = parts * spec.select_len if has_parts else 1
@@ -619,7 +618,7 @@ def _key_gradients(
     cu, documents = document_offsets(x.cu_seqlens)
     C = constants._replace(ROWS=config.rows, KEYS=keys, CHUNK=chunk, SELECT=spec.select_len)
     pieces, heads = cdiv(spec.select_len, keys), groups * batch
-    programs = (seq_len * spec.select_top // chunk + total_blocks) * pieces
+    programs = (seq_len * spec.select_top // chunk + total_blocks) * pieces  # see `locate`
     launch(
         selected_keys_kernel, (heads, programs) if short else (programs, heads), config,
         q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous(),
@@ -640,7 +639,7 @@ def _key_gradients(
 
 
 def _block_keys(config: Config, spec: NSASpec) -> int:
-    """Return the keys of one step, no more than a block has."""
+    """Return the keys of one step: no more than a block has, but at least 16, as `dot` requires."""
     return max(16, min(config.keys, next_power_of_2(spec.select_len)))
 
 
