@@ -105,9 +105,11 @@ def read_model(folder: Path) -> SourceModel:
             "transformers would read another file instead; remove this key"
         )
     if model_type not in ("nsa", *LLAMAS):
-        reason = f"has {UNSUPPORTED[model_type]}; " if model_type in UNSUPPORTED else ""
+        other = UNSUPPORTED.get(str(model_type))  # a list, which a file may hold, has no hash
+        reason = f"has {other}; " if other else ""
         raise ValueError(
-            f"{path}: model_type = {model_type!r}: {reason}must be one of nsa, {', '.join(LLAMAS)}"
+            f"{path}: model_type = {short_repr(model_type)}: {reason}must be one of nsa, "
+            f"{', '.join(LLAMAS)}"
         )
     try:
         model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder, tree)

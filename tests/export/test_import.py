@@ -264,6 +264,7 @@ ONLY = "this model supports only"
         ({"model_type": "gpt2"}, "model_type = 'gpt2': has learned positions"),
         ({"model_type": "olmo2"}, "model_type = 'olmo2': has norms after attention"),
         ({"model_type": "bloom"}, "model_type = 'bloom': must be one"),
+        ({"model_type": ["llama"]}, "model_type = ['llama']: must be one"),
         ({"attention_bias": True}, f"attention_bias = True: {ONLY} False"),
         ({"mlp_bias": True}, f"mlp_bias = True: {ONLY} False"),
         ({"attention_dropout": 0.1}, f"attention_dropout = 0.1: {ONLY} 0"),
