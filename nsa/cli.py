@@ -69,8 +69,7 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
     about = "train with an installed recipe: nsa train [DeepSpeed's flags] m7c [the recipe's flags]"
-    train = verbs.add_parser("train", help=about, add_help=False)
-    train.set_defaults(run=_train)
+    verbs.add_parser("train", help=about, add_help=False).set_defaults(run=_train)
 
     about = "validate a DeepSpeed JSON against the M7C recipe; print it with 'auto' resolved"
     codes = "Exit code: 0 if the recipe accepts the file, 2 with a line per key to change."

@@ -94,8 +94,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if match and int(match[1]) != content["step"]:
         raise ValueError(f"{MANIFEST} has step = {content['step']}: not the folder's")
     names = set(content["files"])
-    missing = {STATE, *map(rng_file, range(content["ranks"]))} - names
-    if missing:
+    if missing := {STATE, *map(rng_file, range(content["ranks"]))} - names:
         raise ValueError(f"{MANIFEST} does not name {min(missing)}")
     for name in sorted(names):
         if Path(name).is_absolute() or ".." in Path(name).parts:

@@ -121,8 +121,7 @@ class CachedSource:
         """Start a writer if tokens are missing and no process writes them."""
         if self._job.is_enough(self._refresh()):
             return
-        locked = lock(self._folder)
-        if locked is not None:
+        if (locked := lock(self._folder)) is not None:
             self._writer = Writer(self._job, locked)
 
     def store(self, split: str) -> TokenStore:

@@ -207,8 +207,7 @@ def _load(name: str) -> Tokenizer:
 def load_pretrained(name: str) -> Any:
     """Return transformers' tokenizer for data.tokenizer=hf:<folder or name>."""
     setting, path = f"data.tokenizer = {name!r}", name.removeprefix("hf:").strip()
-    folder = tokenizer_folder(name)
-    if folder.is_dir():
+    if (folder := tokenizer_folder(name)).is_dir():
         with name_in_errors(setting, "name a folder that save_pretrained() wrote"):
             return _from_pretrained(str(folder))
     if path.startswith(("/", ".", "~")):

@@ -210,8 +210,7 @@ def gpu_checks(listed: int, gpus: Gpus, ranks: int) -> list[Check]:
         fix = f"start {visible}: deepspeed --num_gpus {visible}; or check CUDA_VISIBLE_DEVICES"
     checks = [Check("gpus", status, detail, fix)]
     used = enumerate(gpus.used_mib)
-    busy = [f"GPU {index}: {mib:,} MiB" for index, mib in used if mib > _DISPLAY_MIB]
-    if busy:
+    if busy := [f"GPU {index}: {mib:,} MiB" for index, mib in used if mib > _DISPLAY_MIB]:
         fix = "find the process with nvidia-smi; end a leftover rank by its process id"
         checks.append(Check("gpu in use", WARN, "; ".join(busy), fix))
     return checks

@@ -98,8 +98,7 @@ def compare(ranks: Sequence[Facts]) -> list[Check]:
     for name, (status, fix) in _COMPARED.items():
         first = ranks[0][name]
         differences = [_difference(facts[name], first) for facts in ranks]
-        different = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
-        if different:
+        if different := [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]:
             more = f"; and {len(different) - 4} more ranks" if different[4:] else ""
             detail = f"differs from rank 0: {'; '.join(different[:4])}{more}"
             checks.append(Check(name, status, detail, fix))

@@ -85,15 +85,11 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
     if "activation_checkpointing" in ds_config:
         # DeepSpeed reads this section here only, not in initialize().
         deepspeed.checkpointing.configure(None, deepspeed_config=dict(ds_config))
+    groups = parameter_groups(model, config.train.weight_decay, config.train.value_rate)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory figures
             engine, *_ = deepspeed.initialize(
-                model=model,
-                model_parameters=parameter_groups(
-                    model, config.train.weight_decay, config.train.value_rate
-                ),
-                config=ds_config,
-                dist_init_required=False,
+                model=model, model_parameters=groups, config=ds_config, dist_init_required=False
             )
     except Exception as error:
         if isinstance(error, ImportError) and error.name == "wandb":

@@ -368,8 +368,7 @@ def _hint(tree: dict[str, Any], key: Any, path: str) -> str:
 
     settings = [name for name, _ in walk(asdict(RunConfig()))]
     close = get_close_matches(plain(str(key)), map(plain, settings), n=1)
-    near = [name for name in settings if plain(name) in close]
-    if near:
+    if near := [name for name in settings if plain(name) in close]:
         return f"did you mean {' or '.join(near)}?"
     known = [f"{path}.{name}" for name in tree] if path else [*tree, "attention"]
     return f"choose one of {', '.join(known)}"

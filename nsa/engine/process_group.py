@@ -188,8 +188,7 @@ class CpuCollectives:
             return None, total
         own = (None if error is None else str(error), stop)
         by_rank = self.gather(own, tuple[str | None, str | None])
-        errors = [message for message, _ in by_rank if message is not None]
-        if errors:
+        if errors := [message for message, _ in by_rank if message is not None]:
             error_type = AllRanksCrash if crashes else AllRanksError
             raise error_type("; ".join(dict.fromkeys(errors))) from error
         if self._group is None:

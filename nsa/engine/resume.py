@@ -84,8 +84,7 @@ def read_state(saved: Checkpoint) -> TrainState:
     """Return a checkpoint's TrainState; raise a ValueError if a field has another type."""
     state = TrainState(step=saved.step)
     for name, value in saved.train_state.items():
-        expected = getattr(state, name, None)
-        if type(value) is not type(expected):
+        if type(value) is not type(getattr(state, name, None)):
             problem = f"{name} = {short_repr(value)} is not valid; use another checkpoint"
             raise ValueError(f"{saved.folder}: {problem}")
         setattr(state, name, value)

@@ -234,8 +234,7 @@ def train(run: Run) -> None:
         raise
     except BaseException as error:  # KeyboardInterrupt too
         status = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200].rstrip(": ")
-        out_of_memory = run.telemetry.memory.out_of_memory(error)
-        if out_of_memory is not None:
+        if (out_of_memory := run.telemetry.memory.out_of_memory(error)) is not None:
             warn(out_of_memory)
         if run.saved_step and sys.version_info >= (3, 11):  # the traceback ends with this note
             error.add_note(run.request.resume_hint)

@@ -43,8 +43,7 @@ class Result:
         """Return this result's row of eval.json, with the difference to its baseline."""
         mean, bytes_per_token = self.losses.mean, self.data.samples.bytes_per_token
         over = None
-        baseline = self._baseline(results)
-        if baseline is not None:
+        if (baseline := self._baseline(results)) is not None:
             difference = _to_json(self.losses.minus(baseline.losses))
             over = {"run": baseline.name, "seq_len": baseline.seq_len, **difference}
         return {

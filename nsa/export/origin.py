@@ -76,8 +76,7 @@ def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
     """Return the origin of the model that a run started from, if it was imported."""
     folders = [run_folder, user_path(start_from)] if start_from else [run_folder]
     for folder in folders:
-        file = folder / ORIGIN
-        if file.is_file():
+        if (file := folder / ORIGIN).is_file():
             saved = {"config": None} | read_object(file)
             shape = {"name": str, "license": (str, type(None)), "config": (dict, type(None))}
             if matches(saved, shape):

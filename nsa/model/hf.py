@@ -119,8 +119,7 @@ class NSAPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # makes generate() refuse assisted decoding, which removes tokens
 
     def __init__(self, config: NSAConfig) -> None:
-        server = SERVERS.get(config._attn_implementation)
-        if server is not None:
+        if (server := SERVERS.get(config._attn_implementation)) is not None:
             raise ValueError(
                 f"{server} has no sparse attention; give it a dense export (nsa export --attention "
                 "dense), or use nsa serve"
@@ -145,8 +144,7 @@ class NSAPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.position, std=std)
         elif isinstance(module, BlockPool):
             module.reset_parameters()
-        scale = module.__dict__.get("init_scale")
-        if scale is not None:
+        if (scale := module.__dict__.get("init_scale")) is not None:
             nn.init.normal_(module.weight, std=std * scale)  # type: ignore[arg-type]
 
     @classmethod

@@ -49,8 +49,7 @@ class NSAConfig(PreTrainedConfig):
         default = ModelConfig()
         for name in SHAPE:
             by_alias = kwargs.pop(name, getattr(default, name))
-            value = kwargs.pop(self.attribute_map.get(name, name), by_alias)
-            setattr(self, name, value)
+            setattr(self, name, kwargs.pop(self.attribute_map.get(name, name), by_alias))
         self.attention = asdict(_attention_config(attention or {}))
         self.max_position_embeddings = max_position_embeddings
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
@@ -63,8 +62,7 @@ class NSAConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Load a saved configuration; kwargs override it, `attention` key by key."""
-        overrides = kwargs.get("attention")
-        if overrides is not None:
+        if (overrides := kwargs.get("attention")) is not None:
             saved = asdict(_attention_config(config_dict.get("attention") or {}))
             overrides = _check_names(AttentionConfig, overrides, "attention")
             spec = saved["spec"] | (overrides.get("spec") or {})
@@ -127,8 +125,7 @@ def register_peft_targets() -> None:
     for table in vars(constants).values():
         llama = table.get("llama") if isinstance(table, dict) else None
         if isinstance(llama, list) and all(name.endswith("_proj") for name in llama):
-            names = [name.removesuffix("_proj") for name in llama]
-            table.setdefault(NSAConfig.model_type, names)
+            table.setdefault(NSAConfig.model_type, [name.removesuffix("_proj") for name in llama])
     # The names by which PEFT finds an embedding, to save it or to warn that the head is tied.
     if "embed" not in constants.EMBEDDING_LAYER_NAMES:
         constants.EMBEDDING_LAYER_NAMES.append("embed")

@@ -79,8 +79,7 @@ class Progress(Observer):
         eta = tqdm.format_interval(max(0, self._last_step - record.step) * record.seconds)
         parts = [f"step {record.step}/{self._last_step}"]
         for name, text in LINES.items():
-            value = getattr(record, name)
-            if value is not None:
+            if (value := getattr(record, name)) is not None:
                 parts.append(text.format(value))
         self._print("  ".join([*parts, f"ETA {eta}"]))
 

@@ -184,8 +184,7 @@ def write_report(run_dir: Path, status: str = "") -> Path:
 def _decision(gates: Sequence[GateResult]) -> str:
     if not gates:
         return "not judged yet"
-    failed = [gate.gate for gate in gates if not gate.go]
-    if failed:
+    if failed := [gate.gate for gate in gates if not gate.go]:
         return f"No-Go at {', '.join(failed)}"
     last = gates[-1]
     if last.of_short_run:

@@ -103,9 +103,7 @@ def _cause(error: BaseException) -> str:
     reasons = [x for x in lines if x.startswith("ptxas") and "ptxas info" not in x] or lines
     if not reasons:
         return type(error).__name__
-    if message is None:
-        return reasons[-1]  # of the source code, above the caret
-    return reasons[0]
+    return reasons[-1 if message is None else 0]  # -1: of the source code, above the caret
 
 
 def cdiv(total: int, size: int) -> int:

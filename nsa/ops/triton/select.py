@@ -211,7 +211,7 @@ def select_forward(x: SelectionInputs) -> Tensor:
     out = x.empty_index()
     summed = x.lse is None and spec.max_overlaps > 1  # a running maximum and sum take registers
     config = choose_config("select_summed" if summed else "select", (padded_size(size), 0), x.q)
-    blocks = max(16, next_power_of_2(spec.select_blocks_len(x.seq_len)))
+    blocks = min(config.keys, max(16, next_power_of_2(spec.select_blocks_len(x.seq_len))))
     cu, documents = document_offsets(x.cu_seqlens)
     launch(
         select_kernel, (max_tiles(queries, config.rows, x.cu_seqlens), groups, batch), config,
@@ -219,9 +219,7 @@ def select_forward(x: SelectionInputs) -> Tensor:
         lse=None if x.lse is None else x.lse.contiguous(), out=out, cu=cu,
         q_len=queries, seq_len=x.seq_len, key_len=x.k_cmp.shape[1], documents=documents,
         scale=x.scale * LOG2E,
-        C=constants_of(
-            x.q, x.k_cmp, spec=spec, QUERIES=config.rows, BLOCKS=min(config.keys, blocks)
-        ),
+        C=constants_of(x.q, x.k_cmp, spec=spec, QUERIES=config.rows, BLOCKS=blocks),
         TOP_P=next_power_of_2(spec.select_top),
     )  # fmt: skip
     return out
