@@ -37,7 +37,6 @@ from nsa.spec import NSASpec
 from nsa.text import markdown_table
 from nsa.validation import positive_flags
 from tests.bench.harness import Report, margin, words_of
-from tests.ops.cases import threads
 
 # Token ids in this order: keys, values, fillers, facts.
 KEYS = VALUES = FILLERS = 16
@@ -205,7 +204,6 @@ def model_config(variant: str, task: Task) -> ModelConfig:
     )
 
 
-@threads(1)  # with tensors this small, more threads only wait
 def train(variant: str, task: Task, steps: int, seed: int) -> tuple[LanguageModel, list[float]]:
     """Train a variant at all lengths with AdamW; return it and the loss of each step."""
     torch.manual_seed(seed)
@@ -283,9 +281,9 @@ def run(report: Report) -> None:
     print(*lines(report.data), f"Random blocks would include {random}.", flags.out, sep="\n")
 
 
-@threads(1)
 def _evaluate_pair(task: Task, steps: int, pair: tuple[int, str]) -> dict[str, Any]:
     """Train and evaluate one model: accuracy by facts, in longer sequences, and of needles."""
+    torch.set_num_threads(1)  # with tensors this small, more threads only wait
     seed, variant = pair
     model, losses = train(variant, task, steps, seed)
     longest, rng = task.seq_len, torch.Generator().manual_seed(SEED)
