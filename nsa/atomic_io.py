@@ -31,7 +31,7 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
 
 
 def no_symlink(path: str, flags: int) -> int:
-    """Open a file, as `opener` of open(), but no symbolic link and no pipe without a reader.
+    """Open a file, as open()'s `opener`; raise OSError for a symbolic link or an unread pipe.
 
     A link in a run's folder would let others append to or truncate a file of the run's owner; a
     pipe would block.

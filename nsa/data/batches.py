@@ -126,7 +126,7 @@ class Samples:
             consumed = round(samples * fraction)
             if store.grows:
                 size = "size unknown" if store.size is None else f"{store.size:,} bytes"
-                # A lower bound, as a token of text has one byte or more; 0 if the size is unknown.
+                # At least this many: no store has more tokens than bytes. 0 if the size is unknown.
                 epochs = consumed * self.seq_len / (store.size or math.inf)
                 read = "tokenised as they are read, shuffled in blocks"
             else:
@@ -164,8 +164,8 @@ class Samples:
     def locate(self, position: int) -> tuple[TokenStore, int]:
         """Return the store of a sample, and the index of its first token.
 
-        In a store that grows, wait for the sample's block. A block is shuffled only when it is
-        complete or its source has ended, so the order does not depend on when it is read.
+        In a store that grows, wait until the sample's block is complete or the source has ended:
+        then neither the sample's epoch nor the shuffled order can change any more.
         """
         source, number = self._mixer.locate(position)
         store = self.stores[source]
@@ -237,9 +237,9 @@ def _round_keys(shuffle_key: int) -> tuple[int, ...]:
 def _mix(x: int) -> int:
     """Apply the finaliser of SplitMix64: every input bit affects every output bit."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
-    return x ^ x >> 31
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
 
 
 class Mixer:
@@ -274,7 +274,7 @@ def _round_to_total(fractions: Sequence[float], total: int) -> list[int]:
     """Return `total` divided by `fractions`, in integers: the largest remainders are rounded up."""
     exact = [fraction * total for fraction in fractions]
     counts = [int(value) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+    by_remainder = sorted(range(len(exact)), key=lambda index: exact[index] % 1, reverse=True)
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1
     return counts

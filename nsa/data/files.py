@@ -270,7 +270,7 @@ def _is_text(path: Path, tables: bool, largest: float = math.inf) -> bool:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # may end inside a character
     except UnicodeDecodeError:
         return False
     return bool(text) and "\0" not in text

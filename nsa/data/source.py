@@ -60,7 +60,7 @@ class Source:
     """Documents in a fixed order."""
 
     name: str  # in messages
-    content: str = ""  # digest of what is known of the documents before they are read
+    content: str = ""  # digest of its files' names and sizes; "" without files
 
     def read(self, cursor: Cursor | None = None) -> Documents:
         """Start a pass, or resume one after a document."""
@@ -91,7 +91,8 @@ class HeldOut:
     def text_for(self, text: bytes, split: str) -> bytes:
         """Return what `split` reads of a document: all of it, its start, its end, or nothing."""
         if not self.by_position:
-            return text if is_validation(text, self.fraction) == (split == "val") else b""
+            own_split = "val" if is_validation(text, self.fraction) else "train"
+            return text if split == own_split else b""
         cut = len(text) - int(len(text) * self.fraction)
         for _ in range(3):  # not inside a UTF-8 character
             if 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:

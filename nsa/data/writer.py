@@ -78,9 +78,10 @@ class Job:
         return int(self.plan.settings.get("shard_tokens", growing))
 
     def is_enough(self, index: Index) -> bool:
-        if index.finished or not self.needs:
+        if not self.needs:
             return index.finished
-        return all(index.tokens(split) >= tokens for split, tokens in self.needs.items())
+        reached = (index.tokens(split) >= tokens for split, tokens in self.needs.items())
+        return index.finished or all(reached)
 
 
 def plan_of(source: DividedSource, tokenizer: Tokenizer, shard_tokens: int | None = None) -> Index:
@@ -95,7 +96,7 @@ def plan_of(source: DividedSource, tokenizer: Tokenizer, shard_tokens: int | Non
     )
     settings = {name: getattr(source.config, name) for name in TOKEN_SETTINGS}
     held_out = "held_out_of_each" if source.division.by_position else "held_out"
-    settings[held_out] = source.division.fraction
+    settings[held_out] = source.division.fraction  # may differ from data.held_out
     if shard_tokens is not None:
         settings["shard_tokens"] = shard_tokens
     if source.content:
@@ -198,7 +199,7 @@ def main() -> None:
     try:
         _write(job, lock_file)
     except DataError as error:
-        pickle.dump(type(error)(str(error)), error_file)
+        pickle.dump(error, error_file)
         error_file.flush()
         code = REFUSED
     except BaseException:
@@ -220,7 +221,7 @@ def _write(job: Job, lock_file: int) -> None:
         index = job.plan
     try:
         for shard in index.shards:
-            open_shard(job.folder, shard, index.stamp).close()
+            open_shard(job.folder, shard, index.stamp).close()  # raises if it is damaged
         for pattern in (".*.bin.*", f".{INDEX}.*"):  # of interrupted writes
             for draft in job.folder.glob(pattern):
                 draft.unlink()
@@ -234,10 +235,10 @@ def _write(job: Job, lock_file: int) -> None:
             raise DataError(f"{job.folder}: cannot be written ({error})") from error
         left = [tokens - index.tokens(split) for split, tokens in job.needs.items()]
         needed = sum(max(0, tokens) for tokens in left) or job.shard_tokens(index)
-        size, free = np.dtype(index.stamp.dtype).itemsize, shutil.disk_usage(job.folder).free
+        token_bytes, free = np.dtype(index.stamp.dtype).itemsize, shutil.disk_usage(job.folder).free
         raise DataError(
-            f"{job.folder}: the disk is full: {needed * size:,} bytes or more are needed, and "
-            f"{free:,} are free; free some space and {RERUN}: it resumes where it stopped"
+            f"{job.folder}: the disk is full: {needed * token_bytes:,} bytes or more are needed, "
+            f"and {free:,} are free; free some space and {RERUN}: it resumes where it stopped"
         ) from None
 
 
@@ -256,7 +257,7 @@ def _write_shards(job: Job, index: Index, documents: Documents) -> Index:
     pending: dict[str, list[TokenArray]] = {split: [] for split in SPLITS}
     tokens, text_bytes = Counter[str](), Counter[str]()
     cursor, skipped = index.cursor, index.skipped
-    # A shard exceeds `full` by less than the tokens of one call.
+    # A shard exceeds `full` tokens by less than those of one call, which has about `full` bytes.
     while batch := next_documents(documents, min(BYTES_PER_CALL, full)):
         cursor = batch[-1][1]
         pieces = []

@@ -107,13 +107,13 @@ def model_card(run: StoredRun, origin: Origin | None = None, dense: bool = False
 
 def _about(run: StoredRun, origin: Origin | None, dense: bool) -> str:
     model, attention = run.config.model, run.config.model.attention
-    kind = "dense causal attention"
-    if attention.has_index and dense:
-        if run.step is not None:
+    if dense or attention.kind == "dense":
+        kind = "dense causal attention"
+        if attention.has_index and run.step is not None:
             kind += " (training and the figures below: sparse attention)"
     elif attention.has_index:
         kind = "sparse attention: an index selects the blocks of tokens that a query attends to"
-    elif attention.kind == "nsa":
+    else:
         names = {"cmp": "compressed", "sel": "selected", "win": "sliding window"}
         branches = ", ".join(names[branch] for branch in attention.branch_names)
         kind = f"Native Sparse Attention (arXiv 2502.11089; branches: {branches})"

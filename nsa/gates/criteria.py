@@ -194,7 +194,7 @@ def _utilization(inputs: GateInputs, reduce: Callable[[list[float]], float]) -> 
 def _recall(inputs: GateInputs) -> Measurement:
     """Return the best layer's ratio of attention on selected blocks to attention on random blocks.
 
-    One layer is enough: where attention is spread evenly, no selection is better than a random one.
+    The best, because in a layer that spreads attention evenly no selection beats a random one.
     """
     if inputs.step < MIN_STEPS_FOR_RECALL:
         raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_RECALL} are needed")
@@ -203,9 +203,9 @@ def _recall(inputs: GateInputs) -> Measurement:
     rows = [row for row in inputs.selection.rows if row["step"] <= inputs.step]
     newest = set(sorted({row["step"] for row in rows})[-RECALL_STEPS:])
     layers: dict[float, list[Row]] = {}
-    cells = {"layer", "recall", "recall_random"}
+    columns = {"layer", "recall", "recall_random"}
     for row in rows:
-        if row["step"] in newest and cells <= row.keys() and row["recall_random"]:
+        if row["step"] in newest and columns.issubset(row) and row["recall_random"]:
             layers.setdefault(row["layer"], []).append(row)
     if not layers:
         raise NotMeasured(

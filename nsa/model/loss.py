@@ -33,8 +33,8 @@ from nsa.ops.per_token import cross_entropy_
 Head = tuple[Tensor, Tensor]  # a head's input [N, width] and weight [V, width]
 
 # Logits per chunk: 1 GiB in bf16, so two chunks for M7C's 16,384 tokens. Fewer chunks are faster:
-# adding a chunk to d_weight moves 10 to 16 bytes per element of d_weight; adding the last one moves
-# 6 to 8 (0.2 GB for M7C).
+# adding a chunk to d_weight moves 10 to 16 bytes per element of d_weight. M7C has only the last
+# addition, which moves 6 (0.2 GB); after an earlier one the last moves 8.
 CHUNK_LOGITS = 2**29
 CHUNK_LOGITS_CPU = 2**27
 # Distillation cuts a chunk into this many parts: it holds the logits of two models in float32.

@@ -32,9 +32,9 @@ def dispatch(
 ) -> ModuleType:
     """Return the backend module for a call; raise if a backend requested by name cannot run.
 
-    Device, dtype and head sizes of `x` and `others` decide; with `attention=False`, their shapes do
-    not. `limit` is a reason why this operation's kernels cannot run, or None. An operation with a
-    single PyTorch implementation runs it whenever the result is not `triton`.
+    Device and dtype of `x` decide, and with `attention` also its shape and the head sizes of
+    `others`. `limit` is a reason why this operation's kernels cannot run, or None. An operation
+    with a single PyTorch implementation runs it whenever the result is not `triton`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")

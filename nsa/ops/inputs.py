@@ -128,8 +128,8 @@ class GatedInputs(NamedTuple):
 class DecodeInputs(NamedTuple):
     """Inputs of decoding: each sequence's newest token attends over the buffers of a KV cache.
 
-    The buffers contain its keys and values. Entries past a sequence's length, even NaN, never
-    affect the result. Buffers that no branch reads may be None; selection also reads k_cmp.
+    The buffers hold that token's keys and values, too. Entries past a sequence's length, even NaN,
+    never affect the result. Buffers that no branch reads may be None; selection also reads k_cmp.
     """
 
     q: Tensor  # [B, Hq, Dk]
