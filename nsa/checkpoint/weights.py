@@ -141,8 +141,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
                 "weights; copy or save the model again"
             ) from None
     for name in names:
-        with open_regular(folder / name):  # safetensors would wait for a pipe
-            pass
+        open_regular(folder / name).close()  # raises for a pipe; safetensors would wait for it
         try:
             tensors = load_file(folder / name)
         except SafetensorError as error:

@@ -48,7 +48,7 @@ class _CutBlocks(torch.autograd.Function):
 
 
 class BlockMLP(nn.Module):
-    """Adds learned intra-block position embeddings to a block's vectors, then a two-layer MLP.
+    """Adds learned position embeddings to a block's vectors, then applies a two-layer MLP.
 
     Without a nonlinearity the position embeddings would only add a constant to the output.
     `hidden` is the width between the two layers.
@@ -71,7 +71,7 @@ class MLPCompressor(Compressor):
     def __init__(self, block_len: int, key_size: int, value_size: int) -> None:
         super().__init__()
         self.key = BlockMLP(block_len, key_size, hidden=key_size)
-        self.value = BlockMLP(block_len, value_size, hidden=key_size)
+        self.value = BlockMLP(block_len, value_size, hidden=key_size)  # hidden: as for keys
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key(k), block_rotary), self.value(v)

@@ -92,18 +92,18 @@ def check(operation: Operation, dtype: torch.dtype) -> KernelResult | None:
         roundings = 4 if dtype == torch.float32 else 1
         problem = ""
         for result, repeated, in_pytorch, precise in zip(actual, again, usual, exact, strict=True):
-            wrong = _relative_error(result, precise)
+            kernel_error = _relative_error(result, precise)
             limit = TIMES * _relative_error(in_pytorch, precise)
             limit += roundings * torch.finfo(dtype).eps
-            if not wrong <= limit:  # a NaN is a problem
-                problem = problem or f"its error is {wrong:.2g}, and {limit:.2g} is allowed"
+            if not kernel_error <= limit:  # a NaN is a problem
+                problem = problem or f"its error is {kernel_error:.2g}, and {limit:.2g} is allowed"
             if not torch.equal(result, repeated):
                 problem = problem or "two runs give different bits"
-            ratio = wrong / limit
+            ratio = kernel_error / limit
             if math.isnan(ratio):
                 ratio = math.inf
             if ratio > largest:
-                error, allowed, largest = wrong, limit, ratio
+                error, allowed, largest = kernel_error, limit, ratio
     except UnsupportedCall:
         return None
     except Exception as raised:  # whatever a compiler or a driver raises
@@ -199,16 +199,16 @@ def _attention(
     yield Operation("rotary_pool", (random(1, total, columns),), split)
     if config.attention.kind == "dense":
         return
-    spec, heads = config.attention.spec, config.kv_heads
+    spec, kv_heads = config.attention.spec, config.kv_heads
     if config.attention.compressor == "pool":
         pooled = [(layer.key_dim, metadata.block_rotary)]
         if layer.index is None:  # an index has no values
             pooled.append((layer.value_dim, None))
         for size, angles in pooled:
-            x, weight = random(1, total, heads, size), random(heads, size, size) / 8
-            position = random(heads, spec.block_len, size)
+            x, weight = random(1, total, kv_heads, size), random(kv_heads, size, size) / 8
+            position = random(kv_heads, spec.block_len, size)
             run = partial(pool, rotary=angles, block_tokens=tables[0], token_blocks=tables[1])
-            yield Operation("pool", (x, weight, position, random(heads * size)), run)
+            yield Operation("pool", (x, weight, position, random(kv_heads * size)), run)
     yield from _branches(config, metadata, layer, total, random)
 
 
@@ -220,13 +220,13 @@ def _branches(
     random: Callable[..., Tensor],
 ) -> Iterator[Operation]:
     """Yield the operations between the projections: selection, attention and selector loss."""
-    spec, heads, cu_seqlens = config.attention.spec, config.kv_heads, metadata.cu_seqlens
+    spec, kv_heads, cu_seqlens = config.attention.spec, config.kv_heads, metadata.cu_seqlens
     key_dim, value_dim = layer.key_dim, layer.value_dim
     assert metadata.block_tokens is not None
     blocks = len(metadata.block_tokens)
-    q, k_cmp = random(1, total, config.heads, key_dim), random(1, blocks, heads, key_dim)
-    k, v = (random(1, total, heads, dim) for dim in (key_dim, value_dim))
-    q_cmp = None if layer.index is None else random(1, total, heads, key_dim)
+    q, k_cmp = random(1, total, config.heads, key_dim), random(1, blocks, kv_heads, key_dim)
+    k, v = (random(1, total, kv_heads, dim) for dim in (key_dim, value_dim))
+    q_cmp = None if layer.index is None else random(1, total, kv_heads, key_dim)
     common: dict[str, Any] = {"spec": spec, "cu_seqlens": cu_seqlens}
     in_pytorch: dict[str, Any] = {**common, "backend": "blockwise"}
     triton_blocks: list[Tensor] = []  # selected by Triton, which runs first; PyTorch reads them
@@ -259,12 +259,12 @@ def _branches(
         run = partial(selected_attention, block_index=index, **common)
         yield Operation("selected_attention", (q, k, v), run)
     elif layer.branches == BRANCHES:
-        v_cmp = random(1, blocks, heads, value_dim)
+        v_cmp = random(1, blocks, kv_heads, value_dim)
         k_win, v_win = (random(*x.shape) for x in (k, v))
         gates = random(1, total, config.heads, 3).abs()
         yield Operation("nsa_attention", (q, k_cmp, v_cmp, k, v, k_win, v_win, gates), attend)
     if config.attention.selector_loss:
-        queries = sample_queries(total, torch.zeros((), dtype=torch.long, device=q.device))
+        queries = sample_queries(total, offset=torch.tensor(0, device=q.device))
 
         def loss(q: Tensor, k_cmp: Tensor, k: Tensor, q_cmp: Any, backend: str) -> Outputs:
             return selector_loss(q, k_cmp, k, queries, q_cmp=q_cmp, **common, backend=backend)
@@ -295,7 +295,7 @@ def _selected_importance(
         score = importance(q[:, doc], k_cmp[:, cmp], doc_lse, spec, seq_len=length, scale=scale)
         padded = torch.nn.functional.pad(score, (0, 1), value=-1.0)  # read by index -1
         selected = padded.gather(-1, index[:, doc].long() % padded.shape[-1])
-        parts.append(selected.masked_fill(selected == -torch.inf, 0))  # overlaps no visible key
+        parts.append(selected.masked_fill(selected == -torch.inf, 0))  # -inf: it has no visible key
     return torch.cat(parts, 1).sort(-1).values
 
 

@@ -6,9 +6,9 @@
 
 j runs over the ranked blocks: those before the query that are not always selected. In the
 logarithm, target and p are normalized to a sum of 1 over the ranked blocks. The factor target[j] is
-not normalized, so a query counts by how much it attends to ranked blocks. p is the mean of a KV
-head's query heads, or of the heads of `q_cmp`, an index's queries. Only the compressed keys and
-`q_cmp` get a gradient.
+not normalized, so a query counts by how much it attends to ranked blocks. target and p are means
+over the query heads of a KV head; with an index, p is the mean over the heads of its queries,
+`q_cmp`. Only the compressed keys and `q_cmp` get a gradient.
 
 The forward pass returns what the backward pass needs: dp[j] = ∂loss/∂p[j] of each query and block;
 for each query and head, the lse of the compressed scores, and Σ_j dp[j] · (this head's p[j]). The
@@ -82,28 +82,28 @@ def selector_loss(
 def _forward(x: SelectorLossInputs) -> tuple[Tensor, ...]:
     _, target, dp, by_head = x.empty_outputs()
     total = target.new_zeros(())
-    position, block, first = _tables(x)
-    number = torch.arange(target.shape[-1], device=block.device)  # [M]
-    token = torch.arange(len(position), device=block.device)  # [T]
-    overlap = _overlap(x, block, first, len(number), target.dtype)
+    position, token_block, cmp_starts = _tables(x)
+    number = torch.arange(target.shape[-1], device=token_block.device)  # [M]
+    token = torch.arange(len(position), device=token_block.device)  # [T]
+    overlap = _overlap(x, token_block, cmp_starts, len(number), target.dtype)
     for part in _parts(x):
         t = x.queries[part][:, None]  # [s, 1]
-        start = t - position[t]  # the document's first token
-        hidden = (token > t) | (token < start)  # [s, T]
+        doc_start = t - position[t]
+        hidden = (token > t) | (token < doc_start)  # [s, T]
         score = _scores(x.q[:, x.queries[part]], x.k_sel, x.scale)
         score = score.masked_fill_(hidden[:, None], -torch.inf)
         attention = score.softmax(-1).mean(3)  # [B, K, s, T]
         by_block = attention.new_zeros(*attention.shape[:3], len(number))
-        by_block.index_add_(3, block, attention)
-        ranked = (number >= x.spec.init_blocks) & (number <= block[t] - x.spec.local_blocks)
+        by_block.index_add_(3, token_block, attention)
+        ranked = (number >= x.spec.init_blocks) & (number <= token_block[t] - x.spec.local_blocks)
         target_part = by_block * ranked  # [B, K, s, M]
-        score, lse = _compressed_scores(x, t, start, first)
+        score, lse = _compressed_scores(x, t, doc_start, cmp_starts)
         p_head = (score - lse[..., None]).exp_() @ overlap  # [B, K, s, G, M]
         p = p_head.mean(3) * ranked
         target_sum, p_sum = target_part.sum(-1, keepdim=True), p.sum(-1, keepdim=True)
         log_ratio = (_log(target_part) - _log(target_sum)) - (_log(p) - _log(p_sum))
         total += (target_part * log_ratio).sum()
-        # The gradients of log(p_sum) and log(p); both are 0 where the logarithm is clamped.
+        # The gradient through log(p_sum), and through log(p); 0 where the logarithm is clamped.
         dp_part = (target_sum / p_sum).where(p_sum > TINY, 0) - (target_part / p).where(p > TINY, 0)
         target[:, :, part] = target_part
         dp[:, :, part] = dp_part * ranked
@@ -117,22 +117,22 @@ def _backward(
     dloss: Tensor, x: SelectorLossInputs, dp: Tensor, by_head: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of k_cmp and of q_cmp; the second is empty without q_cmp."""
-    position, block, first = _tables(x)
-    overlap = _overlap(x, block, first, dp.shape[-1], dp.dtype)
+    position, token_block, cmp_starts = _tables(x)
+    overlap = _overlap(x, token_block, cmp_starts, dp.shape[-1], dp.dtype)
     k = x.k_cmp.to(dp.dtype)
     dk = torch.zeros_like(k)
     dq = k.new_zeros(0 if x.q_cmp is None else x.q_cmp.shape)
     for part in _parts(x):
         t = x.queries[part][:, None]  # [s, 1]
-        score, _ = _compressed_scores(x, t, t - position[t], first)  # [B, K, s, G, N]
+        score, _ = _compressed_scores(x, t, t - position[t], cmp_starts)  # [B, K, s, G, N]
         lse, dp_p = (y[..., None] for y in by_head[:, :, :, part])  # [B, K, s, G, 1]
         ds = (score - lse).exp_() * ((dp[:, :, part, None] @ overlap.T) - dp_p)
         q_scaled = _scaled_by_kv_head(x.ranking[:, t[:, 0]], k, x.scale)
         dk += torch.einsum("bksgn,bksgd->bnkd", ds, q_scaled)
         if x.q_cmp is not None:
             dq[:, t[:, 0]] = torch.einsum("bksgn,bnkd->bskgd", ds, k).flatten(2, 3) * x.scale
-    mean = dloss / (dp[..., 0].numel() * by_head.shape[-1])  # over queries, and the heads of p
-    return (dk * mean).to(x.k_cmp.dtype), (dq * mean).to(x.k_cmp.dtype)
+    factor = dloss / by_head[0].numel()  # the loss and p are means, over queries and over heads
+    return (dk * factor).to(x.k_cmp.dtype), (dq * factor).to(x.k_cmp.dtype)
 
 
 def _parts(x: SelectorLossInputs) -> Iterator[slice]:
@@ -148,17 +148,17 @@ def _tables(x: SelectorLossInputs) -> tuple[Tensor, Tensor, Tensor]:
     position = torch.arange(seq_len, device=device)
     if x.cu_seqlens is not None:
         position = position - repeat_per_document(x.cu_seqlens[:-1], x.cu_seqlens, seq_len)
-    first = block_starts(seq_len, x.cu_seqlens, x.spec, device)
-    return position, position // x.spec.select_len, first
+    cmp_starts = block_starts(seq_len, x.cu_seqlens, x.spec, device)
+    return position, position // x.spec.select_len, cmp_starts
 
 
 def _overlap(
-    x: SelectorLossInputs, block: Tensor, first: Tensor, blocks: int, dtype: torch.dtype
+    x: SelectorLossInputs, token_block: Tensor, cmp_starts: Tensor, blocks: int, dtype: torch.dtype
 ) -> Tensor:
     """Return which fraction of each compressed block is in each selection block, [N, M]."""
-    token = first[:, None] + torch.arange(x.spec.block_len, device=first.device)  # [N, l]
+    token = cmp_starts[:, None] + torch.arange(x.spec.block_len, device=cmp_starts.device)  # [N, l]
     fraction = torch.full_like(token, 1 / x.spec.block_len, dtype=dtype)
-    return fraction.new_zeros(len(first), blocks).scatter_add_(1, block[token], fraction)
+    return fraction.new_zeros(len(cmp_starts), blocks).scatter_add_(1, token_block[token], fraction)
 
 
 def _log(x: Tensor) -> Tensor:
@@ -166,10 +166,10 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _compressed_scores(
-    x: SelectorLossInputs, t: Tensor, start: Tensor, first: Tensor
+    x: SelectorLossInputs, t: Tensor, doc_start: Tensor, cmp_starts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return scores [B, K, s, G, N], -inf where hidden, and lse; without any key +inf, so p = 0."""
-    seen = (first + x.spec.block_len <= t + 1) & (first >= start)  # [s, N]
+    """Return scores, -inf where hidden, and lse, +inf if all are hidden: then p = 0."""
+    seen = (cmp_starts + x.spec.block_len <= t + 1) & (cmp_starts >= doc_start)  # [s, N]
     score = _scores(x.ranking[:, t[:, 0]], x.k_cmp, x.scale)
     score = score.masked_fill_(~seen[:, None], -torch.inf)
     lse = score.logsumexp(-1)

@@ -42,7 +42,7 @@ PATTERNS = {
     "all blocks selected": Case(NSASpec(4, 2, 4, 16, 1, 2, 8), (40, 64), kv_heads=1, group=2),
     "the paper's": Case(NSASpec(select_top=4), (620, 31), kv_heads=1, group=4, key_dim=16),
 }
-SIZES = ("parts", "row_scores", "blocks")  # of buffers, by the name that kernels give them
+SIZES = ("parts", "score_stride", "blocks")  # of buffers, by the name that kernels give them
 backends = pytest.mark.parametrize("backend", ["blockwise", "triton"])
 
 

@@ -56,7 +56,7 @@ def constant_result(function: Function) -> Function:
 
 @constant_result
 def _device_problem(device: torch.device) -> str | None:
-    # Two functions, because Dynamo ignores the wrapper of `cache`: it would see no constant result.
+    # Uncached, because Dynamo looks through the wrapper of `cache` and so would not see the mark.
     return _find_device_problem(device)
 
 

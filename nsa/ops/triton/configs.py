@@ -86,9 +86,9 @@ def exclude(tile: Config, kernel: str, reason: str) -> bool:
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the one expected to
 # be fastest first. Several branches share `forward`, `queries` and `keys`; an entry
 # `window_forward` would override `forward` for the window. `gathered` is the selected branch on
-# long sequences, with small tiles (selected.py), and `gathered_decode` is decoding. The size 192 is
-# for keys of up to 256 with values of up to 128, as in the paper. In `select`, rows are queries and
-# keys are selection blocks; `select_summed` ranks each selection block by several keys of an index.
+# long sequences, with small tiles (selected.py), and `gathered_decode` is decoding. Size 192 stands
+# for keys of 129 to 256 with values of up to 128; the paper has 192 and 128. In `select`, rows are
+# queries and keys are selection blocks; `select_summed` ranks a block by several keys of an index.
 _HALF_PRECISION: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
@@ -222,8 +222,8 @@ def candidates(
     if chip != similar_chip:  # a limit on registers holds only for the chip that it is measured on
         own = [numbers[:4] for numbers in own]
     general = table[kind][size]
-    # AMD's chips have shared memory for two stages. General candidates are for larger chips: take
-    # them only where `small` has none, and with four warps, which leave a thread 512 registers.
+    # AMD's chips take `small`, and if it has nothing (`own`) the general candidates, which are for
+    # larger chips: with two stages, which fit, and four warps, which leave a thread 512 registers.
     if chip in AMD:
         general = [] if own else [(r, k, min(w, 4), min(s, 2)) for r, k, w, s in general]
     return [Config(*numbers) for numbers in dict.fromkeys([*own, *general])][:MAX_CANDIDATES]

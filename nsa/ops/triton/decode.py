@@ -2,7 +2,7 @@
 
 One token has few query heads per key/value head but thousands of keys. So the keys of every branch
 are split into parts, with a program for each: PART compressed keys, one selected block, or PART
-positions of the window. Each part stores a softmax; a last kernel joins parts and applies gates.
+positions of the window. Each part stores o and lse; a last kernel joins parts and applies gates.
 
     compressed parts -> scores -> importance -> rank -> selected blocks and window -> mix
 
@@ -40,13 +40,13 @@ from nsa.ops.triton.select import LEAST, TAKEN, first_overlap, overlap
 
 @triton.jit
 def _attend(
-    q, k, v, o, lse, scores, part, parts, row_scores, begin, end, ring, scale, rows,
-    C: tl.constexpr, RING: tl.constexpr,
+    q, k, v, o, lse, part_row, parts, scale, rows, C: tl.constexpr, begin, end,
+    ring=None, scores=None, score_stride=None,
 ):  # fmt: skip
     """Attend with `rows` query heads to the keys from `begin` to `end`; store o and lse.
 
-    Head h stores them at `part + h * parts`. Key p is in row p of its buffer, or with RING in row
-    p % `ring`. Scores are stored unless `scores` is None; o is not stored if `v` is None.
+    Head h stores them in row `part_row + h * parts`, and its scores, unless `scores` is None, from
+    h * `score_stride` on. o is not stored if `v` is None. With `ring`, key p is in row p % `ring`.
     """
     h = tl.arange(0, C.ROWS)
     valid = h < rows
@@ -55,12 +55,12 @@ def _attend(
     for first in range(begin, end, C.KEYS):
         n = first + tl.arange(0, C.KEYS)
         inside = n < end
-        row = (n % ring if RING else n).to(tl.int64)
+        row = (n if ring is None else n % ring).to(tl.int64)
         k_tile = load_rows(k, row, C.HEADS * C.KEY, C.KEY, C.KEY_P, inside)  # [KEYS, KEY_P]
         s = dot(q_tile, tl.trans(k_tile))
         s = tl.where(inside[None, :], s, float("-inf"))  # [ROWS, KEYS]
         if scores is not None:
-            at = (h * row_scores)[:, None] + n[None, :]
+            at = (h * score_stride)[:, None] + n[None, :]
             tl.store(scores + at, s * scale, mask=valid[:, None] & inside[None, :])
         if v is not None:
             v_tile = load_rows(v, row, C.HEADS * C.VALUE, C.VALUE, C.VALUE_P, inside)
@@ -68,7 +68,7 @@ def _attend(
         else:
             m, total = _sum_step(s, m, total, scale)
     o_tile, logsum = finish_softmax(m, total, acc)
-    at = part + h * parts
+    at = part_row + h * parts
     if v is not None:
         store_rows(o, at, C.VALUE, o_tile, C.VALUE, C.VALUE_P, valid)
     tl.store(lse + at, logsum, mask=valid)
@@ -97,7 +97,7 @@ def _program_rows(batch, C: tl.constexpr):
 
 @triton.jit
 def decode_compressed_kernel(
-    q, k_cmp, v_cmp, lengths, o, lse, scores, k_cmp_b, v_cmp_b, parts, row_scores, scale,
+    q, k_cmp, v_cmp, lengths, o, lse, scores, k_cmp_b, v_cmp_b, parts, score_stride, scale,
     C: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr,
 ):  # fmt: skip
     """Attend to a part of the compressed keys; store o, lse and scores."""
@@ -107,13 +107,14 @@ def decode_compressed_kernel(
     seen = visible(tl.load(lengths + batch).to(tl.int32) - 1, C)
     if part * PART < seen:
         if scores is not None:
-            scores += row * row_scores
+            scores += row * score_stride
         if v_cmp is not None:
             v_cmp += batch * v_cmp_b + head * C.VALUE
         _attend(
-            q + row * C.KEY, k_cmp + batch * k_cmp_b + head * C.KEY, v_cmp, o, lse, scores,
-            row * parts + FIRST_PART + part, parts, row_scores,
-            part * PART, tl.minimum(seen, (part + 1) * PART), 1, scale, rows, C, False,
+            q + row * C.KEY, k_cmp + batch * k_cmp_b + head * C.KEY, v_cmp,
+            o, lse, row * parts + FIRST_PART + part, parts, scale, rows, C,
+            begin=part * PART, end=tl.minimum(seen, (part + 1) * PART),
+            scores=scores, score_stride=score_stride,
         )  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def decode_importance_kernel(
-    scores, lse, lengths, importance, parts, row_scores, blocks,
+    scores, lse, lengths, importance, parts, score_stride, blocks,
     C: tl.constexpr, GROUP_P: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -159,11 +160,10 @@ def decode_importance_kernel(
                 i = low + c
                 weight = overlap(i, j, C)
                 sees = (i >= 0) & (i < seen) & (weight > 0.0)
-                s = tl.load(scores + group * row_scores + i, mask=sees, other=LEAST)
+                s = tl.load(scores + group * score_stride + i, mask=sees, other=LEAST)
                 m_new = tl.maximum(m, s)
-                total = total * tl.exp2(m - m_new) + tl.where(
-                    sees, tl.exp2(s - m_new) * weight, 0.0
-                )
+                p = tl.where(sees, tl.exp2(s - m_new), 0.0)
+                total = total * tl.exp2(m - m_new) + p * weight
                 m = m_new
             # NaN becomes LEAST: NaNs would share a rank, and part of `index` would not be written.
             total = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), LEAST)
@@ -174,7 +174,7 @@ def decode_importance_kernel(
             for c in range(C.COUNT):
                 i = low + c
                 inside = valid[:, None] & ((i >= 0) & (i < seen))[None, :]
-                at = (row * row_scores)[:, None] + i[None, :]
+                at = (row * score_stride)[:, None] + i[None, :]
                 s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
                 weight = overlap(i, j, C)
                 total += tl.sum(tl.exp2(s - binary_lse(row_lse)[:, None]), 0) * weight
@@ -226,29 +226,29 @@ def decode_parts_kernel(
             if candidates > C.TOP:
                 j = tl.load(index + row // C.GROUP * C.TOP + part)
             _attend(
-                q, k_sel + batch * k_sel_b + head * C.KEY,
-                v_sel + batch * v_sel_b + head * C.VALUE, o, lse, None, part_row, parts, 0,
-                j * C.SELECT, tl.minimum(length, (j + 1) * C.SELECT), 1, scale, rows, C, False,
+                q, k_sel + batch * k_sel_b + head * C.KEY, v_sel + batch * v_sel_b + head * C.VALUE,
+                o, lse, part_row, parts, scale, rows, C,
+                begin=j * C.SELECT, end=tl.minimum(length, (j + 1) * C.SELECT),
             )  # fmt: skip
     if C.WINDOW > 0:
         begin = tl.maximum(length - C.WINDOW, 0) + (part - C.TOP) * PART
         if (part >= C.TOP) & (begin < length):
             _attend(
-                q, k_win + batch * k_win_b + head * C.KEY,
-                v_win + batch * v_win_b + head * C.VALUE, o, lse, None, part_row, parts, 0,
-                begin, tl.minimum(length, begin + PART), ring, scale, rows, C, True,
+                q, k_win + batch * k_win_b + head * C.KEY, v_win + batch * v_win_b + head * C.VALUE,
+                o, lse, part_row, parts, scale, rows, C,
+                begin=begin, end=tl.minimum(length, begin + PART), ring=ring,
             )  # fmt: skip
 
 
 @triton.jit
-def _join(o, lse, row, count, gates, gate, C: tl.constexpr, TILE: tl.constexpr):
+def _join(o, lse, part_row, count, gates, gate, C: tl.constexpr, TILE: tl.constexpr):
     """Join a branch's first `count` parts; return o [1, VALUE_P], gated unless `gates` is None."""
     m, total, acc = start_softmax(1, C.VALUE_P)
     for first in range(0, count, TILE):
         i = first + tl.arange(0, TILE)
         inside = i < count
-        s = tl.load(lse + row + i, mask=inside, other=float("-inf")) * 1.4426950408889634
-        part = load_rows(o, row + i, C.VALUE, C.VALUE, C.VALUE_P, inside)
+        s = tl.load(lse + part_row + i, mask=inside, other=float("-inf")) * 1.4426950408889634
+        part = load_rows(o, part_row + i, C.VALUE, C.VALUE, C.VALUE_P, inside)
         m_new = tl.maximum(m, tl.max(s, 0))
         p = tl.exp2(s - m_new)
         old = tl.exp2(m - m_new)
@@ -272,20 +272,20 @@ def decode_mix_kernel(
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
     total = tl.zeros([1, VALUE_P], tl.float32)
-    at = row * parts
+    part_row = row * parts
     if gates is not None:
         gates += row * GATES
     if CMP >= 0:
         count = tl.cdiv(visible(length - 1, C), PART)
-        total += _join(o, lse, at + FIRST_PART, count, gates, CMP, C, TILE)
+        total += _join(o, lse, part_row + FIRST_PART, count, gates, CMP, C, TILE)
     if SEL >= 0:
         count = tl.minimum(tl.cdiv(length, C.SELECT), C.TOP)
-        total += _join(o, lse, at, count, gates, SEL, C, TILE)
+        total += _join(o, lse, part_row, count, gates, SEL, C, TILE)
     if WIN >= 0:
         count = tl.cdiv(tl.minimum(length, C.WINDOW), PART)
-        total += _join(o, lse, at + C.TOP, count, gates, WIN, C, TILE)
-    one = tl.arange(0, 1)
-    store_rows(out + row * C.VALUE, one, C.VALUE, total, C.VALUE, C.VALUE_P, one == 0)
+        total += _join(o, lse, part_row + C.TOP, count, gates, WIN, C, TILE)
+    zero = tl.arange(0, 1)  # `total` has one row
+    store_rows(out + row * C.VALUE, zero, C.VALUE, total, C.VALUE, C.VALUE_P, zero == 0)
 
 
 PART = 128  # compressed keys, or positions of the window, that one program attends to
@@ -313,7 +313,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
         keys = x.k_cmp.shape[1]
     key_parts = cdiv(keys, PART)
     first_part = top + cdiv(window, PART)  # of compressed keys
-    parts, row_scores = _capacity(first_part + key_parts), _capacity(keys)
+    parts, score_stride = _capacity(first_part + key_parts), _capacity(keys)
     blocks, scale = _capacity(total_blocks), x.scale * LOG2E
     q, lengths = x.q.contiguous(), x.lengths.contiguous()
     gates = None if x.gates is None else x.gates.contiguous()
@@ -333,26 +333,27 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     lse = q.new_empty(batch, heads, parts, dtype=torch.float32)
     scores = None
     if selecting:
-        scores = q.new_empty(batch, ranking.shape[1], row_scores, dtype=torch.float32)
+        scores = q.new_empty(batch, ranking.shape[1], score_stride, dtype=torch.float32)
     programs = kv_heads * cdiv(heads // kv_heads, config.rows)
     tile = max(1, ELEMENTS // constants.VALUE_P)
     launch(
         decode_compressed_kernel, (key_parts, kv_heads if indexed else programs, batch), config,
         q=ranking, k_cmp=k_cmp, v_cmp=v_cmp, lengths=lengths, o=o, lse=lse, scores=scores,
-        k_cmp_b=k_cmp_b, v_cmp_b=v_cmp_b, parts=parts, row_scores=row_scores, scale=scale,
+        k_cmp_b=k_cmp_b, v_cmp_b=v_cmp_b, parts=parts, score_stride=score_stride, scale=scale,
         C=ranking_constants, PART=PART, FIRST_PART=first_part,
     )  # fmt: skip
     if selecting:
         importance = q.new_empty(batch, kv_heads, blocks, dtype=torch.float32)
-        grid, small = (cdiv(total_blocks, BLOCKS), kv_heads, batch), Config(BLOCKS, 0, 4, 1)
+        ranking_grid = cdiv(total_blocks, BLOCKS), kv_heads, batch
+        ranking_config = Config(rows=BLOCKS, keys=0, warps=4, stages=1)
         launch(
-            decode_importance_kernel, grid, small,
+            decode_importance_kernel, ranking_grid, ranking_config,
             scores=scores, lse=None if indexed else lse, lengths=lengths, importance=importance,
-            parts=parts, row_scores=row_scores, blocks=blocks, C=ranking_constants, TILE=tile,
+            parts=parts, score_stride=score_stride, blocks=blocks, C=ranking_constants, TILE=tile,
             GROUP_P=padded_size(ranking_constants.GROUP), PART=PART, FIRST_PART=first_part,
         )  # fmt: skip
         launch(
-            decode_rank_kernel, grid, small,
+            decode_rank_kernel, ranking_grid, ranking_config,
             importance=importance, lengths=lengths, index=index, blocks=blocks, C=constants,
         )  # fmt: skip
     launch(
@@ -364,7 +365,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     )  # fmt: skip
     cmp, sel, win = (branches.index(b) if b in branches else -1 for b in BRANCHES)
     launch(
-        decode_mix_kernel, (heads, batch), Config(1, tile, 1, 1),
+        decode_mix_kernel, (heads, batch), Config(rows=1, keys=tile, warps=1, stages=1),
         o=o, lse=lse, gates=gates, lengths=lengths, out=out, parts=parts, C=constants,
         PART=PART, FIRST_PART=first_part, TILE=tile,
         CMP=cmp, SEL=sel, WIN=win, GATES=len(branches),
@@ -375,7 +376,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
 def _buffer(x: Tensor | None) -> tuple[Tensor | None, int]:
     """Return a buffer of keys or values, and the stride between its sequences.
 
-    The stride is larger than a sequence if a cache passes the first entries of larger buffers.
+    A cache passes the first entries of larger buffers: contiguous sequences, far apart.
     """
     if x is None:
         return None, 0
