@@ -3,8 +3,6 @@
 Fails if a kernel does not compile or exceeds a limit of a chip (check.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ The library's own functions and launchers run under `recording()`, once per cand
 what is compiled and checked is what runs on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from functools import partial

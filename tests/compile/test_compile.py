@@ -1,7 +1,5 @@
 """The compile check passes kernels within every limit of a chip and fails the others."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

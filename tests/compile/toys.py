@@ -3,8 +3,6 @@
 Import it only without TRITON_INTERPRET: interpreted kernels cannot be compiled.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 In a process of its own, because the other tests' process has imported Triton as an interpreter.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

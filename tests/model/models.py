@@ -1,7 +1,5 @@
 """Small models and inputs for the model tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any

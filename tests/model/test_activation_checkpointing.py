@@ -1,7 +1,5 @@
 """Activation checkpointing: all modes give the same results; they differ in what they recompute."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Attention layers and RoPE against the definitions, computed by hand from the layers' weights."""
 
-from __future__ import annotations
-
 import math
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Model configuration: errors name the setting, its value and the fix."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameter and FLOP counts against built models and PyTorch's counter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Decoding with the KV cache against the parallel forward pass, and text generation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

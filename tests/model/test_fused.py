@@ -1,7 +1,5 @@
 """Fused module calls: equal to separate calls, and never around a hook or an adapter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hugging Face model: the trainer's logits and loss, generate(), Trainer, saving and loading."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

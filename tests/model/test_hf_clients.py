@@ -1,7 +1,5 @@
 """Hugging Face model with clients written elsewhere: PEFT, torch.compile, the Auto classes."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """An index and the selector loss: equal to the dense layer, learning by their own loss alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Language model: causality, packed documents, loss, gradients and initialization."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

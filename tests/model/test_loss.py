@@ -1,7 +1,5 @@
 """Cross-entropy and distillation against PyTorch's: values, gradients, rounding and memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cases, random inputs and comparisons for the tests of nsa.ops."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

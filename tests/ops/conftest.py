@@ -4,8 +4,6 @@ The patches make Triton's interpreter several times as fast and right in bfloat1
 program first.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Sequences as the buffers of a cache, a token decoded from them, and its definition."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

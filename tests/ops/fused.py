@@ -3,8 +3,6 @@
 Each is a function of tensors and a backend; the definition, in float64, is a backend too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -3,8 +3,6 @@
 It needs only torch and triton. A run checks the operations of its own model before step 1.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

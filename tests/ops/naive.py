@@ -4,8 +4,6 @@ Slow on purpose, and independent of `nsa.ops`. Arrays are NumPy's, with sizes as
 functions; `cu_seqlens` is a list or None.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

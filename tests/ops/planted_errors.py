@@ -1,7 +1,5 @@
 """Planted errors: a wrong function in place of a right one, to prove that a check notices it."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import sys

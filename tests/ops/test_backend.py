@@ -1,7 +1,5 @@
 """Backend dispatch: `auto` counts fallbacks, a named backend runs or raises with the reason."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

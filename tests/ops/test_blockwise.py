@@ -1,7 +1,5 @@
 """The `blockwise` backend equals `reference`, forward and backward, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Custom ops of attention: declarations match, calls compile as one graph, one derivative."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """Cross-entropy in PyTorch and in its kernel, against its definition in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Decoding one token from buffers, in PyTorch and in kernels, against the full sequence."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

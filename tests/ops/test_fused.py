@@ -1,7 +1,5 @@
 """Fused operations in PyTorch and in kernels: equal their definitions, forward and backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Known errors of public NSA implementations: absent here, and noticed when planted."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Peak memory of `blockwise`, forward and backward, grows no faster than the sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

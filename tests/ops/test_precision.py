@@ -3,8 +3,6 @@
 Both are compared with float64 on the same rounded inputs.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The `reference` backend equals a naive loop over single queries."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

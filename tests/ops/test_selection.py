@@ -1,7 +1,5 @@
 """Block selection: every backend selects as the definition does, up to rounding of scores."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

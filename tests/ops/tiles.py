@@ -1,7 +1,5 @@
 """Tile sizes for another chip, or by another choice than that of nsa/ops/triton/configs.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Checks for test_gpu.py as functions of sizes: real ones on a GPU, small ones when interpreted."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ FLOOR, a few roundings of numbers about 1, is for results that `reference` happe
 exactly, such as a softmax over one key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache

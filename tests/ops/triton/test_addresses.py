@@ -1,7 +1,5 @@
 """64-bit addresses: offsets that would overflow 32 bits in large tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """AMD's chips: which tiles, warps and binaries a ROCm build of torch takes; nothing runs on one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Bounds checks: planted accesses outside of a tensor are caught, in the interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Tile sizes: the candidates, and the choice between them."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks at real sizes, which need a GPU."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

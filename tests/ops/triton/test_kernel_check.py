@@ -1,7 +1,5 @@
 """The kernel check: right kernels pass, planted faults are named, `auto` falls back."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Kernel launches: which binary runs, on which device, and which numbers do not compile again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The language model on the Triton backend: loss and gradients, with any recomputation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import cache

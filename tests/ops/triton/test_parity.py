@@ -1,7 +1,5 @@
 """Parity of every branch and of their gated sum with `reference`, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Mutation tests of the parity checks: each error planted in a kernel or launcher fails one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Parity for every tile size, and for lists and sums that are split in parts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -3,8 +3,6 @@
 The GPU's refusal is planted where a kernel is called; all else runs in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from typing import Any
