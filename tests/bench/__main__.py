@@ -4,8 +4,6 @@ Each name is a module with `add_flags(parser)`, and `run(report)`, which adds ro
 returns entries to add to it. `harness.py` has what they share.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module

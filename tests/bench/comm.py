@@ -5,8 +5,6 @@ Two more take the same steps with collectives that return at once, which leaves 
 The difference is exposed communication.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -18,7 +16,7 @@ from contextlib import closing
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa.system import resource_path
 from nsa.text import markdown_table
@@ -26,9 +24,6 @@ from tests.bench.harness import Report
 from tests.fork_server import PRELOADED
 from tests.netns import RANKS, Link, link
 from tests.ranks import free_port
-
-if TYPE_CHECKING:
-    from tests.bench.comm_ranks import Rank
 
 CONFIGS = {path.stem: path for path in sorted(resource_path("ds_configs").glob("*.json"))}
 MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as long as computing
@@ -43,8 +38,8 @@ MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as l
     "spec": {"block_len": 16, "block_stride": 8, "select_len": 32, "select_top": 6, "window": 64},
 }
 TOKENS = 64  # per micro-batch
-RATES = (1.0, 4.0, None)  # Gbit/s of the link; None: not throttled
-TABLE_RATE = 1.0  # Gbit/s of the printed table: the slowest, which shows communication best
+# Gbit/s of the link; the table has the first, which shows communication best. None: not throttled
+RATES = (1.0, 4.0, None)
 COLLECTIVE_ELEMENTS, COLLECTIVE_ROUNDS = 2**23, 9  # of each collective that is timed alone
 WARMUP_STEPS = 2
 MICRO_BATCHES, MIN_STEPS = 10, 3  # timed at each rate
@@ -73,7 +68,6 @@ class RankPair:
         return calls[0].result()
 
     def close(self) -> None:
-        """End the ranks."""
         for rank in self._ranks:
             rank.shutdown(wait=False)
 
@@ -90,7 +84,7 @@ def _start_rank(rank: int, backend: str, link: Link | None, address: tuple[str, 
     _this_rank = Rank(join(rank, RANKS, backend, address))
 
 
-_this_rank: Rank  # of a rank's process
+_this_rank: Any  # the comm_ranks.Rank of a rank's process
 
 
 def _call(action: str, arguments: tuple[Any, ...]) -> Any:
@@ -108,7 +102,6 @@ class Bench:
         self.compute_only = RankPair("fake")  # its collectives return at once
 
     def close(self) -> None:
-        """End all ranks."""
         self.pair.close()
         self.compute_only.close()
 
@@ -199,7 +192,7 @@ def config_table(rows: Sequence[Row]) -> list[str]:
     by_case = {
         (row["config"], row["accumulation"]): row
         for row in rows
-        if row["reduce_dtype"] == "bf16" and row["rate_gbit"] == TABLE_RATE
+        if row["reduce_dtype"] == "bf16" and row["rate_gbit"] == RATES[0]
     }
     accumulations = sorted({accumulation for _, accumulation in by_case})
     first, *others = map(str, accumulations)

@@ -4,8 +4,6 @@ The backend is gloo between two ranks, or torch's `fake` one, whose collectives 
 remains of a step is compute. `tests.bench profile` joins with NCCL, as a single rank.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

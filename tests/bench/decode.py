@@ -5,8 +5,6 @@ numbers: the time of a token does not depend on them. Dense attention is PyTorch
 its fastest form.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,11 +4,8 @@ Times are those of `triton.testing.do_bench`: between GPU events, with a cold L2
 imports neither DeepSpeed nor YAML: GPU benchmarks run where only PyTorch and Triton are.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
-import itertools
 import json
 import math
 import re
@@ -18,13 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from nsa.atomic_io import atomic_write_text
 from nsa.dtypes import DTYPES
 from nsa.monitor.environment import environment
 from nsa.system import output_of
-from nsa.text import align
+from nsa.text import align, type_and_message
 
 Step = Callable[[], object]
 Result = dict[str, Any]
@@ -122,7 +118,6 @@ class Report:
             atomic_write_text(self.flags.out, text + "\n")
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append one row and save."""
         self.data["rows"].append(dict(row))
         self.save()
 
@@ -195,7 +190,7 @@ class Report:
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        return type_and_message(error)[:400]
 
     def finish(self) -> None:
         """Mark the results as complete, unless a case was skipped, and save."""
@@ -223,7 +218,6 @@ def cell(value: float | None) -> str:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns."""
     print(*align(rows), "", sep="\n", flush=True)
 
 
@@ -233,11 +227,3 @@ def margin(values: Sequence[float]) -> float:
         return 0.0
     degrees = min(len(values) - 1, len(T_95))
     return T_95[degrees - 1] * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def mean_losses(loss: Tensor, edges: Sequence[int]) -> dict[str, float]:
-    """Return the mean of losses [..., T], of all and between adjacent positions of `edges`."""
-    means = {"all": loss.mean().item()}
-    for first, end in itertools.pairwise(edges):
-        means[f"{first:,} to {end:,}"] = loss[..., first:end].mean().item()
-    return means

@@ -12,8 +12,6 @@ Random queries select different blocks. In nsa-local, neighbouring queries are s
 mostly the same ones. Each result lists its kernels with their times.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from nsa.model.config import INDEXED
 from nsa.ops import (
@@ -55,22 +54,19 @@ REFERENCES = {
     "fla": "nsa",
     "scalable-flash-nsa": "nsa",
 }
-LIBRARIES = ("fla-core", "flash-nsa")
 AGAINST: dict[str, Callable[[Inputs], Implementation]] = {
-    "sdpa-flash": partial(peers.sdpa, "sdpa-flash"),
-    "sdpa-cudnn": partial(peers.sdpa, "sdpa-cudnn"),
+    "sdpa-flash": partial(peers.sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": partial(peers.sdpa, SDPBackend.CUDNN_ATTENTION),
     "flex-causal": peers.flex,
     "flex-flash": partial(peers.flex, BACKEND="FLASH"),  # FlashAttention-4, if installed
 }
 
 
 class Heads(NamedTuple):
-    """Query heads, key/value heads, key size, value size."""
-
     heads: int
     kv_heads: int
-    key: int
-    value: int
+    key: int  # size of each key
+    value: int  # size of each value
 
 
 def shapes(text: str) -> dict[str, Heads]:
@@ -105,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report) -> None:
     """Measure every case within the time limit; print a table per case."""
-    report.data["libraries"] = {name: package_version(name) for name in LIBRARIES}
+    report.data["libraries"] = {x: package_version(x) for x in ("fla-core", "flash-nsa")}
     for name, heads in report.flags.shapes.items():
         if report.on_gpu:
             torch.compiler.reset()  # lengths of one shape share FlexAttention's compiled code
@@ -178,27 +174,23 @@ def local(inputs: Inputs, spec: NSASpec) -> Inputs:
 
 
 def _module(inputs: Inputs, report: Report) -> Builders:
-    """Three branches and one on random and on local queries, against dense attention."""
-    attention = partial(nsa_attention, spec=SPEC, backend=report.backend)
+    backend = report.backend
+
+    def indexed(q_index: Tensor, k_index: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        selected = select_blocks(q_index, k_index, None, INDEXED, backend=backend)
+        return selected_attention(q, k, v, selected, INDEXED, backend=backend)
+
+    attention = partial(nsa_attention, spec=SPEC, backend=backend)
     builders: Builders = {}
     for suffix, x in (("", inputs), ("-local", local(inputs, SPEC))):
         builders[f"nsa{suffix}"] = partial(Implementation, attention, *x.tensors())
         index = x.q[:, :, : x.k_sel.shape[2]], compress_mean(x.k_sel, INDEXED)
-        one_branch = partial(_indexed, *index, backend=report.backend)
+        one_branch = partial(indexed, *index)
         builders[f"index{suffix}"] = partial(Implementation, one_branch, x.q, x.k_sel, x.v_sel)
     return builders | {name: partial(AGAINST[name], inputs) for name in report.flags.against}
 
 
-def _indexed(
-    q_index: Tensor, k_index: Tensor, q: Tensor, k: Tensor, v: Tensor, backend: str
-) -> Tensor:
-    """Attend to the blocks that an index selects."""
-    selected = select_blocks(q_index, k_index, None, INDEXED, backend=backend)
-    return selected_attention(q, k, v, selected, INDEXED, backend=backend)
-
-
 def _peers(inputs: Inputs, report: Report) -> Builders:
-    """All three branches with one set of keys and values."""
     return {
         "nsa": _shared_keys(inputs, SPEC, report.backend, window=True),
         "scalable-flash-nsa": partial(peers.scalable_flash_nsa, inputs, SPEC),
@@ -206,13 +198,11 @@ def _peers(inputs: Inputs, report: Report) -> Builders:
 
 
 def _same_pattern(inputs: Inputs, report: Report) -> Builders:
-    """Compression and selection, which fla's own kernels cover."""
     ours = _shared_keys(inputs, peers.FLA_SPEC, report.backend, window=False)
     return {"nsa": ours, "fla": partial(peers.fla, inputs)}
 
 
 def _parts(x: Inputs, report: Report) -> Builders:
-    """Each function of nsa.ops, on the outputs of the previous function."""
     backend = report.backend
     lse, index = select(x, SPEC, backend)
 

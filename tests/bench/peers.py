@@ -5,8 +5,6 @@ missing, the reason is its result. Their branches share keys and values, and mea
 with them. One that calls flash-attn for its window gets nsa.ops.window_attention instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -20,7 +18,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from nsa.ops import NSASpec, window_attention
 from tests.inputs import Inputs
 
-KERNELS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 FLEX_BLOCK = 128  # the only block size that all of FlexAttention's tile sizes divide
 # fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
 FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
@@ -52,12 +49,12 @@ class Implementation:
         return torch.autograd.grad(o, inputs, self._grad_output)
 
 
-def sdpa(kernel: str, inputs: Inputs) -> Implementation:
+def sdpa(kernel: SDPBackend, inputs: Inputs) -> Implementation:
     """Return causal scaled_dot_product_attention, forced to one kernel."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(KERNELS[kernel]):
+        with sdpa_kernel(kernel):
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return o.transpose(1, 2)
 

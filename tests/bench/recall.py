@@ -14,8 +14,6 @@ fact with that key. Keys, values and positions are random in each sequence, so o
 the answer.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Benchmarks at tiny sizes: results are complete and consistent, and survive failures."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -255,10 +253,8 @@ def test_failures_end_neither_the_run_nor_the_file_nor_other_implementations(
     ]
 
 
-def test_cases_beyond_the_time_limit_are_listed(tmp_path: Path) -> None:
-    out = tmp_path / "train.json"
-    main(["train", "--device=cpu", "--lengths=64,1k", "--limit=0", f"--out={out}"])
-    results = json.loads(out.read_text())
+def test_cases_beyond_the_time_limit_are_listed(bench: Bench) -> None:
+    results = bench("train", "--device=cpu", "--lengths=64,1k", "--limit=0")
     assert (results["rows"], results["finished"]) == ([], False)
     assert [case["case"] for case in results["skipped"]] == ["T=64", "T=1024"]
     assert "--limit 0 s over" in results["skipped"][0]["reason"]

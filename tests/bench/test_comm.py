@@ -1,7 +1,5 @@
 """Communication is measured on a real link between two network namespaces."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,22 +7,13 @@ from contextlib import closing
 import pytest
 
 from tests.bench.__main__ import main
-from tests.bench.comm import CONFIGS, Bench
+from tests.bench.comm import CONFIGS, MODEL, Bench
 from tests.netns import link, link_obstacle
 from tests.ranks import ROOT, WITHOUT_COMPILER
 
 needs_link = pytest.mark.skipif(bool(link_obstacle()), reason=f"needs a link: {link_obstacle()}")
 MEASURED = ROOT / "docs/benchmarks/comm.json"
-TINY = {
-    "vocab_size": 272,
-    "layers": 2,
-    "width": 128,
-    "heads": 6,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "mlp_width": 512,
-    "spec": {"block_len": 8, "block_stride": 4, "select_len": 8, "select_top": 4, "window": 12},
-}
+TINY = MODEL | {"layers": 2, "width": 128, "mlp_width": 512}
 GBIT = 0.2
 
 

@@ -1,7 +1,5 @@
 """A real dense model made sparse: every stage is trained, evaluated on unseen files, compared."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -20,23 +18,18 @@ from tests.export.llamas import add_chat_tokenizer, llama
 from tests.ranks import FORKING
 
 
-def packages(folder: Path) -> Path:
-    """Installed packages with a long text each, whose words are their own."""
-    for number in range(40):
-        text = "\n".join(f"word{number} of line {line % 7}" for line in range(60))
-        (folder / f"package{number}").mkdir(parents=True)
-        (folder / f"package{number}/long.py").write_text(text)
-        (folder / f"package{number}/short.py").write_text("x")
-    return folder
-
-
 @pytest.mark.full
 def test_each_stage_is_trained_evaluated_and_compared_with_the_dense_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llama(tmp_path / "llama")
     add_chat_tokenizer(tmp_path / "llama")
-    installed = str(packages(tmp_path / "packages"))
+    installed = tmp_path / "packages"
+    for number in range(40):
+        text = "\n".join(f"word{number} of line {line % 7}" for line in range(60))
+        (installed / f"package{number}").mkdir(parents=True)
+        (installed / f"package{number}/long.py").write_text(text)
+        (installed / f"package{number}/short.py").write_text("x")
     monkeypatch.setattr(real, "subprocess", FORKING)
     monkeypatch.setattr(
         real, "sysconfig", SimpleNamespace(get_paths=lambda: {"purelib": installed})

@@ -1,7 +1,5 @@
 """Recall: tasks have one right answer, and every model is evaluated alike."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path
@@ -13,19 +11,7 @@ from torch import Tensor, nn
 from nsa.constants import IGNORE_INDEX
 from tests.bench import recall as bench
 from tests.bench.__main__ import main
-from tests.bench.recall import (
-    FIRST_FACT,
-    KEYS,
-    VALUES,
-    VOCABULARY,
-    Task,
-    check_answers,
-    needle,
-    recall,
-)
-
-LENGTH = 64
-TASK = Task(LENGTH)
+from tests.bench.recall import FIRST_FACT, KEYS, VALUES, check_answers, needle, recall
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -73,7 +59,7 @@ def test_an_answer_is_correct_if_the_model_predicts_its_label() -> None:
     answers = batch.labels.clamp(min=0)
 
     def predict(_: Tensor) -> Tensor:
-        return nn.functional.one_hot(answers, VOCABULARY).float()
+        return nn.functional.one_hot(answers, bench.VOCABULARY).float()
 
     assert check_answers(predict, batch)[0].all()
     answers[0, 16] += 1  # the first answer
@@ -110,13 +96,14 @@ def test_every_model_is_evaluated_with_every_seed(
 
 def test_dense_steps_are_those_of_a_dense_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "BATCH", 128)
-    dense, half = (bench.train(name, TASK, 4, 1)[1] for name in ("dense", "half dense index"))
+    task = bench.Task(64)
+    dense, half = (bench.train(name, task, 4, 1)[1] for name in ("dense", "half dense index"))
     assert half[:2] == dense[:2]
     assert half[2] != dense[2]
 
 
 def test_random_selection_is_how_often_random_blocks_include_the_fact() -> None:
-    task, generator = Task(2_048, pattern="recipe"), rng(bench.SEED)
+    task, generator = bench.Task(2_048, pattern="recipe"), rng(bench.SEED)
     batch = recall(generator, bench.SEQUENCES, 2_048, 16)
     rows, queries = (batch.distance > task.reach).nonzero(as_tuple=True)
     included = []

@@ -3,8 +3,6 @@
 `tests/operations.py` begins with the definitions. Counts, and no estimate of a time.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace

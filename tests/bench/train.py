@@ -5,8 +5,6 @@ clipped and given to fused AdamW, and the weights are cast back. No DeepSpeed, n
 Times are wall times of a step in a loop of --seconds, as in training, where a slow host shows.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import replace
@@ -46,7 +44,6 @@ class Stepper:
         """Run forward, backward and the optimizer."""
         self.model(ids, labels=labels).backward()
         for weight, master in zip(self.weights, self.masters, strict=True):
-            assert weight.grad is not None
             master.grad = weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0, foreach=True)
