@@ -325,9 +325,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
         run.telemetry.enter("idle")
     if val_loss is not None:
         bits_per_byte = val_loss / math.log(2) / run.data.validation.bytes_per_token
-    loss_scale = None
-    if run.config.train.precision == "fp16":
-        loss_scale = getattr(run.engine.optimizer, "loss_scale", None)
+    fp16 = run.config.train.precision == "fp16"
     grad_norm = run.engine.get_global_grad_norm()
     run.observers.on_step(
         StepRecord(
@@ -340,7 +338,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             grad_norm=None if grad_norm is None else float(grad_norm),
             memory_gb=memory_gb(),
             skipped_steps=run.state.skipped,
-            loss_scale=loss_scale,
+            loss_scale=getattr(run.engine.optimizer, "loss_scale", None) if fp16 else None,
             layers=layers,
             versus_teacher=versus_teacher,
             **speed,

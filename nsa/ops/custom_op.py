@@ -155,10 +155,8 @@ def _autograd(
 
     def fake(*args: Any) -> Any:
         values = args[count]  # `inputs`
-        results = []
-        for i in input_of.values():
-            x = values[i]
-            results.append(values[0].new_empty(0) if x is None else x.new_empty(x.shape))
+        like = [values[i] for i in input_of.values()]
+        results = [values[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
         return tuple(results) if len(results) > 1 else results[0]
 
     schema = ", ".join([*output_gradients, _schema(inputs), *saved_outputs])

@@ -207,10 +207,8 @@ def _facts(run: Summary, status: str) -> Iterator[str]:
     env, halt = read_json(run.run_dir / "env.json"), read_json(run.run_dir / "halt.json")
     gpus = lookup(env, "cuda.devices")
     devices = gpus if isinstance(gpus, list) and gpus else [lookup(env, "cpu.model")]
-    versions = []
-    for name in ("torch", "deepspeed", "triton"):
-        if version := lookup(env, f"packages.{name}"):
-            versions.append(f"{name} {version}")
+    packages = ("torch", "deepspeed", "triton")
+    versions = [f"{name} {x}" for name in packages if (x := lookup(env, f"packages.{name}"))]
     skipped = [history.skipped for history in run.histories if history.skipped is not None]
     problems = [run.metrics.problem, *(history.problem for history in run.histories)]
     rows = [
