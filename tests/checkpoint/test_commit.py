@@ -200,16 +200,16 @@ def test_the_universal_form_is_removed_with_its_checkpoint(tmp_path: Path) -> No
 
 
 def test_a_failed_removal_is_a_warning_and_the_others_are_removed(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    (left := tmp_path / ".step00000001.removed.partial").write_text("not a folder")
-    with pytest.warns(UserWarning, match="step00000001 could not be removed: Not a directory"):
+    (left := tmp_path / ".step00000002.removed.partial").write_text("not a folder")
+    with pytest.warns(UserWarning, match="step00000002 could not be removed: Not a directory"):
         prune(tmp_path, 1)
-    assert steps(tmp_path) == [1, 3]
+    assert steps(tmp_path) == [2, 4]
     left.unlink()
     (left / "of a removal that was cut off").mkdir(parents=True)
     prune(tmp_path, 1)
-    assert steps(tmp_path) == [3]
+    assert steps(tmp_path) == [4]
 
 
 @pytest.mark.parametrize(

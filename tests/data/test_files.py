@@ -352,7 +352,8 @@ def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) 
         f"{tmp_path}: is small, so the last 12% of each document is held out for validation, "
         "instead of data.held_out = 0.05",
     ]
-    assert open_dataset(DataConfig(source=str(tmp_path), held_out=0.5)).notes[1:] == []
+    larger = open_dataset(DataConfig(source=str(tmp_path), held_out=0.5))
+    assert (larger.notes[1:], larger.sources[0].division.fraction) == ([], 0.5)
     names = [file.name for file in open_files(tmp_path, "text", "*.py").files]
     assert names == ["a/main.py"]
     assert [file.name for file in open_files(tmp_path, "text", "b/*").files] == sorted(

@@ -1,6 +1,7 @@
 """`nsa report` and `nsa compare`: results, facts and settings of runs, and their pictures."""
 
 import json
+import math
 import re
 from pathlib import Path
 from unittest import mock
@@ -128,7 +129,8 @@ def test_only_recorded_values_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
     write_metrics(bare, 20, start=5)  # no validation: 5 panels
     write_run(full)
     gates = {"cmp": 0.3, "sel": 0.6, "win": 0.5}
-    write_selection(full, gates=gates, changes=[{"recall": 0.5, "recall_random": 0.4}] * 2)
+    recall = {"recall": 0.5, "recall_random": 0.4}
+    write_selection(full, gates=gates, layers=3, changes=[recall, recall, {"entropy": math.nan}])
     assert main(["report", str(bare), str(full)]) == 0
     assert capsys.readouterr().out == f"{bare / 'report.md'}\n{full / 'report.md'}\n"
     assert plots(bare) == {"curves.png"}

@@ -471,7 +471,8 @@ def test_the_last_sound_heartbeat_of_each_rank_is_read(tmp_path: Path) -> None:
 
 def test_a_wrong_call_is_one_line_and_exit_code_2(refusal: Callable[..., str]) -> None:
     assert "give the command to start, after --" in refusal("watch")
-    assert "attaching to a run that is running is withdrawn" in refusal("watch", ".")
+    withdrawn = "attaching to a run that is running is withdrawn in this version; "
+    assert f"nsa watch .: {withdrawn}start it with nsa watch -- " in refusal("watch", ".")
     negative = refusal("watch", "--restart", "-1", "--", "true")
     assert "--restart -1: must be 0 or more" in negative
     process = call("--", "no-such-program")
