@@ -67,8 +67,7 @@ def rank_checks(
         host = platform.node()
         node_checks = [replace(check, name=f"{check.name} ({host})") for check in node_checks]
     by_rank = gather(list(node_checks), list[Check])
-    checks = [check for of_rank in by_rank for check in of_rank]
-    checks += compare(ranks)
+    checks = [check for of_rank in by_rank for check in of_rank] + compare(ranks)
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
     result: float | str

@@ -156,8 +156,7 @@ def dense_config(model: ModelConfig, **more: Any) -> PretrainedConfig:
         sizes["no_rope_layers"] = [int(n % every != 0) for n in range(1, model.layers + 1)]
     if family == "mistral":
         sizes["sliding_window"] = None  # transformers' default is 4,096
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    sizes |= {"architectures": [architecture], "rope_parameters": rope}
+    sizes |= {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]], "rope_parameters": rope}
     return CONFIG_MAPPING[family](**sizes, **more)
 
 

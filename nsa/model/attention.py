@@ -124,8 +124,7 @@ class Attention(nn.Module):
         if metadata.sampled is not None:
             self.selector_loss, target = self.compute_selector_loss(x, parts.q, kv, metadata)
             self.selector_target = metadata.sampled, target
-        o = self.attend(parts.q, parts.gates, kv, metadata)
-        return self.o(o.flatten(-2))
+        return self.o(self.attend(parts.q, parts.gates, kv, metadata).flatten(-2))
 
     def project(self, x: Tensor) -> Tensor:
         """Project to q, k, v, and an index or gate logits, [B, T, P] as in PackedLayout.

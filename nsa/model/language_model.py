@@ -199,8 +199,7 @@ class LanguageModel(nn.Module):
                 x, delta = intercept(x if delta is None else x + delta), None
             x, delta, *loss = run(partial(block, metadata=metadata), x, delta)
             losses += loss
-        selector_loss = torch.stack(losses).sum() if losses else None
-        return self.final_norm(x, delta), selector_loss
+        return self.final_norm(x, delta), torch.stack(losses).sum() if losses else None
 
     @property
     def head_weight(self) -> Tensor:

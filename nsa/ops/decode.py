@@ -49,8 +49,7 @@ def decode_attention(x: DecodeInputs, backend: str = "auto") -> Tensor:
         if "sel" in pairs:
             capacity = pairs["sel"][0].shape[1]
             index = _select(ranking, lengths, spec, capacity, logarithmic=x.q_cmp is not None)
-            keys_values = _selected_keys(*pairs["sel"], index, lengths, spec)
-            outputs["sel"] = _attend(q_BKGD, *keys_values)
+            outputs["sel"] = _attend(q_BKGD, *_selected_keys(*pairs["sel"], index, lengths, spec))
     if "win" in pairs:
         outputs["win"] = _attend(q_BKGD, *_window_keys(*pairs["win"], lengths, spec.window))
     if x.gates is None:
