@@ -100,6 +100,14 @@ def test_a_decoded_token_is_the_last_position_of_its_full_sequence(name: str, ba
     assert_own_queries_rank(PATTERNS[name], backend)
 
 
+def test_outputs_of_branches_are_rounded_before_their_gates_mix_them() -> None:
+    """As in nsa_attention, so that a token is the same whether it is decoded or prefilled."""
+    x = buffers(SMALL, sequences(SMALL, "blockwise", torch.bfloat16))
+    alone = (decoded(SMALL, x, [name], "blockwise", gates=None) for name in BRANCHES)
+    mixed = sum(gate[..., None] * o for gate, o in zip(x.gates.unbind(-1), alone, strict=True))
+    assert torch.equal(decoded(SMALL, x, backend="blockwise"), mixed)
+
+
 @pytest.mark.parametrize("seed", default(25, range(40)))
 def test_any_pattern_length_and_capacity_give_the_last_position(seed: int) -> None:
     draw = random.Random(seed)

@@ -261,13 +261,15 @@ def test_a_run_that_gets_further_is_restarted_whatever_ended_it_but_not_too_ofte
     assert given_up == (restarts == 2)
 
 
-def test_no_restart_follows_a_signal_in_the_wait_for_it() -> None:
-    process = call("--restart", 9, "--", "sh", "-c", "exit 5", program=IMPATIENT)
+def test_no_restart_follows_a_signal_in_the_wait_for_it(tmp_path: Path) -> None:
+    script = f"echo started >> {tmp_path / 'log'}; exit 5"
+    process = call("--restart", 9, "--", "sh", "-c", script, program=IMPATIENT)
     assert process.stderr is not None
     assert "restart 1 of 9 in 1 s" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
+    assert (tmp_path / "log").read_text() == "started\n"
 
 
 def test_old_heartbeats_torn_lines_and_a_jumping_clock_are_no_hang(runs: Runs) -> None:
