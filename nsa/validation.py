@@ -7,6 +7,7 @@ one_of("train", self, on_bad_step=("abort", "skip"))  # train.on_bad_step = 'x':
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -100,4 +101,9 @@ def reject_unknown_flags(parser: Parser, words: Sequence[str]) -> NoReturn:
     for word in words:
         if advice := FLAGS.get(f"{parser.prog} {word.partition('=')[0]}"):
             parser.error(f"{word}: withdrawn in this version; {advice}")
-    parser.error(f"unrecognized arguments: {', '.join(map(parser.hint, words))}")
+    has_settings = "--set" in parser._option_string_actions
+    hints = []
+    for word in words:
+        is_setting = has_settings and re.match(r"[a-z_.]+=", word)
+        hints.append(f"{word} (did you mean --set {word}?)" if is_setting else parser.hint(word))
+    parser.error(f"unrecognized arguments: {', '.join(hints)}")

@@ -185,6 +185,7 @@ def test_a_number_that_a_help_states_is_the_default() -> None:
         (["plan", "--devise", "a100"], "plan", "--devise (did you mean --device?), a100"),
         (["generate", "a", "--temprature=1"], "generate", "--temprature=1 (did you mean --temp"),
         (["plan", "recipes/m7c.py"], "plan", "unrecognized arguments: recipes/m7c.py"),
+        (["plan", "train.steps=5"], "plan", "train.steps=5 (did you mean --set train.steps=5?)"),
         (
             ["data", "prepare", "--source=x", "--tokenizer=byte", "--out=y", "--held_out=0.1"],
             "data prepare",

@@ -141,7 +141,7 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         )
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        fix = "name a JSON file, such as --deepspeed_config ds_configs/zero1_pcie.json"
+        fix = "name a JSON file, such as ds_configs/zero1_pcie.json (--deepspeed_config)"
         raise ValueError(f"{path}: {reason}; {fix}") from error
     except json.JSONDecodeError as error:
         fix = "write plain JSON: no comments, no trailing commas, names in double quotes"

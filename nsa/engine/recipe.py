@@ -162,6 +162,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     stop_step = config.train.steps
     if flags.until is not None:
         stop_step = until_step(flags.until, config.monitor.ladder, config.train.steps)
+        if flags.until.strip().isdecimal() and int(flags.until) > stop_step:
+            notes.append(f"--until {flags.until}: the run ends earlier, at step {stop_step:,}")
     return RunRequest(
         recipe=name,
         profile=profile,

@@ -255,7 +255,10 @@ class NSAttention(Attention):
         rope_theta: float = 10_000.0,
         **settings: Any,  # MODEL_SETTINGS, and the other fields of AttentionConfig
     ) -> None:
-        if head_dim is None and (heads < 1 or hidden_size % heads):
+        for name, value in (("hidden_size", hidden_size), ("heads", heads)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more")
+        if head_dim is None and hidden_size % heads:
             raise ValueError(
                 f"heads = {heads}: does not divide hidden_size = {hidden_size}; give head_dim"
             )

@@ -382,6 +382,12 @@ def test_what_may_surprise_in_a_run_is_noted(settings: list[str], note: str | No
     assert request.notes == ([] if note is None else [note])
 
 
+def test_a_step_beyond_the_end_is_noted() -> None:
+    request = small_request("--steps=2", "--until=3")
+    assert request.stop_step == 2
+    assert "--until 3: the run ends earlier, at step 2" in request.notes
+
+
 def test_a_run_that_cannot_begin_dense_as_its_recipe_does_is_noted() -> None:
     def dense_first() -> RunConfig:
         config = small()

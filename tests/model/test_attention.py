@@ -232,7 +232,8 @@ def test_a_layer_continues_from_the_weights_of_a_model(
     ("arguments", "message"),
     [
         ((10, 4, {}), "heads = 4: does not divide hidden_size = 10; give head_dim"),
-        ((24, 0, {}), "heads = 0: does not divide hidden_size = 24"),
+        ((24, 0, {}), "heads = 0: must be a whole number, 1 or more"),
+        (("64", 4, {}), "hidden_size = '64': must be a whole number, 1 or more"),
         ((24, 4, {"kv_heads": 3}), "not a multiple of"),
         ((24, 4, {"branches": "all"}), "attention.branches = 'all'"),
         ((24, 4, {"spec": {"window": 16}}), r"is a dict; give NSASpec\(window=16\)"),
