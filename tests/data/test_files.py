@@ -200,7 +200,9 @@ def test_other_text_columns_of_arrow_are_read(tmp_path: Path, kind: pa.DataType)
 def test_sizes_are_known_without_compression(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", b"x" * 1_000)
     assert open_files(tmp_path, "text").size() == 1_000
-    write_parquet(tmp_path, "b.parquet", [f"{number:1000}" for number in range(200)], 200)
+    rows = [f"{number:1000}" for number in range(200)]
+    table = pa.table({"title": rows, "text": rows})
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=200)
     total = open_files(tmp_path, "text").size()
     assert total == pytest.approx(201_000, rel=0.05)
     write(tmp_path, "c.jsonl", b"y" * 50)

@@ -84,12 +84,21 @@ def test_the_first_line_of_a_resumed_run_holds_its_step(tmp_path: Path) -> None:
     assert beats[-1]["loss"] is None
 
 
-def test_no_line_follows_the_end_line(tmp_path: Path) -> None:
+def test_no_line_follows_the_end_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog would take a rank with a later line for one that is alive or was killed."""
     for rank in range(20):
         beat = beating(tmp_path, rank=rank, seconds=1e-4)
         time.sleep(0.002)
         beat.close("finished")
+    late = beating(tmp_path, rank=20)
+    close = late._writer.close
+
+    def close_after_a_line(timeout: float) -> None:  # of a thread that was about to write it
+        late.step_end(1, 2, 0)
+        close(timeout)
+
+    monkeypatch.setattr(late._writer, "close", close_after_a_line)
+    late.close("finished")
     assert {beats[-1]["event"] for beats in read_heartbeats(tmp_path).values()} == {"end"}
 
 
