@@ -119,6 +119,10 @@ def test_a_tokenizer_that_has_changed_since_is_refused(run: Path, tmp_path: Path
     (tmp_path / "state.json").write_text(json.dumps(saved))
     with pytest.raises(DataError, match=r"was tokenized with .*, which has changed since"):
         run_tokenizer(DataConfig(), tmp_path)
+    saved["tokenizer"]["name"] = "gpt2"  # of a forged checkpoint: looked up nowhere
+    (tmp_path / "state.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"^data\.tokenizer = 'gpt2': .*hf:gpt2"):
+        run_tokenizer(DataConfig(), tmp_path)
 
 
 def test_a_run_and_its_export_keep_a_lost_datasets_tokenizer(run: Path, tmp_path: Path) -> None:
