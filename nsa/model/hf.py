@@ -337,7 +337,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             elif logits_to_keep == 1 and attention_mask is not None:
                 kept = last_tokens(states, attention_mask)  # right padding may follow them
             else:
-                kept = states[:, -logits_to_keep:]
+                kept = states[:, -logits_to_keep:]  # 0: all columns
             logits = self.lm_head(kept)
         loss = None
         if labels is not None or shift_labels is not None:
