@@ -1,7 +1,5 @@
 """Peak memory of a call."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable
